@@ -1,0 +1,61 @@
+"""Every operation in plain torch: the oracle for the Triton kernels, and the path that runs on CPU.
+
+This version holds what the plain codec needs: many tensors into one flat buffer, and n messages into one sum.
+Nothing here allocates on the hot path: callers give the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack_", "sum_messages_"]
+
+
+def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
+    """Copy each source into its destination, with cast; a source of None writes zeros.
+
+    Args:
+        destinations: n views of one flat buffer, any floating dtype, any strides.
+        sources: n tensors of the same shapes, or None where there is nothing to send.
+    """
+    if None not in sources:
+        torch._foreach_copy_(destinations, sources)
+        return
+    present = [(d, s) for d, s in zip(destinations, sources, strict=True) if s is not None]
+    if present:
+        torch._foreach_copy_([d for d, _ in present], [s for _, s in present])
+    absent = [d for d, s in zip(destinations, sources, strict=True) if s is None]
+    torch._foreach_zero_(absent)
+
+
+def sum_messages_(messages: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
+    """``out = scale * sum(messages)``, or ``out += ...``, summed in ``out``'s dtype in message order.
+
+    The scale multiplies the finished sum, once, so that a mean over ranks is rounded once.
+
+    Args:
+        messages: [n, numel], the wire dtype.
+        out: [numel], float32 or float64.
+        scale: factor applied to the sum.
+        accumulate: add to ``out`` in place of overwriting it.
+    """
+    count = messages.shape[0]
+    if accumulate:
+        total = messages[0].to(out.dtype, copy=count > 1)
+    else:
+        total = out
+        if count > 1 and messages.dtype == out.dtype:
+            torch.add(messages[0], messages[1], out=total)
+        else:
+            total.copy_(messages[0])
+            if count > 1:
+                total.add_(messages[1])
+    for index in range(1 if accumulate else 2, count):
+        total.add_(messages[index])
+    if accumulate:
+        out.add_(total, alpha=scale)
+    elif scale != 1.0:
+        out.mul_(scale)

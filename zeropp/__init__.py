@@ -1,0 +1,15 @@
+"""zeropp: ZeRO training for PyTorch on networks that are slower than the devices.
+
+Optimizer states, gradients and weights are spread over the ranks of a process group; weights are gathered just before
+they are used and let go right after.
+"""
+
+from __future__ import annotations
+
+from zeropp.config import Config, ConfigError, load_config
+from zeropp.engine.state import full_state
+from zeropp.optimizer.wrapper import ZeroOptimizer
+
+__all__ = ["Config", "ConfigError", "ZeroOptimizer", "__version__", "full_state", "load_config"]
+
+__version__ = "0.1.0"

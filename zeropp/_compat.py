@@ -1,0 +1,60 @@
+"""Every private or renamed torch name the package leans on, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+__all__ = [
+    "all_gather_single",
+    "bump_versions",
+    "current_graph_task",
+    "default_store",
+    "is_compiled",
+    "new_group",
+    "queue_end_of_backward",
+]
+
+# torch 2.13 renamed all_gather_into_tensor and warns at each use of the old name.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def bump_versions(tensors: Sequence[Tensor], version: int) -> None:
+    """Set autograd's version counters, so that a tensor saved at another version is refused in backward."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
+
+
+def current_graph_task() -> int:
+    """Identity of the backward pass this thread is in; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass has computed everything. Only inside a backward."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
+    """A process group of ascending global ranks; only its members call."""
+    return dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=description,
+    )

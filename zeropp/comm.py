@@ -1,0 +1,308 @@
+"""Hops: what moves between two levels, over which process group, and how many bytes it costs.
+
+Gathers and reductions travel over process groups of their own, made eagerly, so that a reduction never stands before a
+fetch. All calls here block the calling thread or stream; overlap is the business of the streams they run on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp._compat import all_gather_single, new_group
+from zeropp.placement import HopSpec, Placement
+from zeropp.topology import Chain, build_chain, ranks_per_node
+from zeropp_kernels.reference import sum_messages_
+
+_T = TypeVar("_T")
+
+__all__ = ["Comm", "GatherPath", "Ledger", "LedgerRow", "ReducePath", "make_comm"]
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """Traffic of one unit over one hop, as this rank sent it."""
+
+    unit: str
+    kind: str  # "gather", "reduce" or "control"
+    hop: str  # "outer->inner" levels in the direction of travel
+    link: str  # "local" or "cross"
+    calls: int
+    bytes: int  # sent by this rank to others
+
+
+@dataclass
+class Ledger:
+    """Counts bytes this rank sends to others, per unit, hop and link class.
+
+    Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange.
+    """
+
+    _calls: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    _bytes: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, unit: str, kind: str, hop: str, link: str, nbytes: int) -> None:
+        """Count one call."""
+        key = (unit, kind, hop, link)
+        with self._lock:
+            self._calls[key] += 1
+            self._bytes[key] += nbytes
+
+    @property
+    def rows(self) -> list[LedgerRow]:
+        """One row per unit and hop, in order of name."""
+        with self._lock:
+            return [LedgerRow(*key, self._calls[key], self._bytes[key]) for key in sorted(self._calls)]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes this rank sent."""
+        return sum(row.bytes for row in self.rows)
+
+    def bytes_by_link(self) -> dict[str, int]:
+        """Bytes this rank sent, for each class of link."""
+        totals: Counter[str] = Counter()
+        for row in self.rows:
+            totals[row.link] += row.bytes
+        return dict(totals)
+
+    def reset(self) -> None:
+        """Forget everything counted so far."""
+        with self._lock:
+            self._calls.clear()
+            self._bytes.clear()
+
+
+class _Hop:
+    """One hop bound to a process group."""
+
+    def __init__(self, spec: HopSpec, group: dist.ProcessGroup | None, ledger: Ledger) -> None:
+        self.spec = spec
+        self.group = group
+        self.ledger = ledger
+        self.size = len(spec.ranks)
+
+    def all_gather(self, out: Tensor, piece: Tensor, unit: str) -> None:
+        """``out`` becomes the members' pieces in order; ``piece`` is this rank's own part of ``out``."""
+        name = f"{self.spec.outer}->{self.spec.inner}"
+        self.ledger.add(unit, "gather", name, self.spec.link, (self.size - 1) * piece.nbytes)
+        all_gather_single(out, piece, group=self.group)
+
+    def exchange(self, out: Tensor, messages: Tensor, unit: str) -> None:
+        """Message i of ``messages`` goes to member i; ``out`` receives one message from each member, in order."""
+        name = f"{self.spec.inner}->{self.spec.outer}"
+        sent = messages.nbytes // self.size * (self.size - 1)
+        self.ledger.add(unit, "reduce", name, self.spec.link, sent)
+        dist.all_to_all_single(out, messages, group=self.group)
+
+
+class GatherPath:
+    """From the states' shard to the full buffer: encode once at the shard, then hop by hop, slowest link first.
+
+    Every hop works in place: a rank writes its piece where it belongs in the full buffer, and each hop fills the
+    slice around it.
+    """
+
+    def __init__(self, placement: Placement, hops: list[_Hop]) -> None:
+        self.placement = placement
+        self.hops = hops
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Views of a full buffer [numel]: this rank's piece, then the slice it has after each hop."""
+        views = []
+        for level in [self.placement.states, *(hop.spec.inner for hop in self.hops)]:
+            size = flat.numel() // level
+            index = self.placement.chain.slice_index(self.placement.rank, level)
+            views.append(flat[index * size : (index + 1) * size])
+        return views
+
+    def run(self, shard: Tensor, views: list[Tensor], unit: str) -> None:
+        """Fill a full buffer from every rank's ``shard`` [numel / world], cast to the buffer's dtype.
+
+        Args:
+            shard: this rank's piece.
+            views: of the full buffer, from :meth:`views`.
+            unit: for the ledger.
+        """
+        views[0].copy_(shard)
+        for index, hop in enumerate(self.hops):
+            hop.all_gather(views[index + 1], views[index], unit)
+
+
+class ReducePath:
+    """From full gradients to the states' shard, fastest link first; each hop is an exchange and one local sum.
+
+    Summing in the accumulation dtype after an exchange costs the same bytes as a ring reduce-scatter, rounds less on a
+    16-bit wire, and halves what gloo's own reduce-scatter sends.
+    """
+
+    def __init__(self, hops: list[_Hop]) -> None:
+        self.hops = hops
+
+    def run(self, message: Tensor, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
+        """``out`` [numel / world] becomes (or gains) ``scale`` times the sum of all ranks' parts.
+
+        Args:
+            message: [numel] in the wire dtype; it may be overwritten.
+            out: float32 or float64, this rank's piece.
+            scale: applied once, in the last sum.
+            accumulate: add to ``out``.
+            unit: for the ledger.
+        """
+        if not self.hops:
+            sum_messages_(message[None], out, scale=scale, accumulate=accumulate)
+            return
+        for index, hop in enumerate(self.hops):
+            received = torch.empty_like(message)
+            hop.exchange(received, message, unit)
+            parts = received.view(hop.size, -1)
+            if index == len(self.hops) - 1:
+                sum_messages_(parts, out, scale=scale, accumulate=accumulate)
+                return
+            partial = torch.empty(parts.shape[1], dtype=out.dtype, device=out.device)
+            sum_messages_(parts, partial)
+            message = partial.to(message.dtype)
+
+
+class Comm:
+    """The process groups of one engine."""
+
+    def __init__(
+        self, chain: Chain, rank: int, ranks: tuple[int, ...], local: int, backend: str, timeout: timedelta
+    ) -> None:
+        """Make every group the chain needs; collective over the members.
+
+        Args:
+            chain: levels of the run.
+            rank: this rank in the group.
+            ranks: global rank of each member.
+            local: members per node.
+            backend: of the groups that carry weights and gradients.
+            timeout: after which a collective that does not finish is an error.
+        """
+        self.chain = chain
+        self.rank = rank
+        self.ranks = ranks
+        self.local = local
+        self.backend = backend
+        self.timeout = timeout
+        self.ledger = Ledger()
+        self.world_group: dist.ProcessGroup | None = None
+        self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
+        if chain.world > 1:
+            self.world_group = self._make(ranks, backend, "zeropp world")
+            for outer, inner in chain.hops(chain.world, 1):
+                members = tuple(ranks[r] for r in chain.hop_ranks(rank, outer, inner))
+                for kind in ("gather", "reduce"):
+                    self._groups[kind, outer, inner] = self._make(members, backend, f"zeropp {kind} {outer}->{inner}")
+            control = "gloo" if backend != "fake" else "fake"
+            self.control_group = self._make(ranks, control, "zeropp control")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.chain.world
+
+    def gather_path(self, placement: Placement) -> GatherPath:
+        """The hops from the states' level to whole buffers."""
+        specs = placement.gather_path(placement.states, 1)
+        return GatherPath(placement, [_Hop(s, self._groups["gather", s.outer, s.inner], self.ledger) for s in specs])
+
+    def reduce_path(self, placement: Placement) -> ReducePath:
+        """The hops from whole gradients to the states' level."""
+        specs = placement.reduce_path(1, placement.states)
+        return ReducePath([_Hop(s, self._groups["reduce", s.outer, s.inner], self.ledger) for s in specs])
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Everyone gets rank 0's values."""
+        if self.world > 1:
+            dist.broadcast(tensor, self.ranks[0], group=self.world_group)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a small tensor over all ranks, in place."""
+        if self.world > 1:
+            self.ledger.add("<boundary>", "control", "all", "all", 2 * (self.world - 1) * tensor.nbytes // self.world)
+            dist.all_reduce(tensor, group=self.world_group)
+
+    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Every rank's row of integers; blocks the host. For agreement outside the steady state."""
+        if self.world == 1 or self.backend == "fake":
+            return [values] * self.world
+        row = torch.tensor(values, dtype=torch.int64)
+        rows = torch.empty(self.world * len(values), dtype=torch.int64)
+        self.ledger.add("<agreement>", "control", "all", "all", (self.world - 1) * row.nbytes)
+        all_gather_single(rows, row, group=self.control_group)
+        table: list[list[int]] = rows.view(self.world, -1).tolist()
+        return table
+
+    def all_gather_objects(self, value: _T) -> list[_T]:
+        """Every rank's picklable value; blocks the host. For checks while wrapping and for error reports."""
+        if self.world == 1 or self.backend == "fake":
+            return [value] * self.world
+        values = [value] * self.world
+        dist.all_gather_object(values, value, group=self.control_group)
+        return values
+
+    def close(self) -> None:
+        """Destroy the groups. They are not used again."""
+        groups = [*self._groups.values()]
+        if self.chain.world > 1:
+            groups += [self.world_group, self.control_group]  # type: ignore[list-item]
+        self._groups = {}
+        if dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
+
+    def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
+        return new_group(ranks, backend, self.timeout, description)
+
+
+def make_comm(
+    process_group: dist.ProcessGroup | dist.DeviceMesh | None,
+    device: torch.device,
+    local_world_size: int | None,
+    hang_timeout: float,
+) -> Comm:
+    """Find out who takes part, and make the groups. Collective over the members.
+
+    Args:
+        process_group: ranks to partition over: a process group, a one-dimensional DeviceMesh, or None for the world
+            (one rank, if torch.distributed is not initialised).
+        device: where the model lives; decides the backend.
+        local_world_size: ranks per node, or None for LOCAL_WORLD_SIZE.
+        hang_timeout: seconds.
+
+    Raises:
+        ValueError: mesh of more than one dimension, unknown or uneven nodes.
+        TypeError: something else was given.
+    """
+    timeout = timedelta(seconds=hang_timeout)
+    if process_group is None and not dist.is_initialized():
+        return Comm(build_chain(1, []), 0, (0,), 1, "none", timeout)
+    if isinstance(process_group, dist.DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"got a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}; expected one. "
+                "Give the dimension to partition over, as in mesh['dp']"
+            )
+        process_group = process_group.get_group()
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group is a {type(process_group).__name__}; expected a ProcessGroup this rank belongs to, a "
+            "one-dimensional DeviceMesh, or None"
+        )
+    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+    local = ranks_per_node(ranks, local_world_size)
+    chain = build_chain(len(ranks), [local])
+    backend = dist.get_backend(process_group)
+    if ":" in backend or "," in backend:  # one backend per device type, as in "cpu:gloo,cuda:nccl"
+        backend = dict(part.split(":") for part in backend.split(","))[device.type]
+    return Comm(chain, ranks.index(dist.get_rank()), ranks, local, backend, timeout)

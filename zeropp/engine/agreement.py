@@ -1,0 +1,89 @@
+"""How ranks agree outside the steady state, and how they tell each other what went wrong.
+
+In the steady state nothing is exchanged beside weights and gradients: every rank follows the sequence it has learned
+together with the others. Messages here are only sent while a sequence is learned, when all ranks leave it together,
+and when a rank gives up waiting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from zeropp._compat import default_store
+from zeropp.comm import Comm
+
+__all__ = ["Agreement"]
+
+_T = TypeVar("_T")
+
+_GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
+
+
+class Agreement:
+    """Exchange of small rows of integers, and of last words."""
+
+    def __init__(self, comm: Comm, hang_timeout: float) -> None:
+        self.comm = comm
+        self.hang_timeout = hang_timeout
+        self._incident = f"zeropp/hang/{comm.ranks}"
+
+    def wait(self, wait: Callable[[float], bool], doing: str) -> None:
+        """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed."""
+        try:
+            done = wait(self.hang_timeout)
+        except RuntimeError as error:
+            raise self.failure(f"{doing} ({str(error).splitlines()[0]})") from error
+        if not done:
+            raise self.failure(doing)
+
+    def exchange(self, kind: int, values: list[int], doing: str) -> list[list[int]]:
+        """Every rank's values; all ranks must be at the same kind of exchange.
+
+        Raises:
+            RuntimeError: some rank did not come within ``hang_timeout``, or is at another kind of exchange.
+        """
+        try:
+            rows = self.comm.all_gather_ints([kind, *values])
+        except RuntimeError as error:
+            raise self.failure(doing) from error
+        if any(row[0] != kind for row in rows):
+            others = [rank for rank, row in enumerate(rows) if row[0] != kind]
+            raise self.failure(f"{doing}, while ranks {others} are somewhere else in the program")
+        return [row[1:] for row in rows]
+
+    def exchange_objects(self, value: _T, doing: str) -> list[_T]:
+        """Every rank's picklable value; for the end of a learned phase and for reports."""
+        try:
+            return self.comm.all_gather_objects(value)
+        except RuntimeError as error:
+            raise self.failure(doing) from error
+
+    def failure(self, doing: str) -> RuntimeError:
+        """The error to raise when waiting is over: what this rank waits for, and what the others say."""
+        comm = self.comm
+        accounts = self._collect(f"rank {comm.rank} was {doing}")
+        return RuntimeError(
+            f"the ranks are no longer in step (hang_timeout {self.hang_timeout:g} s): {accounts}. No weight was "
+            "changed by this step. Every rank must run the same modules in the same order; look for code that "
+            "depends on the rank or on its data, or for a rank that failed earlier. Slow is not hung: if a rank was "
+            'only late, raise {"zeropp": {"hang_timeout": seconds}}'
+        )
+
+    def _collect(self, own: str) -> str:
+        comm = self.comm
+        if comm.world == 1 or comm.backend == "fake":
+            return own
+        store = default_store()
+        keys = [f"{self._incident}/{rank}" for rank in range(comm.world)]
+        store.set(keys[comm.rank], own)
+        until = time.monotonic() + _GRACE
+        while time.monotonic() < until and not store.check(keys):
+            time.sleep(0.05)
+        heard = [key for key in keys if store.check([key])]
+        accounts = [store.get(key).decode() for key in heard]
+        silent = [rank for rank, key in enumerate(keys) if key not in heard]
+        if silent:
+            accounts.append(f"ranks {silent} said nothing")
+        return "; ".join(accounts)

@@ -1,0 +1,162 @@
+"""The one small reduction at the end of an optimizer step's last backward.
+
+It carries the squared gradient norm (whose being finite is the overflow flag), which parameters were used anywhere,
+which units still hold gradients on some rank, and whether all ranks issued the same collectives.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeropp.engine.engine import Engine
+
+__all__ = ["Boundary", "Verdict"]
+
+_HALF = 4096  # the squared issue hash is summed in two halves, each exact in float64
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What every rank knows after the reduction.
+
+    Attributes:
+        norm: gradient norm over the whole model, all ranks; not finite if any gradient is.
+        used: for each unit, whether each trainable parameter had a gradient on any rank since the last zero_grad.
+    """
+
+    norm: float
+    used: list[list[bool]]
+
+    @property
+    def finite(self) -> bool:
+        """Whether every gradient is finite."""
+        return self.norm - self.norm == 0.0
+
+
+class Boundary:
+    """Assembles, sums and reads the vector.
+
+    Attributes:
+        reads: how many times numbers were read on the host; one for each step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.reads = 0
+        self._vector: Tensor | None = None
+        self._versions: list[int] = []
+        self._verdict: Verdict | None = None
+
+    def invalidate(self) -> None:
+        """Forget; gradients have changed."""
+        self._vector, self._verdict = None, None
+
+    def exchange(self) -> None:
+        """Sum the vector over ranks; on a card, nothing waits. A non-finite norm then shows on every rank.
+
+        One element of each rank's gradients gains 0 or, if the norm is not finite, NaN: torch's GradScaler looks at
+        this rank's gradients only, and must come to the same answer everywhere.
+        """
+        engine = self.engine
+        self._vector = self._assemble()
+        engine.comm.sum(self._vector)
+        for buffer in engine.trainable[:1]:
+            assert buffer.grad is not None
+            poison = torch.where(torch.isfinite(self._vector[0]), 0.0, torch.nan)
+            for fragment in buffer.layout.fragments(buffer.piece)[:1]:
+                buffer.grad[fragment.offset] += poison
+        self._versions = self._grad_versions()
+        self._verdict = None
+
+    def verdict(self) -> Verdict:
+        """The result, exchanged anew if gradients were edited since; the one place that waits for the device.
+
+        Raises:
+            RuntimeError: the ranks did not issue the same collectives.
+        """
+        if self._vector is None or self._versions != self._grad_versions():
+            self.exchange()
+        if self._verdict is None:
+            values = self._read()
+            while late := self._late(values):
+                for index in late:
+                    self.engine.reductions.send_again(index)
+                self.engine.schedule.sequences.forget_backwards()
+                self.exchange()
+                values = self._read()
+            self._verdict = self._interpret(values)
+        return self._verdict
+
+    def accept_scaling(self, factor: Tensor) -> None:
+        """The wrapper itself multiplied all gradients by ``factor``: the norm follows, nothing is exchanged."""
+        assert self._vector is not None
+        self._vector[0] *= factor.square()
+        self._versions = self._grad_versions()
+
+    def norm_tensor(self) -> Tensor:
+        """The norm as a scalar on the model's device, for clipping without a host read."""
+        if self._vector is None:
+            self.exchange()
+        assert self._vector is not None
+        return self._vector[0].sqrt()
+
+    def _assemble(self) -> Tensor:
+        engine = self.engine
+        shards = [buffer.grad for buffer in engine.trainable if buffer.grad is not None and buffer.has_grad]
+        squares = torch.zeros((), dtype=torch.float64, device=engine.device)
+        if shards:
+            norms = torch.stack([norm.double() for norm in torch._foreach_norm(shards)])
+            squares = norms.square().sum()
+        issued = engine.issued.value
+        flags = [float(issued), float(issued * issued // _HALF), float(issued * issued % _HALF)]
+        flags += [float(any(b.has_unsent_gradients() for b in unit.trainable)) for unit in engine.units]
+        flags += [float(used) for unit_flags in engine.used for used in unit_flags]
+        host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
+        return torch.cat([squares[None], host.to(engine.device, non_blocking=True)])
+
+    def _read(self) -> list[float]:
+        """The only host read of a step."""
+        assert self._vector is not None
+        self.reads += 1
+        if self._vector.device.type == "cuda":
+            host = self._vector.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self.engine.agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the boundary reduction")
+        else:
+            host = self._vector
+        values: list[float] = host.tolist()
+        return values
+
+    def _late(self, values: list[float]) -> list[int]:
+        self._check_in_step(values)
+        return [unit.index for unit in self.engine.units if values[4 + unit.index] > 0]
+
+    def _check_in_step(self, values: list[float]) -> None:
+        world = self.engine.comm.world
+        total, squares = int(values[1]), int(values[2]) * _HALF + int(values[3])
+        if world * squares != total * total and self.engine.comm.backend != "fake":
+            raise self.engine.agreement.failure(
+                f"at the boundary with issue hash {self.engine.issued.value:x}, which differs between ranks"
+            )
+
+    def _interpret(self, values: list[float]) -> Verdict:
+        flags = iter(values[4 + len(self.engine.units) :])
+        used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.used]
+        return Verdict(values[0] ** 0.5 if values[0] >= 0 else float("nan"), used)
+
+    def _grad_versions(self) -> list[int]:
+        return [buffer.grad._version for buffer in self.engine.trainable if buffer.grad is not None]
+
+
+def _poll(event: torch.cuda.Event, timeout: float) -> bool:
+    until = time.monotonic() + timeout
+    while not event.query():
+        if time.monotonic() > until:
+            return False
+        time.sleep(2e-5)
+    return True

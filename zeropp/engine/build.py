@@ -1,0 +1,297 @@
+"""From a model and a configuration to a running engine: check, agree, cut, adopt, hook."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropp.comm import Comm, make_comm
+from zeropp.config import Config
+from zeropp.engine.engine import Engine
+from zeropp.engine.hooks import Site
+from zeropp.engine.prefetch import Limits
+from zeropp.engine.refusals import refuse_changes
+from zeropp.engine.state import install_state_hooks
+from zeropp.flat_buffer import FlatBuffer
+from zeropp.guard import keeper_of, register
+from zeropp.layout import build_layout, dense_strides
+from zeropp.placement import stage3_placement
+from zeropp.unit import Unit
+from zeropp.units import UnitOptions, UnitSpec, form_units
+
+__all__ = ["Group", "build_engine", "buffer_layouts", "compute_dtype", "together", "unit_options"]
+
+_T = TypeVar("_T")
+Group = dist.ProcessGroup | dist.DeviceMesh | None
+
+
+def together(group: Group, what: str, work: Callable[[], _T]) -> _T:
+    """Do local work that may fail, and fail on every rank if it failed on any.
+
+    Raises:
+        Exception: this rank's own error, as it was.
+        RuntimeError: another rank failed; with its rank and message.
+    """
+    result: _T | None = None
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    if isinstance(group, dist.DeviceMesh):
+        group = group.get_group() if group.ndim == 1 else None
+    if dist.is_initialized() and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
+        accounts: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(accounts, error and f"{type(error).__name__}: {error}", group=group)
+        failed = [(rank, text) for rank, text in enumerate(accounts) if text is not None]
+        if failed and error is None:
+            raise RuntimeError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def build_engine(model: nn.Module, config: Config, group: Group, scale: float | None) -> Engine:
+    """Partition a model in place.
+
+    Collective over the group. Rank 0's weights and buffers become everyone's.
+
+    Args:
+        model: on the device it trains on, all parameters initialised.
+        config: checked to be supported.
+        group: ranks to partition over.
+        scale: factor on gradients summed over ranks; None for what the configuration says.
+
+    Raises:
+        TypeError, ValueError: the model or the group cannot be used; the message says why and what to do.
+    """
+    device = together(group, "checking the model", lambda: _check_model(model, config))
+    extension = config.zeropp
+    comm = make_comm(group, device, extension.local_world_size, extension.hang_timeout)
+    _check_agreement(model, config, comm)
+    specs = form_units(model, comm.world, unit_options(config))
+    units = _make_units(model, specs, config, comm)
+    for unit in units:
+        for buffer in unit.buffers:
+            buffer.adopt(comm)
+    _share_buffers(model, config, comm)
+    zero = config.zero
+    if scale is None:
+        scale = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
+    engine = Engine(
+        comm,
+        units,
+        device,
+        limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
+        scale=scale,
+        hang_timeout=extension.hang_timeout,
+        input_dtype=torch.bfloat16 if config.bf16.enabled and extension.cast_inputs else None,
+        log_relearning=zero.log_trace_cache_warnings,
+        overlap=bool(zero.overlap_comm),
+    )
+    for unit in units:
+        for buffer in unit.buffers:
+            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
+                register(parameter, name, engine)
+    _install_sites(model, engine, specs)
+    _install_gradient_hooks(engine)
+    install_state_hooks(model, engine)
+    refuse_changes(model, engine)
+    engine.refresh_persistent(everything=True)
+    return engine
+
+
+def unit_options(config: Config) -> UnitOptions:
+    """What the configuration says about the cut into units."""
+    zero, leaf = config.zero, config.zero.leaf_module
+    return UnitOptions(
+        unit_numel=config.zeropp.unit_numel,
+        unit_min_blocks=config.zeropp.unit_min_blocks,
+        param_persistence_threshold=zero.param_persistence_threshold,
+        model_persistence_threshold=zero.model_persistence_threshold,
+        module_granularity_threshold=zero.module_granularity_threshold,
+        leaf_classes=tuple(leaf.classes),
+        leaf_names=tuple(leaf.names),
+        leaf_suffixes=tuple(leaf.name_suffixes),
+    )
+
+
+def compute_dtype(parameter: torch.Tensor, config: Config) -> torch.dtype:
+    """The dtype a parameter is gathered in: bfloat16 where the configuration says so, else its own."""
+    return torch.bfloat16 if config.bf16.enabled else parameter.dtype
+
+
+@dataclass(frozen=True)
+class BufferKey:
+    """What the parameters of one flat buffer have in common."""
+
+    dtype: torch.dtype
+    trainable: bool
+
+
+def buffer_layouts(
+    parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config
+) -> dict[BufferKey, list[str]]:
+    """The flat buffers of a unit: names of their parameters, one buffer per dtype, trainable and frozen apart."""
+    groups: dict[BufferKey, list[str]] = {}
+    for name in spec.parameters:
+        key = BufferKey(compute_dtype(parameters[name], config), parameters[name].requires_grad)
+        groups.setdefault(key, []).append(name)
+    return groups
+
+
+def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if dtype == torch.float64 or config.communication_data_type is None:
+        return dtype
+    return named[config.communication_data_type]
+
+
+def _check_model(model: nn.Module, config: Config) -> torch.device:
+    """Everything about a model that can be refused without asking other ranks."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"model is wrapped in {type(model).__name__}, which replicates what zeropp partitions; give the module "
+            "inside, model.module"
+        )
+    devices: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, already distributed by another library; give zeropp a model of "
+                "plain parameters"
+            )
+        if keeper_of(parameter) is not None:
+            raise ValueError(
+                f"parameter {name!r} is already managed by a ZeroOptimizer; wrap a model once, and give several "
+                "parameter groups to one optimizer"
+            )
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device and has no values; call model.to_empty(device=...) and "
+                "initialise it before wrapping"
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
+        devices.setdefault(parameter.device, name)
+    if not devices:
+        raise ValueError("the model has no parameters; there is nothing to partition")
+    if len(devices) > 1:
+        raise ValueError(f"parameters lie on several devices {devices}; move the model to one device before wrapping")
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"module {path!r} makes sparse gradients; build it with sparse=False")
+    return next(iter(devices))
+
+
+def _check_agreement(model: nn.Module, config: Config, comm: Comm) -> None:
+    """Every rank must bring the same parameters and the same configuration."""
+    own = [
+        f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    own.append(f"configuration {config.model_dump_json()}")
+    tables = comm.all_gather_objects(own)
+    for rank, table in enumerate(tables):
+        if table != tables[0]:
+            width = max(len(table), len(tables[0]))
+            rows = zip(table + ["nothing"] * width, tables[0] + ["nothing"] * width, strict=False)
+            there, here = next((a, b) for a, b in rows if a != b)
+            raise ValueError(
+                f"ranks 0 and {rank} bring different models or configurations: rank 0 has {here!r} where rank {rank} "
+                f"has {there!r}. Build the same model with the same configuration on every rank"
+            )
+
+
+def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, comm: Comm) -> list[Unit]:
+    parameters = dict(model.named_parameters())
+    units = []
+    for index, spec in enumerate(specs):
+        placement = stage3_placement(comm.chain, comm.rank, comm.local, persistent=spec.persistent)
+        gather_path, reduce_path = comm.gather_path(placement), comm.reduce_path(placement)
+        buffers = []
+        for key, names in buffer_layouts(parameters, spec, config).items():
+            members = [parameters[name] for name in names]
+            rows = [
+                (name, tuple(p.shape), dense_strides(p.shape, p.stride()))
+                for name, p in zip(names, members, strict=True)
+            ]
+            layout = build_layout(rows, comm.world)
+            wire = _wire_dtype(key.dtype, config)
+            buffers.append(FlatBuffer(spec.name, names, members, layout, key.dtype, wire, gather_path, reduce_path))
+        units.append(Unit(index, spec.name, buffers, persistent=spec.persistent))
+    return units
+
+
+def _share_buffers(model: nn.Module, config: Config, comm: Comm) -> None:
+    """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+    dtype = named[config.data_types.buffer_dtype]
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+            if buffer.numel():
+                _broadcast(buffer, comm)
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                _broadcast(parameter, comm)
+
+
+def _broadcast(tensor: torch.Tensor, comm: Comm) -> None:
+    """In place, whatever the strides and dtype: bytes travel."""
+    values = tensor.detach().contiguous()
+    comm.broadcast(values.reshape(-1).view(torch.uint8))
+    tensor.detach().copy_(values)
+
+
+def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
+    """Hook owners, and every module above one, where a forward may begin."""
+    modules = dict(model.named_modules())
+    unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
+    first_name = {id(p): name for name, p in model.named_parameters()}
+    needs: dict[str, dict[int, Unit]] = {"": {}}
+    for spec in specs:
+        for owner in spec.owners:
+            found = needs.setdefault(owner.path, {})
+            for parameter in modules[owner.path].parameters(recurse=owner.recurse):
+                unit = unit_of.get(first_name[id(parameter)])
+                if unit is not None and not unit.persistent:
+                    found[unit.index] = unit
+            parts = owner.path.split(".")
+            for depth in range(len(parts)):
+                needs.setdefault(".".join(parts[:depth]), {})
+    for path, module in modules.items():
+        if path in needs:
+            units = tuple(needs[path][index] for index in sorted(needs[path]))
+            frozen = tuple(u for u in units if any(not b.trainable for b in u.buffers))
+            engine.hooks.install(module, Site(path, units, frozen))
+
+
+def _install_gradient_hooks(engine: Engine) -> None:
+    ref = weakref.ref(engine)
+
+    def make(index: int, position: int) -> Callable[[torch.Tensor], None]:
+        def ready(parameter: torch.Tensor) -> None:
+            target = ref()
+            if target is not None:
+                target.gradient_ready(index, position)
+
+        return ready
+
+    for unit in engine.units:
+        position = 0
+        for buffer in unit.trainable:
+            for parameter in buffer.parameters:
+                handle = parameter.register_post_accumulate_grad_hook(make(unit.index, position))
+                engine.hooks.keep(handle)
+                position += 1

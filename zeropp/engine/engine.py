@@ -1,0 +1,332 @@
+"""The engine of one model: phases, and who holds which unit.
+
+The way of one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
+(`schedule`), which has usually issued the gather already; the unit (`zeropp.unit`) runs its path (`zeropp.comm`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence as SequenceOf
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from zeropp._compat import current_graph_task, queue_end_of_backward
+from zeropp.comm import Comm
+from zeropp.engine.agreement import Agreement
+from zeropp.engine.hooks import BackwardCall, Site, SiteHooks
+from zeropp.engine.prefetch import Limits
+from zeropp.engine.reductions import Reductions
+from zeropp.engine.schedule import Schedule
+from zeropp.engine.sequence import IssueHash, PhaseKey
+from zeropp.engine.tensors import cast_floating
+from zeropp.flat_buffer import FlatBuffer
+from zeropp.streams import make_stream
+from zeropp.unit import Unit, UnitState
+
+__all__ = ["Engine", "Phase"]
+
+_REFRESH = 3  # kind in the issue hash
+_MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
+
+
+class Phase(Enum):
+    """What the model is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class Engine:
+    """Gathers before use, releases after, reduces in backward.
+
+    Args:
+        comm: process groups.
+        units: of the model, indexed in order.
+        device: where the model lives.
+        limits: of the prefetch plan.
+        scale: factor on summed gradients, 1/world for a mean.
+        hang_timeout: seconds after which waiting for other ranks is an error.
+        input_dtype: floating inputs of the model are cast to it; None leaves them alone.
+        log_relearning: warn when a known order is given up.
+        overlap: let gathers and reductions run beside computing.
+    """
+
+    def __init__(
+        self,
+        comm: Comm,
+        units: SequenceOf[Unit],
+        device: torch.device,
+        *,
+        limits: Limits,
+        scale: float,
+        hang_timeout: float,
+        input_dtype: torch.dtype | None,
+        log_relearning: bool,
+        overlap: bool,
+    ) -> None:
+        self.comm = comm
+        self.units = tuple(units)
+        self.device = device
+        self.persistent = [unit for unit in self.units if unit.persistent]
+        self.agreement = Agreement(comm, hang_timeout)
+        self.issued = IssueHash()
+        sends = overlap and comm.world > 1 and comm.backend != "fake"
+        self.gather_stream = make_stream("gather", device, sends=sends, overlap=overlap)
+        self.reduce_stream = make_stream("reduce", device, sends=sends, overlap=overlap)
+        self.reductions = Reductions(self.units, self.reduce_stream, self.agreement, self.issued, scale)
+        self.schedule = Schedule(
+            self.units,
+            self.gather_stream,
+            self.reductions,
+            self.agreement,
+            self.issued,
+            limits,
+            log_relearning=log_relearning,
+        )
+        self.reductions.stalled = self.schedule.join_next
+        self.hooks = SiteHooks(self)
+        self.input_dtype = input_dtype
+        self.phase = Phase.IDLE
+        self.pending_gradients = False
+        self.after_backward: Callable[[], None] = lambda: None
+        self.used = [[False] * sum(len(b.parameters) for b in unit.trainable) for unit in self.units]
+        self._outstanding: list[PhaseKey] = []
+        self._backward_uses: dict[int, int] = {}  # unit in backward -> calls whose inputs will tell its end
+        self._whole: dict[int, None] = {}  # units that no output announces: fetched for the whole backward
+        self._touched: set[int] = set()
+        self._closing: list[Callable[[], None]] = []
+        self.loading = False  # a state dict is being copied into the parameters
+        self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+
+    # Forward.
+
+    def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """A site's forward begins: fetch its units. See :class:`zeropp.engine.hooks.Driver`."""
+        changed = None
+        if self.phase is Phase.BACKWARD and current_graph_task() == -1:
+            self.recover()  # the last backward failed before its end
+        if self.phase is Phase.IDLE:
+            self._begin_forward(site, training)
+            if self.input_dtype is not None:
+                changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
+        for unit in site.units:
+            unit.holds += 1
+            self.schedule.use(unit)
+        return changed
+
+    def leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
+        """A site's forward is over: release its units, unless the plan keeps them."""
+        if unannounced and self.phase is Phase.FORWARD:
+            self._whole.update(dict.fromkeys(unit.index for unit in site.units))
+        for unit in site.units:
+            unit.holds -= 1
+            self.schedule.settle(unit)
+        if self.phase is Phase.FORWARD and self.hooks.depth == 0:
+            if failed:
+                self.recover()
+            else:
+                self._end_forward()
+
+    def _begin_forward(self, site: Site, training: bool) -> None:
+        grad = torch.is_grad_enabled()
+        key: PhaseKey = ("forward", site.path, training, grad)
+        outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
+        self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
+        if grad:
+            self._outstanding = outstanding
+        self.phase = Phase.FORWARD
+        self._uncover_persistent()
+
+    def _end_forward(self) -> None:
+        self._let_touched_go()
+        self.schedule.end()
+        self._cover_persistent()
+        self.phase = Phase.IDLE
+
+    # Backward.
+
+    def backward_reached(self, call: BackwardCall) -> None:
+        """Backward arrives at a site's outputs: fetch its units."""
+        self._begin_backward()
+        for unit in call.site.units:
+            self._use_in_backward(unit)
+            if call.tracked and unit in call.site.frozen:
+                self._backward_uses[unit.index] += 1
+
+    def backward_left(self, call: BackwardCall) -> None:
+        """A call's backward is over."""
+        for unit in call.site.frozen:
+            if self._backward_uses.get(unit.index, 0) > 0:
+                self._backward_uses[unit.index] -= 1
+            self._end_backward_use(unit)
+
+    def gradient_ready(self, index: int, position: int) -> None:
+        """A parameter has its gradient; the last one of a unit lets it be sent and released."""
+        self._begin_backward()
+        self.used[index][position] = True
+        if self.reductions.count(index, position):
+            self._end_backward_use(self.units[index])
+
+    def _begin_backward(self) -> None:
+        if self.phase is not Phase.IDLE:
+            return
+        self.phase = Phase.BACKWARD
+        queue_end_of_backward(self._end_backward)
+        self.schedule.begin(self._backward_key(self._outstanding), None)
+        self.pending_gradients = True
+        self._uncover_persistent()
+        for index in sorted(self._whole, reverse=True):
+            self._use_in_backward(self.units[index])
+
+    def _use_in_backward(self, unit: Unit) -> None:
+        if unit.index not in self._backward_uses:
+            self._backward_uses[unit.index] = 0
+            unit.holds += 1
+            self.schedule.use(unit)
+
+    def _end_backward_use(self, unit: Unit) -> None:
+        index = unit.index
+        if index in self._whole or self._backward_uses.get(index) != 0 or not self.reductions.complete(index):
+            return
+        del self._backward_uses[index]
+        unit.holds -= 1
+        self.schedule.settle(unit)
+
+    def _end_backward(self) -> None:
+        self._let_touched_go()
+        left = [self.units[index] for index in self._backward_uses]
+        self._backward_uses.clear()
+        self._whole.clear()
+        for unit in left:
+            unit.holds -= 1
+            self.schedule.settle(unit)
+        self.schedule.end()
+        self._outstanding.clear()
+        self._cover_persistent()
+        self.phase = Phase.IDLE
+        self.after_backward()
+
+    def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
+        return ("backward", self.reductions.sync, *outstanding)
+
+    # Parameters touched elsewhere, persistent ones, failures.
+
+    def fetch_touched(self, parameter: nn.Parameter) -> bool:
+        """A released parameter is used outside its module; see :class:`zeropp.guard.Keeper`."""
+        if self.phase is Phase.IDLE:
+            return False
+        unit = self._unit_of[id(parameter)]
+        if unit.index not in self._touched:
+            self._touched.add(unit.index)
+            unit.holds += 1
+        self.schedule.use(unit)
+        return True
+
+    def _let_touched_go(self) -> None:
+        for index in sorted(self._touched):
+            if self.phase is Phase.FORWARD and torch.is_grad_enabled():
+                self._whole[index] = None
+            self.units[index].holds -= 1
+            self.schedule.settle(self.units[index])
+        self._touched.clear()
+
+    def _uncover_persistent(self) -> None:
+        for unit in self.persistent:
+            self.agreement.wait(unit.arrive, f"waiting for the refresh of unit {unit.name!r}")
+
+    def _cover_persistent(self) -> None:
+        for unit in self.persistent:
+            if unit.state is UnitState.FULL:
+                unit.cover()
+
+    def recover(self) -> None:
+        """After an error in forward or backward: release everything, so that the next step can run."""
+        self.hooks.reset()
+        self._backward_uses.clear()
+        self._whole.clear()
+        self._touched.clear()
+        self._outstanding.clear()
+        self.reductions.forget()
+        self.schedule.abort()
+        self._cover_persistent()
+        for buffer in self.buffers:
+            buffer.drop_unsent()
+        self.phase = Phase.IDLE
+
+    def weights_changed(self, *, everything: bool = False) -> None:
+        """Main weights have new values: what is gathered is out of date, what is kept is gathered again.
+
+        Args:
+            everything: frozen weights too.
+        """
+        for buffer in self.buffers:
+            if buffer.trainable or everything:
+                buffer.version += 1
+        self.schedule.drop_held()
+        self.refresh_persistent(everything=everything)
+
+    def refresh_persistent(self, *, everything: bool = False) -> None:
+        """Start gathering persistent units; the next pass waits for them."""
+        for unit in self.persistent:
+            if unit.trainable or everything:
+                self.issued.add(_REFRESH, unit.index, unit.version)
+                unit.refresh(self.gather_stream)
+
+    def settle_refresh(self) -> None:
+        """Wait until no gather reads the main weights any more, before they change."""
+        self._uncover_persistent()
+        self._cover_persistent()
+
+    def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
+        """Take this rank's piece of a parameter's new values; see :class:`zeropp.guard.Keeper`."""
+        if not self.loading:
+            return False
+        for buffer in self._unit_of[id(parameter)].buffers:
+            buffer.load(parameter, values)
+        return True
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Do something when the engine is taken off its model."""
+        self._closing.append(action)
+
+    def close(self) -> None:
+        """Take every hook off the model and end streams and groups. Parameters stay partitioned and guarded."""
+        self.hooks.remove()
+        for action in self._closing:
+            action()
+        self._closing.clear()
+        self.gather_stream.close()
+        self.reduce_stream.close()
+        self.comm.close()
+
+    # What the optimizer works on.
+
+    @property
+    def buffers(self) -> list[FlatBuffer]:
+        """Every flat buffer."""
+        return [buffer for unit in self.units for buffer in unit.buffers]
+
+    @property
+    def trainable(self) -> list[FlatBuffer]:
+        """Flat buffers with gradients."""
+        return [buffer for buffer in self.buffers if buffer.trainable]
+
+    @property
+    def live_numel(self) -> int:
+        """Gathered elements at this moment, persistent ones aside."""
+        return sum(u.numel for u in self.units if not u.persistent and u.state is not UnitState.SHARDED)
+
+    def zero_grad(self) -> None:
+        """Forget gradients."""
+        self.pending_gradients = False
+        for buffer in self.trainable:
+            buffer.drop_gradients()
+        for flags in self.used:
+            flags[:] = [False] * len(flags)
+
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients wait for the optimizer, outside of any pass."""
+        return self.pending_gradients and self.phase is Phase.IDLE

@@ -1,0 +1,173 @@
+"""Hooks on the user's modules: where the model's own running meets the engine.
+
+A *site* is a module whose forward brackets uses of units. Before it runs, its units are fetched; after it, they are
+released, and its outputs carry a hook that fetches them again when backward arrives. Hooks hold the engine weakly.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zeropp.engine.tensors import differentiable
+from zeropp.unit import Unit
+
+__all__ = ["BackwardCall", "Driver", "Site", "SiteHooks"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module with hooks.
+
+    Attributes:
+        path: qualified name.
+        units: fetched for the module's forward, persistent ones aside.
+        frozen: of these, units with frozen values, which no gradient announces as done with.
+    """
+
+    path: str
+    units: tuple[Unit, ...]
+    frozen: tuple[Unit, ...] = ()
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any unit has gradients."""
+        return any(unit.trainable for unit in self.units)
+
+
+class Driver(Protocol):
+    """What hooks tell: the engine, seen from here."""
+
+    def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """A site's forward begins; returns changed (args, kwargs) or None."""
+        ...
+
+    def leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
+        """A site's forward is over; ``unannounced`` if backward may need its units and no output will say when."""
+        ...
+
+    def backward_reached(self, call: BackwardCall) -> None:
+        """Backward arrives at a site's outputs."""
+        ...
+
+    def backward_left(self, call: BackwardCall) -> None:
+        """Every gradient with respect to a site's inputs is computed."""
+        ...
+
+
+class BackwardCall:
+    """One call of a site, as backward will see it: a hook shared by its outputs."""
+
+    __slots__ = ("__weakref__", "_driver", "reached", "site", "tracked")
+
+    def __init__(self, driver: weakref.ref[Driver], site: Site) -> None:
+        self._driver = driver
+        self.site = site
+        self.reached = False
+        self.tracked = False  # whether the inputs tell when this call's backward is over
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Backward has the gradient of an output."""
+        driver = self._driver()
+        if driver is not None and not self.reached:
+            self.reached = True
+            driver.backward_reached(self)
+
+    def inputs_done(self, gradients: object) -> None:
+        """Backward has the gradients of all inputs."""
+        driver = self._driver()
+        if driver is not None and self.reached:
+            driver.backward_left(self)
+
+
+@dataclass
+class _Frame:
+    """A site on the call stack."""
+
+    site: Site
+    call: BackwardCall | None
+    error: BaseException | None  # being handled when the site was entered
+
+
+class SiteHooks:
+    """All hooks of one model; one call stack, since one thread runs forward."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = weakref.ref(driver)
+        self._handles: list[RemovableHandle] = []
+        self._stack: list[_Frame] = []
+
+    def install(self, module: nn.Module, site: Site) -> None:
+        """Hook one module."""
+        self._handles.append(
+            module.register_forward_pre_hook(self._before(site), prepend=True, with_kwargs=True)  # type: ignore[arg-type]
+        )
+        self._handles.append(
+            module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True)  # type: ignore[arg-type]
+        )
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """Remove another hook together with these."""
+        self._handles.append(handle)
+
+    def remove(self) -> None:
+        """Take every hook away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def reset(self) -> None:
+        """Forget a call stack that an error has cut off."""
+        self._stack.clear()
+
+    @property
+    def depth(self) -> int:
+        """Sites on the call stack."""
+        return len(self._stack)
+
+    def _before(self, site: Site) -> Callable[..., object]:
+        ref, stack = self._driver, self._stack
+
+        def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+            driver = ref()
+            if driver is None:
+                return None
+            changed = driver.enter(site, module.training, args, kwargs)
+            call = BackwardCall(ref, site) if torch.is_grad_enabled() else None
+            stack.append(_Frame(site, call, sys.exc_info()[1]))
+            if call is not None and site.frozen:
+                inputs = differentiable((args, kwargs))
+                if inputs:
+                    call.tracked = True
+                    torch.autograd.graph.register_multi_grad_hook(inputs, call.inputs_done)
+            return changed
+
+        return before
+
+    def _after(self, site: Site) -> Callable[..., None]:
+        ref, stack = self._driver, self._stack
+
+        def after(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+            driver = ref()
+            if driver is None or not any(frame.site is site for frame in stack):
+                return
+            frame = stack.pop()
+            while frame.site is not site:  # frames of modules that an error skipped
+                frame = stack.pop()
+            failed = sys.exc_info()[1] is not frame.error
+            unannounced = False
+            if frame.call is not None and not failed:
+                outputs = differentiable(output)
+                for tensor in outputs:
+                    tensor.register_hook(frame.call)
+                unannounced = not outputs and (site.trainable or bool(differentiable((args, kwargs))))
+            driver.leave(site, unannounced=unannounced, failed=failed)
+
+        return after

@@ -1,0 +1,141 @@
+"""What to fetch ahead and what to let go: a pure function of the agreed order of uses and the limits."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Limits", "Plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds in elements.
+
+    Attributes:
+        prefetch: fetched ahead of use at any time (``stage3_prefetch_bucket_size``).
+        live: held beside the unit in use, fetched ahead or kept for reuse (``stage3_max_live_parameters``).
+        reuse: a unit is kept if it is used again within this many elements of uses, its own included
+            (``stage3_max_reuse_distance``).
+    """
+
+    prefetch: int
+    live: int
+    reuse: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """For each use of a sequence, in order.
+
+    Attributes:
+        issue: units whose gather starts at this use, in order; the used unit first if it must be fetched.
+        drop: units the plan no longer holds after this use.
+        held: units the plan still holds at the end of the sequence.
+    """
+
+    issue: tuple[tuple[int, ...], ...]
+    drop: tuple[tuple[int, ...], ...]
+    held: frozenset[int]
+
+
+@dataclass
+class _Walk:
+    """State of the simulation; positions count over the sequence and the look-ahead."""
+
+    horizon: Sequence[int]
+    numel: Sequence[int]
+    limits: Limits
+    held: set[int]  # live by the plan's will, the unit in use aside
+    ahead: set[int]  # of these, fetched and not yet used
+
+    def __post_init__(self) -> None:
+        self.positions: dict[int, list[int]] = {}
+        for position, unit in enumerate(self.horizon):
+            self.positions.setdefault(unit, []).append(position)
+        self.distance = [0]
+        for unit in self.horizon:
+            self.distance.append(self.distance[-1] + self.numel[unit])
+
+    def next_use(self, unit: int, after: int) -> int | None:
+        places = self.positions.get(unit, [])
+        index = bisect_right(places, after)
+        return places[index] if index < len(places) else None
+
+    def held_numel(self) -> int:
+        return sum(self.numel[unit] for unit in self.held)
+
+    def make_room(self, numel: int, needed_at: int, now: int) -> list[int] | None:
+        """Units kept for a use later than ``needed_at`` to let go, furthest first; None if that is not enough."""
+        excess = self.held_numel() + numel - self.limits.live
+        later = [(self.next_use(unit, now), unit) for unit in self.held - self.ahead]
+        victims = []
+        for use, unit in sorted(((len(self.horizon) if u is None else u, unit) for u, unit in later), reverse=True):
+            if excess <= 0 or use <= needed_at:
+                break
+            victims.append(unit)
+            excess -= self.numel[unit]
+        return victims if excess <= 0 else None
+
+    def prefetch(self, now: int) -> tuple[list[int], list[int]]:
+        """Units to fetch ahead at a use, nearest first, and units that give way."""
+        current = self.horizon[now]
+        fetched: list[int] = []
+        dropped: list[int] = []
+        outstanding = sum(self.numel[unit] for unit in self.ahead)
+        for position in range(now + 1, len(self.horizon)):
+            unit = self.horizon[position]
+            if unit == current or unit in self.held:
+                continue
+            numel = self.numel[unit]
+            if outstanding + numel > self.limits.prefetch:
+                break
+            victims = self.make_room(numel, position, now)
+            if victims is None:
+                break
+            self.held.difference_update(victims)
+            dropped += victims
+            self.held.add(unit)
+            self.ahead.add(unit)
+            fetched.append(unit)
+            outstanding += numel
+        return fetched, dropped
+
+    def keep(self, now: int) -> tuple[bool, list[int]]:
+        """Whether to hold the unit just used until its next use, and units that give way to it."""
+        unit = self.horizon[now]
+        again = self.next_use(unit, now)
+        if again is None or self.distance[again + 1] - self.distance[now + 1] > self.limits.reuse:
+            return False, []
+        victims = self.make_room(self.numel[unit], again, now)
+        if victims is None:
+            return False, []
+        self.held.difference_update(victims)
+        self.held.add(unit)
+        return True, victims
+
+
+def make_plan(
+    uses: Sequence[int], lookahead: Sequence[int], live: frozenset[int], numel: Sequence[int], limits: Limits
+) -> Plan:
+    """Plan one phase.
+
+    Args:
+        uses: units in agreed order of use.
+        lookahead: uses expected in the phase after this one.
+        live: units held from before.
+        numel: elements of each unit.
+        limits: bounds.
+    """
+    walk = _Walk([*uses, *lookahead], numel, limits, set(live), set())
+    issue, drop = [], []
+    for now, unit in enumerate(uses):
+        issued = [] if unit in walk.held else [unit]
+        walk.held.discard(unit)
+        walk.ahead.discard(unit)
+        fetched, dropped = walk.prefetch(now)
+        kept, victims = walk.keep(now)
+        issue.append((*issued, *fetched))
+        drop.append((*dropped, *victims, *(() if kept else (unit,))))
+    return Plan(tuple(issue), tuple(drop), frozenset(walk.held))

@@ -1,0 +1,174 @@
+"""When gradients are sent: in the agreed order, each as soon as it is complete and its turn has come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence as SequenceOf
+
+from torch import Tensor
+
+from zeropp.engine.agreement import Agreement
+from zeropp.engine.sequence import IssueHash, Sequence
+from zeropp.streams import Event, Stream
+from zeropp.unit import Unit
+
+__all__ = ["Reductions"]
+
+_IN_FLIGHT = 2  # messages not yet sent; bounds what a slow network can pile up
+_STALL = 0.05  # seconds to wait for a message before helping ranks that are ahead
+_REDUCE = 2  # kind in the issue hash
+
+
+class Reductions:
+    """Gradients of one engine, backward by backward."""
+
+    def __init__(
+        self, units: SequenceOf[Unit], stream: Stream, agreement: Agreement, issued: IssueHash, scale: float
+    ) -> None:
+        self.units = units
+        self.stream = stream
+        self.agreement = agreement
+        self.issued = issued
+        self.scale = scale
+        self.sync = True  # False inside no_sync: gradients stay on this rank
+        self.stalled: Callable[[], bool] = lambda: False
+        self._counts: list[list[int]] = [[0] * sum(len(b.parameters) for b in unit.trainable) for unit in units]
+        self._missing: list[int] = [len(counts) for counts in self._counts]
+        self._expected: dict[int, tuple[int, ...]] | None = None
+        self._order: tuple[int, ...] = ()
+        self._turn = 0
+        self._ready: list[int] = []  # complete on this rank, not issued
+        self._done: list[int] = []  # issued in this phase, in order
+        self._in_flight: deque[tuple[Event, Tensor]] = deque()
+
+    def begin(self, sequence: Sequence | None) -> None:
+        """Start a phase that follows ``sequence``, or learns with None."""
+        self._order, self._turn = (), 0
+        self._ready, self._done = [], []
+        for counts in self._counts:
+            counts[:] = [0] * len(counts)
+        self.change(sequence)
+
+    def change(self, sequence: Sequence | None) -> None:
+        """Follow another sequence from here on."""
+        self._expected = sequence.fires if sequence is not None else None
+        self._order = tuple(u for u in sequence.reductions if u not in self._done) if sequence is not None else ()
+        self._turn = 0
+        for index, counts in enumerate(self._counts):
+            expected = self._expect(index)
+            self._missing[index] = sum(max(e - c, 0) for e, c in zip(expected, counts, strict=True))
+
+    def count(self, index: int, position: int) -> bool:
+        """Note that a parameter received its gradient; True when that completes the unit."""
+        counts = self._counts[index]
+        counts[position] += 1
+        if counts[position] > self._expect(index)[position]:
+            return False  # more than expected: found unsent at the boundary
+        self._missing[index] -= 1
+        if self._missing[index] > 0:
+            return False
+        self._ready.append(index)
+        if not self.sync:
+            self._keep(index)
+        elif self._expected is not None:
+            self._take_turns()
+        return True
+
+    def complete(self, index: int) -> bool:
+        """Whether every expected gradient of a unit has come in this phase."""
+        return self._missing[index] <= 0
+
+    def end(self) -> None:
+        """Send what is left, in order, with zeros where this rank has nothing."""
+        if self.sync:
+            for index in self._order[self._turn :]:
+                self._issue(index)
+            self._turn = len(self._order)
+        else:
+            self._keep_all()
+        self.wait(0)
+
+    def ready_heads(self, count: int) -> list[int]:
+        """First units that this rank could send, while a phase is learned."""
+        return self._ready[:count] if self.sync else []
+
+    def issue_common(self, heads: list[list[int]]) -> None:
+        """Send the units that every rank offers, in the same order, at the front."""
+        for column in zip(*heads, strict=True):
+            if column[0] < 0 or any(index != column[0] for index in column):
+                return
+            self._ready.remove(column[0])
+            self._issue(column[0])
+
+    def end_learning(self) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
+        """Agree on what is left and send it; the order of this phase and how often each parameter fired."""
+        unsent = [u.index for u in reversed(self.units) if any(b.has_unsent_gradients() for b in u.trainable)]
+        fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
+        doing = "agreeing on the gradients left at the end of a backward"
+        accounts = self.agreement.exchange_objects((self.sync, [*self._ready, *unsent], fired), doing)
+        if len({sync for sync, _, _ in accounts}) > 1:
+            raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
+        fires: dict[int, tuple[int, ...]] = {}
+        for _, _, counts in accounts:
+            for index, count in counts.items():
+                fires[index] = tuple(map(max, count, fires.get(index, count)))
+        if self.sync:
+            for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
+                self._issue(index)
+            self.wait(0)
+        else:
+            self._keep_all()
+        return tuple(dict.fromkeys(self._done)), fires
+
+    def send_again(self, index: int) -> None:
+        """Send what a unit still holds, at the boundary, on every rank."""
+        self._issue(index)
+        self.wait(0)
+
+    def wait(self, allowed: int) -> None:
+        """Wait until at most ``allowed`` messages are on their way."""
+        while len(self._in_flight) > allowed:
+            event, _ = self._in_flight[0]
+            while not event.wait(_STALL) and self.stalled():
+                pass  # others wait for a gather this rank comes to later: it was issued now
+            self.agreement.wait(event.wait, "waiting for a gradient to be reduced")
+            self._in_flight.popleft()
+
+    def forget(self) -> None:
+        """Drop a phase that failed."""
+        self.begin(None)
+        self._in_flight.clear()
+
+    def _expect(self, index: int) -> tuple[int, ...]:
+        if self._expected is None:
+            return (1,) * len(self._counts[index])
+        return self._expected.get(index, (0,) * len(self._counts[index]))
+
+    def _take_turns(self) -> None:
+        while self._turn < len(self._order) and self._order[self._turn] in self._ready:
+            index = self._order[self._turn]
+            self._turn += 1
+            self._ready.remove(index)
+            self._issue(index)
+
+    def _issue(self, index: int) -> None:
+        unit = self.units[index]
+        self._done.append(index)
+        self.issued.add(_REDUCE, index, unit.version)
+        for buffer in unit.trainable:
+            self.wait(_IN_FLIGHT - 1)
+            message = buffer.pack_gradients()
+            event = self.stream.run(lambda b=buffer, m=message: b.reduce(m, self.scale))  # type: ignore[misc]
+            self._in_flight.append((event, message))
+
+    def _keep(self, index: int) -> None:
+        self._ready.remove(index)
+        for buffer in self.units[index].trainable:
+            buffer.keep_gradients()
+
+    def _keep_all(self) -> None:
+        self._ready = []
+        for unit in self.units:
+            for buffer in unit.trainable:
+                if buffer.has_unsent_gradients():
+                    buffer.keep_gradients()

@@ -1,0 +1,249 @@
+"""Turns uses of units into gathers that every rank issues in the same order.
+
+While a phase is being *learned*, each need is a round of agreement: ranks say which unit they want, all of them gather
+the first one wanted, and a rank goes on when its own has come. The units so gathered are the phase's sequence, the
+union over ranks. While a sequence is *followed*, nothing is said: a rank that uses the unit at position j first issues
+what the plan starts at positions up to j, also for units only others need.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Sequence as SequenceOf
+from functools import partial
+
+from zeropp.engine.agreement import Agreement
+from zeropp.engine.prefetch import Limits, Plan, make_plan
+from zeropp.engine.reductions import Reductions
+from zeropp.engine.sequence import IssueHash, PhaseKey, Sequence, Sequences
+from zeropp.streams import Stream
+from zeropp.unit import Unit, UnitState
+
+__all__ = ["Schedule"]
+
+_log = logging.getLogger("zeropp")
+
+_BEGIN, _ROUND, _LEAVE = 1, 2, 3  # kinds of exchange
+_DONE = -1  # "I want nothing more in this phase"
+_HEADS = 4  # finished units a rank offers for reduction in one round
+_GATHER = 1  # kind in the issue hash
+
+
+class Schedule:
+    """Gathers of one engine, phase by phase."""
+
+    def __init__(
+        self,
+        units: SequenceOf[Unit],
+        stream: Stream,
+        reductions: Reductions,
+        agreement: Agreement,
+        issued: IssueHash,
+        limits: Limits,
+        *,
+        log_relearning: bool,
+    ) -> None:
+        self.units = units
+        self.stream = stream
+        self.reductions = reductions
+        self.agreement = agreement
+        self.issued = issued
+        self.limits = limits
+        self.log_relearning = log_relearning
+        self.sequences = Sequences()
+        self.held: set[int] = set()  # by the plan's will; equal on every rank
+        self._kept: set[int] = set()  # gathered for others or ahead of the plan; this rank's own affair
+        self._numel = [unit.numel for unit in units]
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._key: PhaseKey = ()
+        self._then: PhaseKey | None = None
+        self._sequence: Sequence | None = None  # followed; None while learning
+        self._plan: Plan | None = None
+        self._base = 0  # position in the sequence where the plan starts
+        self._position = 0  # next use expected
+        self._started = 0  # positions whose gathers have been issued
+        self._learned: list[int] = []
+
+    @property
+    def learning(self) -> bool:
+        """Whether the running phase has no known order."""
+        return self._sequence is None
+
+    def begin(self, key: PhaseKey, then: PhaseKey | None) -> None:
+        """Start a phase.
+
+        Args:
+            key: its kind.
+            then: kind of the phase expected after it, whose uses the plan may look ahead to.
+        """
+        self._key, self._then = key, then
+        self._learned = []
+        latest = self.sequences.latest(key)
+        if latest is None:
+            self._begin_learning()
+            code = zlib.crc32(repr(key).encode())
+            rows = self.agreement.exchange(_BEGIN, [code], f"starting {key}")
+            if any(row != [code] for row in rows):
+                raise self.agreement.failure(f"starting {key}")
+        else:
+            self._follow(latest, 0)
+        self.reductions.begin(latest)
+
+    def use(self, unit: Unit) -> None:
+        """Have the unit gathered, and what the plan wants fetched with it. The caller holds the unit already."""
+        index = unit.index
+        if index in self._kept and unit.state is not UnitState.SHARDED:
+            self._kept.discard(index)
+        elif self._sequence is None:
+            self._agree_on(unit)
+        else:
+            position = self._sequence.find(index, self._position)
+            if position is not None:
+                self._advance(position + 1, own=index)
+            elif unit.state is UnitState.SHARDED:
+                self._leave(unit)
+        self.agreement.wait(unit.arrive, f"waiting for the gather of unit {unit.name!r}")
+
+    def settle(self, unit: Unit) -> None:
+        """Release a unit that nothing holds any more."""
+        kept = unit.index in self.held or unit.index in self._kept or unit.holds > 0 or unit.persistent
+        if not kept and unit.state is not UnitState.SHARDED:
+            self.agreement.wait(partial(unit.release, self.stream), f"releasing unit {unit.name!r}")
+
+    def end(self) -> None:
+        """Finish a phase: join what only others needed."""
+        if self._sequence is None:
+            self._agree_on(None)
+            sequence = Sequence(tuple(self._learned), *self.reductions.end_learning())
+            self.sequences.remember(self._key, sequence)
+        else:
+            self._advance(len(self._sequence.uses), own=None)
+            self.reductions.end()
+            self.sequences.remember(self._key, self._sequence)
+        self._let_go(self._kept)
+
+    def abort(self) -> None:
+        """Forget a phase that failed; nothing stays gathered."""
+        self._sequence, self._plan, self._learned = None, None, []
+        for unit in self.units:
+            unit.holds = 0
+        self._let_go(self.held)
+        self._let_go(self._kept)
+        for unit in self.units:
+            self.settle(unit)
+
+    def drop_held(self) -> None:
+        """Release what is only kept for reuse; the same on every rank, between phases."""
+        self._let_go(self.held)
+
+    def join_next(self) -> bool:
+        """Issue the next planned gather before its use, for ranks that are ahead; False if there is none."""
+        if self._sequence is None or self._started >= len(self._sequence.uses):
+            return False
+        assert self._plan is not None
+        self._kept.update(self._plan.issue[self._started - self._base])
+        self._start(self._started + 1)
+        return True
+
+    # Following.
+
+    def _follow(self, sequence: Sequence, position: int) -> None:
+        lookahead = self.sequences.latest(self._then)
+        uses, ahead = sequence.uses[position:], lookahead.uses if lookahead else ()
+        live = frozenset(self.held)
+        key = (uses, ahead, live)
+        if key not in self._plans:
+            if len(self._plans) > 64:
+                self._plans.clear()
+            self._plans[key] = make_plan(uses, ahead, live, self._numel, self.limits)
+        self._sequence, self._plan = sequence, self._plans[key]
+        self._base = self._position = self._started = position
+
+    def _start(self, stop: int) -> None:
+        """Issue the gathers that the plan starts before position ``stop``."""
+        assert self._plan is not None
+        while self._started < stop:
+            for index in self._plan.issue[self._started - self._base]:
+                self._issue(index)
+            self._started += 1
+
+    def _advance(self, stop: int, own: int | None) -> None:
+        """Go through the uses before position ``stop``; ``own`` is the unit this rank uses at the last one."""
+        assert self._plan is not None and self._sequence is not None
+        while self._position < stop:
+            position = self._position
+            used = self._sequence.uses[position]
+            self._start(position + 1)
+            self.held.add(used)
+            if used != own or position + 1 < stop:
+                self._kept.add(used)  # for others; this rank may still come to use it
+            self._position += 1
+            dropped = self._plan.drop[position - self._base]
+            self.held.difference_update(dropped)
+            for index in dropped:
+                self.settle(self.units[index])
+
+    def _issue(self, index: int) -> None:
+        unit = self.units[index]
+        self.issued.add(_GATHER, index, unit.version)
+        unit.gather(self.stream)
+        self.held.add(index)
+
+    # Learning.
+
+    def _begin_learning(self) -> None:
+        self._sequence, self._plan = None, None
+        self._let_go(self.held)
+
+    def _agree_on(self, unit: Unit | None) -> None:
+        """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything."""
+        if unit is not None and unit.state is not UnitState.SHARDED:
+            return
+        want = unit.index if unit is not None else _DONE
+        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self._key}"
+        while True:
+            heads = self.reductions.ready_heads(_HEADS)
+            rows = self.agreement.exchange(_ROUND, [want, *heads, *[_DONE] * (_HEADS - len(heads))], doing)
+            self.reductions.issue_common([row[1:] for row in rows])
+            wanted = [row[0] for row in rows if row[0] != _DONE]
+            if not wanted:
+                return
+            target = min(wanted)
+            self._issue(target)
+            self.held.discard(target)
+            self._learned.append(target)
+            if target == want:
+                return
+            self._kept.add(target)
+
+    def _leave(self, unit: Unit) -> None:
+        """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
+        assert self._sequence is not None
+        doing = f"leaving the known order of {self._key} at use {self._position} for unit {unit.name!r}"
+        code = zlib.crc32(repr((self._key, self._sequence)).encode())
+        rows = self.agreement.exchange(_LEAVE, [code, self._position, self._started, unit.index], doing)
+        if any(row[0] != code for row in rows):
+            raise self.agreement.failure(doing)
+        current = self._sequence
+        self._start(max(row[2] for row in rows))
+        reached = max(row[1] for row in rows)
+        self._advance(reached, own=None)
+        prefix = current.uses[:reached]
+        for other in self.sequences.variants(self._key):
+            if other.uses[:reached] == prefix and all(other.find(row[3], reached) is not None for row in rows):
+                self.reductions.change(other)
+                self._follow(other, reached)
+                return self.use(unit)
+        if self.log_relearning:
+            _log.warning("%s: learning it anew", doing)
+        self._learned = list(prefix)
+        self._begin_learning()
+        self.reductions.change(None)
+        self._agree_on(unit)
+
+    def _let_go(self, indices: set[int]) -> None:
+        gone = sorted(indices)
+        indices.clear()
+        for index in gone:
+            self.settle(self.units[index])

@@ -1,0 +1,213 @@
+"""Whole values of a partitioned model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
+
+Saving gathers one unit at a time on every rank. Loading needs no traffic: each rank takes its own piece of the values
+it is given, straight into its main weights.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.engine.engine import Engine, Phase
+from zeropp.flat_buffer import FlatBuffer
+from zeropp.guard import keeper_of
+
+__all__ = ["engine_of", "full_state", "install_state_hooks"]
+
+
+def engine_of(model: nn.Module) -> Engine:
+    """The engine that manages a model.
+
+    Raises:
+        ValueError: none does.
+    """
+    for parameter in model.parameters():
+        keeper = keeper_of(parameter)
+        if isinstance(keeper, Engine):
+            return keeper
+    raise ValueError(
+        f"{type(model).__name__} is not managed by zeropp, or its ZeroOptimizer is gone; wrap it first: "
+        "zeropp.ZeroOptimizer(optimizer, model, config)"
+    )
+
+
+def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """Whole main weights and buffers of a partitioned model, on CPU. Collective: call it on every rank.
+
+    Args:
+        model: wrapped by a ZeroOptimizer.
+        rank0_only: return an empty dict on other ranks; the values still travel to all, one unit at a time.
+
+    Returns:
+        True names and shapes, as ``state_dict()`` of the plain model would have; trainable parameters in float32
+        (float64 for float64 models) whatever the compute dtype, everything else in its own dtype.
+    """
+    engine = engine_of(model)
+    _require_idle(engine, "full_state")
+    keep = not rank0_only or engine.comm.rank == 0
+    values: dict[int, Tensor] = {}
+    for buffer in engine.buffers:
+        for parameter, value in zip(buffer.parameters, _gather_main(engine, buffer), strict=True):
+            if keep:
+                values[id(parameter)] = value.to("cpu", copy=True)
+    if not keep:
+        return {}
+    state = {}
+    for name, tensor in _named_state(model):
+        state[name] = values[id(tensor)] if id(tensor) in values else tensor.detach().to("cpu", copy=True)
+    return state
+
+
+def _gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
+    """Every parameter of a buffer in the main dtype. On the gather stream, whose collectives keep one order."""
+    whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
+    path = buffer.gather_path
+    event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.views(whole), buffer.unit))
+    engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
+    return buffer.views(whole)
+
+
+def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names as in ``state_dict()``: tied parameters under each name, persistent buffers only."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def _require_idle(engine: Engine, what: str) -> None:
+    if engine.phase is not Phase.IDLE:
+        raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between steps")
+
+
+class _Saving:
+    """``state_dict`` of modules that hold parameters themselves.
+
+    Gathered buffers are kept while modules of the same unit follow; persistent ones until the end.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
+        self.outermost: nn.Module | None = None
+        self.gathered: dict[FlatBuffer, list[Tensor]] = {}
+
+    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Before a module's state_dict."""
+        engine = _alive(self.engine)
+        _require_idle(engine, "state_dict()")
+        if keep_vars:
+            raise RuntimeError(
+                "state_dict(keep_vars=True) asks for the live parameters, whose values are partitioned; leave "
+                "keep_vars out to get whole copies"
+            )
+        if self.outermost is None or prefix == "":
+            self.outermost = module
+
+    def end(self, module: nn.Module) -> None:
+        """After a module's state_dict, children included."""
+        if module is self.outermost:
+            self.outermost = None
+            self.gathered.clear()
+
+    def save_of(self, module: nn.Module) -> Callable[[dict[str, Tensor], str, bool], None]:
+        """``save`` for one module, without keeping it alive."""
+        ref = weakref.ref(module)
+
+        def save(destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+            target = ref()
+            assert target is not None  # it is calling
+            self.save(target, destination, prefix, keep_vars)
+
+        return save
+
+    def save(self, module: nn.Module, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        """In place of ``_save_to_state_dict``: whole values in the compute dtype."""
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        engine = _alive(self.engine)
+        values: dict[int, Tensor] = {}
+        for unit in engine.units:
+            for buffer in unit.buffers:
+                if any(parameter is other for parameter in own.values() for other in buffer.parameters):
+                    whole = self._whole(engine, buffer, unit.persistent)
+                    for parameter, value in zip(buffer.parameters, whole, strict=True):
+                        values[id(parameter)] = value.to(buffer.compute_dtype)
+        for name, parameter in own.items():
+            value = values.get(id(parameter))
+            destination[prefix + name] = parameter.detach() if value is None else value.clone()
+        parameters = module._parameters
+        try:
+            module.__dict__["_parameters"] = {}
+            type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
+        finally:
+            module.__dict__["_parameters"] = parameters
+
+    def _whole(self, engine: Engine, buffer: FlatBuffer, persistent: bool) -> list[Tensor]:
+        if buffer not in self.gathered:
+            if not persistent:
+                for other in [b for b in self.gathered if b.gather_path.placement.weights != 1]:
+                    if other.unit != buffer.unit:
+                        del self.gathered[other]
+            self.gathered[buffer] = _gather_main(engine, buffer)
+        return self.gathered[buffer]
+
+
+class _Loading:
+    """``load_state_dict`` of any module of the model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
+        self.outermost: nn.Module | None = None
+
+    def begin(self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, object], *_: object) -> None:
+        """Before a module's own values are loaded."""
+        engine = _alive(self.engine)
+        _require_idle(engine, "load_state_dict()")
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace partitioned parameters by whole ones; leave assign out: "
+                "values are copied into the partitions, in the main weights' precision"
+            )
+        if self.outermost is None or prefix == "":
+            self.outermost = module
+            engine.loading = True
+
+    def end(self, module: nn.Module, incompatible: object) -> None:
+        """After a module and its children are loaded."""
+        if module is self.outermost:
+            engine = _alive(self.engine)
+            self.outermost = None
+            engine.loading = False
+            engine.weights_changed(everything=True)
+
+
+def _alive(ref: weakref.ref[Engine]) -> Engine:
+    engine = ref()
+    if engine is None:
+        raise RuntimeError("the ZeroOptimizer that holds this model's values is gone; keep it as long as the model")
+    return engine
+
+
+def install_state_hooks(model: nn.Module, engine: Engine) -> None:
+    """Make ``state_dict`` and ``load_state_dict`` of the model and its modules see whole parameters."""
+    saving, loading = _Saving(engine), _Loading(engine)
+
+    def saved(module: nn.Module, *_: object) -> None:  # torch marks the hook itself, so it must be a function
+        saving.end(module)
+
+    for module in model.modules():
+        engine.hooks.keep(module.register_state_dict_pre_hook(saving.begin))
+        engine.hooks.keep(module.register_state_dict_post_hook(saved))
+        engine.hooks.keep(module.register_load_state_dict_pre_hook(loading.begin))
+        engine.hooks.keep(module.register_load_state_dict_post_hook(loading.end))
+        if module._parameters:
+            module.__dict__["_save_to_state_dict"] = saving.save_of(module)
+            engine.on_close(partial(module.__dict__.pop, "_save_to_state_dict", None))

@@ -1,0 +1,180 @@
+"""What a parameter is while its values are elsewhere.
+
+A released parameter keeps its identity, shape and dtype, but its storage is empty: torch would read through a null
+pointer. So it takes on a cached subclass of its own class whose ``__torch_function__`` answers metadata, fetches the
+unit when the model is running, and otherwise raises with the remedy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["Keeper", "guard", "keeper_of", "register", "unguard"]
+
+_GETTERS = (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "names", "is_cuda", "is_cpu", "is_meta",
+    "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan",
+    "grad_fn", "_version", "itemsize", "nbytes", "retains_grad", "output_nr", "_backward_hooks", "name",
+    "_post_accumulate_grad_hooks", "is_maia", "is_mtia",
+)  # fmt: skip
+_METHODS = (
+    "size", "numel", "nelement", "dim", "ndimension", "stride", "storage_offset", "is_floating_point", "is_complex",
+    "is_signed", "element_size", "is_contiguous", "register_hook", "register_post_accumulate_grad_hook", "get_device",
+    "is_shared", "is_pinned", "__len__", "type", "is_same_size", "is_inference", "has_names", "is_conj", "is_neg",
+    "is_distributed",
+)  # fmt: skip
+
+
+def _metadata_functions() -> frozenset[object]:
+    found: set[object] = set()
+    for name in _GETTERS:
+        if hasattr(torch.Tensor, name):
+            found.add(getattr(torch.Tensor, name).__get__)
+    for name in _METHODS:
+        if hasattr(torch.Tensor, name):
+            found.add(getattr(torch.Tensor, name))
+    for name in ("is_floating_point", "is_complex", "numel", "is_same_size", "is_tensor", "is_signed"):
+        found.add(getattr(torch, name))
+    return frozenset(found)
+
+
+_METADATA = _metadata_functions()
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_COPY = torch.Tensor.copy_
+
+
+class Keeper(Protocol):
+    """Who answers for a released parameter: the engine, seen from here."""
+
+    def fetch_touched(self, parameter: nn.Parameter) -> bool:
+        """Make the values present if the model is running; False otherwise."""
+        ...
+
+    def has_pending_gradients(self) -> bool:
+        """Whether gradients wait for the optimizer."""
+        ...
+
+    def take_loaded(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
+        """Store values while a state dict is being loaded; False at any other time."""
+        ...
+
+
+class _Tag:
+    """Tie from a parameter to its name and keeper; weak, so that a parameter keeps no engine alive."""
+
+    __slots__ = ("keeper", "name")
+
+    def __init__(self, name: str, keeper: Keeper) -> None:
+        self.name = name
+        self.keeper = weakref.ref(keeper)
+
+
+_GUARDS: dict[type[nn.Parameter], type[nn.Parameter]] = {}
+
+
+def register(parameter: nn.Parameter, name: str, keeper: Keeper) -> None:
+    """Tell the guard who keeps a parameter, and how it is called."""
+    parameter._zeropp_tag = _Tag(name, keeper)  # type: ignore[attr-defined]
+
+
+def keeper_of(parameter: torch.Tensor) -> Keeper | None:
+    """The engine that manages a parameter, if one does."""
+    tag = parameter.__dict__.get("_zeropp_tag")
+    return tag.keeper() if tag is not None else None
+
+
+def guard(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each parameter its guarded class."""
+    for parameter in parameters:
+        parameter.__class__ = _guarded(type(parameter))
+
+
+def unguard(parameters: Iterable[nn.Parameter]) -> None:
+    """Give each parameter its own class back."""
+    for parameter in parameters:
+        parameter.__class__ = getattr(type(parameter), "_zeropp_own_class", type(parameter))
+
+
+def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
+    if hasattr(cls, "_zeropp_own_class"):
+        return cls
+    if cls not in _GUARDS:
+        namespace = {"_zeropp_own_class": cls, "__torch_function__": classmethod(_intercept), "__repr__": _describe}
+        _GUARDS[cls] = type(cls)(f"Released{cls.__name__}", (cls,), namespace)
+    return _GUARDS[cls]
+
+
+def _describe(parameter: nn.Parameter) -> str:
+    tag = parameter.__dict__.get("_zeropp_tag")
+    name = tag.name if tag is not None else "?"
+    return f"<partitioned parameter {name!r}, shape {tuple(parameter.shape)}, {parameter.dtype}>"
+
+
+def _released(args: Iterable[object]) -> Iterator[nn.Parameter]:
+    """Guarded parameters among arguments, lists and dicts included."""
+    for arg in args:
+        if hasattr(type(arg), "_zeropp_own_class"):
+            yield arg  # type: ignore[misc]
+        elif isinstance(arg, (list, tuple)):
+            yield from _released(arg)
+        elif isinstance(arg, dict):
+            yield from _released(arg.values())
+
+
+def _intercept(
+    cls: type,
+    func: Callable[..., Any],
+    types: tuple[type, ...],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+) -> object:
+    kwargs = kwargs or {}
+    with torch._C.DisableTorchFunctionSubclass():
+        if func in _METADATA:
+            return func(*args, **kwargs)
+        for parameter in _released((*args, *kwargs.values())):
+            tag = parameter.__dict__["_zeropp_tag"]
+            keeper = tag.keeper()
+            if keeper is None:
+                raise RuntimeError(
+                    f"parameter {tag.name!r} is partitioned, and the ZeroOptimizer that holds its values is gone; "
+                    "keep the optimizer as long as the model, or save zeropp.full_state(model) before dropping it"
+                )
+            if func is _GET_GRAD or func is _SET_GRAD:
+                return _gradient_access(func, args, kwargs, tag.name, keeper)
+            if func is _COPY and parameter is args[0] and keeper.take_loaded(parameter, args[1]):
+                return parameter
+            if not keeper.fetch_touched(parameter):
+                raise _refusal(func, tag.name, parameter)
+        return func(*args, **kwargs)
+
+
+def _gradient_access(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, keeper: Keeper
+) -> object:
+    """A partitioned gradient is not in ``.grad``: answering None would make clipping and logging silently wrong."""
+    if keeper.has_pending_gradients() and not (func is _SET_GRAD and args[1] is None):
+        raise RuntimeError(
+            f"the gradient of {name!r} is partitioned over the ranks and not in .grad; use "
+            "optimizer.clip_grad_norm_(max_norm) to clip, optimizer.grad_norm to log, and optimizer.zero_grad() to "
+            "clear"
+        )
+    return func(*args, **kwargs)
+
+
+def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter) -> RuntimeError:
+    what = getattr(func, "__name__", str(func))
+    if what in ("__get__", "__set__"):
+        what = f".{getattr(getattr(func, '__self__', None), '__name__', what)}"
+    return RuntimeError(
+        f"{what} on parameter {name!r}: its values are partitioned over the ranks, shape "
+        f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
+        "read values use model.state_dict() or zeropp.full_state(model), on every rank; to set them use "
+        "model.load_state_dict(...)"
+    )

@@ -1,0 +1,36 @@
+"""What an optimizer must be before it is wrapped."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["check_optimizer"]
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse what cannot be wrapped.
+
+    Raises:
+        TypeError: no optimizer, or no model.
+        ValueError: foreign parameters, state from earlier steps, or already wrapped.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if hasattr(optimizer, "engine") and hasattr(optimizer, "inner"):
+        raise ValueError("the optimizer is a ZeroOptimizer already; give it the plain torch optimizer")
+    own = {id(parameter) for parameter in model.parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            if id(parameter) not in own:
+                raise ValueError(
+                    f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
+                    "model; make the optimizer from model.parameters() of the very model that is wrapped"
+                )
+    if optimizer.state:
+        raise ValueError(
+            f"the optimizer already has state for {len(optimizer.state)} parameters; wrap it before its first step, "
+            "and restore states with load_state_dict afterwards"
+        )

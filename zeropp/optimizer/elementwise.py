@@ -1,0 +1,85 @@
+"""Which optimizers may see slices of parameters: those that treat every element alike."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+__all__ = ["check_elementwise"]
+
+_ELEMENTWISE = frozenset(
+    {
+        "Adam", "AdamW", "SGD", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Lion",
+        "FusedAdam", "FusedLion", "CPUAdam",
+    }
+)  # fmt: skip
+_WHOLE_MATRIX = {
+    "Muon": "orthogonalises whole matrices",
+    "Adafactor": "factors second moments over rows and columns",
+    "LAMB": "scales each layer by its weights' norm",
+    "Lamb": "scales each layer by its weights' norm",
+    "LARS": "scales each layer by its weights' norm",
+    "Shampoo": "preconditions whole matrices",
+    "DistributedShampoo": "preconditions whole matrices",
+    "SOAP": "preconditions whole matrices",
+    "GaLoreAdamW": "projects whole matrices",
+    "LBFGS": "searches along one direction over all parameters",
+    "SparseAdam": "needs sparse gradients",
+}
+
+
+def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse optimizers whose step on slices differs from their step on whole parameters.
+
+    Known names are decided by name. An unknown optimizer is tried out: one step on a vector must equal, bit for bit,
+    one step on its two halves.
+
+    Raises:
+        TypeError: the optimizer needs whole matrices, or failed the trial; with the reason.
+    """
+    for cls in type(optimizer).__mro__:
+        if cls.__name__ in _WHOLE_MATRIX:
+            raise TypeError(
+                f"{type(optimizer).__name__} {_WHOLE_MATRIX[cls.__name__]}, and zeropp gives optimizers slices of "
+                "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, Adagrad, RMSprop"
+            )
+    if type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
+        return
+    try:
+        same = _steps_alike(optimizer)
+    except Exception as error:
+        raise TypeError(
+            f"{type(optimizer).__name__} is unknown, and a trial step on a small vector failed with "
+            f"{type(error).__name__}: {error}. zeropp can use optimizers that work elementwise on any parameters"
+        ) from error
+    if not same:
+        raise TypeError(
+            f"a trial step of {type(optimizer).__name__} on a vector differs from its steps on the two halves, so it "
+            "is not elementwise, and zeropp gives optimizers slices of parameters. Use an elementwise optimizer"
+        )
+
+
+def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
+    generator = torch.Generator().manual_seed(20)
+    values, gradient = torch.randn(2, 64, generator=generator).unbind()
+    gradient[32:] *= 100  # so that anything scaled by a norm shows
+    whole = _trial(optimizer, [values], [gradient])
+    halves = _trial(optimizer, list(values.chunk(2)), list(gradient.chunk(2)))
+    return torch.equal(whole, halves)
+
+
+def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Two steps of a copy of the optimizer, with its first group's settings, on other parameters."""
+    parameters = [nn.Parameter(value.clone()) for value in values]
+    twin = copy.copy(optimizer)
+    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
+    twin.state = type(optimizer.state)(dict) if hasattr(optimizer.state, "default_factory") else {}
+    for _ in range(2):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        step = getattr(type(twin).step, "__wrapped__", type(twin).step)
+        step(twin)
+    return torch.cat([parameter.detach() for parameter in parameters])

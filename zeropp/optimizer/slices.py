@@ -1,0 +1,58 @@
+"""Slice parameters: what the wrapped optimizer sees of the model on this rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from zeropp.flat_buffer import FlatBuffer
+from zeropp.layout import Fragment
+from zeropp.unit import Unit
+
+__all__ = ["Slice", "make_slices"]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One parameter's part in this rank's piece of a flat buffer.
+
+    Attributes:
+        name: of the model's parameter.
+        unit: index of its unit.
+        position: of the parameter among the unit's trainable ones.
+        parameter: 1-D leaf in the main dtype, a view of the main shard.
+        gradient: view of the gradient shard.
+    """
+
+    name: str
+    unit: int
+    position: int
+    parameter: nn.Parameter
+    gradient: Tensor
+
+    def show_gradient(self, present: bool) -> None:
+        """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
+        self.parameter.grad = self.gradient if present else None
+
+
+def make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:
+    """Slices of every trainable parameter by its ``id``; an empty list for those with no part on this rank."""
+    slices: dict[int, list[Slice]] = {}
+    for unit in units:
+        position = 0
+        for buffer in unit.trainable:
+            for parameter in buffer.parameters:
+                slices[id(parameter)] = []
+            for fragment in buffer.layout.fragments(buffer.piece):
+                cut = _cut(buffer, fragment, unit.index, position + fragment.slot)
+                slices[id(buffer.parameters[fragment.slot])].append(cut)
+            position += len(buffer.parameters)
+    return slices
+
+
+def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Slice:
+    assert buffer.grad is not None
+    stop = fragment.offset + fragment.stop - fragment.start
+    parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
+    return Slice(buffer.names[fragment.slot], unit, position, parameter, buffer.grad[fragment.offset : stop])

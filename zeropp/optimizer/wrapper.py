@@ -1,0 +1,249 @@
+"""``ZeroOptimizer``: a torch optimizer over a model whose weights, gradients and states are partitioned."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeropp.config import ConfigSource, load_config
+from zeropp.engine.boundary import Boundary, Verdict
+from zeropp.engine.build import Group, build_engine, together
+from zeropp.engine.engine import Engine, Phase
+from zeropp.optimizer.checks import check_optimizer
+from zeropp.optimizer.elementwise import check_elementwise
+from zeropp.optimizer.slices import make_slices
+
+__all__ = ["ZeroOptimizer"]
+
+
+class ZeroOptimizer(Optimizer):
+    """Partitions a model in place and steps the wrapped optimizer on this rank's part of it.
+
+    The user's parameter groups stay the user's objects: schedulers and edits of ``lr`` reach the wrapped optimizer.
+    Their ``params`` become this rank's slices, 1-D float32 leaves.
+
+    Attributes:
+        grad_norm: gradient norm over the whole model at the last step, after averaging, before configured clipping.
+        skipped_steps: steps not taken because a gradient was not finite.
+        step_was_skipped: whether the last one was.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        config: ConfigSource = None,
+        *,
+        process_group: Group = None,
+        gradient_scale: float | None = None,
+    ) -> None:
+        """Wrap ``optimizer`` and ``model``. Collective: every rank of the group calls it.
+
+        Args:
+            optimizer: elementwise, over parameters of ``model``, without state yet.
+            model: on its device; rank 0's values become everyone's.
+            config: DeepSpeed-style dict, path to JSON, or a loaded Config; None for stage 3 with defaults.
+            process_group: ranks to partition over: a group, a one-dimensional DeviceMesh, or the world.
+            gradient_scale: factor on gradients summed over ranks; None for the configured mean or sum.
+
+        Raises:
+            ConfigError: the configuration cannot be used.
+            TypeError, ValueError: the optimizer, the model or the group cannot.
+        """
+
+        def prepare() -> Any:
+            loaded = load_config(config)
+            loaded.require_supported()
+            check_optimizer(optimizer, model)
+            check_elementwise(optimizer)
+            return loaded
+
+        self.config = together(process_group, "preparing ZeroOptimizer", prepare)
+        self.inner = optimizer
+        self.engine: Engine = build_engine(model, self.config, process_group, gradient_scale)
+        self.boundary = Boundary(self.engine)
+        self.engine.after_backward = self._make_after_backward()
+        self.defaults = optimizer.defaults
+        self._by_parameter = make_slices(self.engine.units)
+        self._slices = [piece for pieces in self._by_parameter.values() for piece in pieces]
+        for group in optimizer.param_groups:
+            group["params"] = [s.parameter for p in group["params"] for s in self._by_parameter.get(id(p), [])]
+        # Hooks are shared with the wrapped optimizer and run here, once a step.
+        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
+        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
+        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
+        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
+        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        self._patch_step_function()
+        self.grad_norm: float | None = None
+        self.skipped_steps = 0
+        self.step_was_skipped = False
+        self._backwards = 0  # since the last step
+
+    # The optimizer's own surface.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state, for this rank's slices."""
+        return self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible once the model is partitioned.
+
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError(
+            "add_param_group after wrapping is not in this version; give every group to the optimizer before "
+            "zeropp.ZeroOptimizer wraps it"
+        )
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        """Backward of ``loss`` divided by the configured gradient_accumulation_steps.
+
+        Args:
+            loss: scalar.
+            retain_graph: as in ``Tensor.backward``.
+        """
+        steps = self._accumulation_steps
+        (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside keep whole gradients on this rank, in the main dtype, and send nothing.
+
+        They are sent with the first backward outside, or by ``step``. Costs one whole gradient of memory.
+        """
+        self._require_idle("no_sync")
+        reductions = self.engine.reductions
+        before, reductions.sync = reductions.sync, False
+        try:
+            yield
+        finally:
+            reductions.sync = before
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns:
+            The norm before clipping, a scalar on the model's device. Reading it waits for the device.
+        """
+        self._require_idle("clip_grad_norm_")
+        norm = self.boundary.norm_tensor()
+        self._scale_gradients(norm, max_norm)
+        return norm
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+        """One optimizer step; skipped on every rank if any gradient anywhere is not finite.
+
+        Args:
+            closure: computes the loss and its backward; called once.
+
+        Raises:
+            RuntimeError: the ranks are out of step, or a parameter was unused and ignore_unused_parameters is false.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_idle("step")
+        verdict = self.boundary.verdict()
+        self._backwards = 0
+        self.grad_norm = verdict.norm
+        self.step_was_skipped = not verdict.finite
+        if self.step_was_skipped:
+            self.skipped_steps += 1
+            return loss
+        self._refuse_unused(verdict)
+        for piece in self._slices:
+            piece.show_gradient(verdict.used[piece.unit][piece.position])
+        if self.config.gradient_clipping > 0:
+            self._scale_gradients(self.boundary.norm_tensor(), self.config.gradient_clipping)
+        self.engine.settle_refresh()
+        # Past the profiling wrapper of torch, whose hooks already run around this method.
+        getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
+        self.engine.weights_changed()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients. Memory of the shards stays, whatever ``set_to_none`` says."""
+        self._require_idle("zero_grad")
+        self.engine.zero_grad()
+        self.boundary.invalidate()
+        for piece in self._slices:
+            piece.show_gradient(False)
+
+    def close(self) -> None:
+        """Take the engine off the model: hooks, streams and process groups. Values are lost with the optimizer."""
+        self.engine.close()
+
+    # Inside.
+
+    @property
+    def _accumulation_steps(self) -> int:
+        return self.config.gradient_accumulation_steps or 1
+
+    def _make_after_backward(self) -> Callable[[], None]:
+        ref = weakref.ref(self)
+
+        def after_backward() -> None:
+            wrapper = ref()
+            if wrapper is not None:
+                wrapper._after_backward()
+
+        return after_backward
+
+    @torch.no_grad()
+    def _after_backward(self) -> None:
+        self._backwards += 1
+        self.boundary.invalidate()
+        if not self.engine.reductions.sync:
+            return
+        for piece in self._slices:
+            piece.show_gradient(True)
+        if self._backwards >= self._accumulation_steps:
+            self.boundary.exchange()
+
+    def _scale_gradients(self, norm: Tensor, max_norm: float) -> None:
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for buffer in self.engine.trainable:
+            assert buffer.grad is not None
+            buffer.grad.mul_(factor.to(buffer.grad.dtype))
+        self.boundary.accept_scaling(factor)
+
+    def _refuse_unused(self, verdict: Verdict) -> None:
+        if self.config.zero.ignore_unused_parameters:
+            return
+        unused = [
+            name
+            for unit in self.engine.units
+            for name, used in zip(
+                (n for buffer in unit.trainable for n in buffer.names), verdict.used[unit.index], strict=True
+            )
+            if not used
+        ]
+        if unused:
+            raise RuntimeError(
+                f"{len(unused)} parameters had no gradient on any rank: {unused[:10]}{'...' if unused[10:] else ''}. "
+                "Use them, freeze them with requires_grad_(False) before wrapping, or set "
+                '{"zero_optimization": {"ignore_unused_parameters": true}}'
+            )
+
+    def _require_idle(self, what: str) -> None:
+        if self.engine.phase is not Phase.IDLE:
+            raise RuntimeError(f"{what} was called in the middle of a {self.engine.phase.value}; call it outside")

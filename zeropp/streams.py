@@ -1,0 +1,183 @@
+"""Streams: where gathers and reductions run beside the model's own computing.
+
+One rule for every device: work runs in the order it was given, after everything the caller had issued before, and its
+event tells when it is done. A CUDA stream does that by itself; on CPU a thread takes its place, and where nothing is
+sent (one rank) the work simply runs at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+import torch
+
+__all__ = ["CudaStream", "Event", "InlineStream", "Stream", "ThreadStream", "make_stream"]
+
+
+class Event(Protocol):
+    """Completion of one piece of work."""
+
+    def wait(self, timeout: float) -> bool:
+        """Let the caller's later work see the result; False when the host waited ``timeout`` seconds in vain."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work."""
+
+    def run(self, work: Callable[[], None]) -> Event:
+        """Queue ``work`` behind earlier work and behind what the caller has issued."""
+        ...
+
+    def free(self, work: Callable[[], None]) -> None:
+        """Free memory that queued work allocated, once what the caller has issued no longer reads it."""
+        ...
+
+    def close(self) -> None:
+        """Finish; nothing may be queued afterwards."""
+        ...
+
+
+class _Done:
+    """An event that has happened, or failed with an error that every wait raises."""
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class InlineStream:
+    """Runs work at once, in the caller."""
+
+    def run(self, work: Callable[[], None]) -> Event:
+        """Run ``work`` now."""
+        with torch.no_grad():
+            work()
+        return _DONE
+
+    def free(self, work: Callable[[], None]) -> None:
+        """Free now."""
+        work()
+
+    def close(self) -> None:
+        """Nothing to finish."""
+
+
+class _ThreadEvent:
+    """Completion of work on a thread, on a bare lock: cheaper than a condition for one waiter."""
+
+    __slots__ = ("_error", "_lock")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None) -> None:
+        self._error = error
+        self._lock.release()
+
+    def wait(self, timeout: float) -> bool:
+        if not self._lock.acquire(timeout=timeout):
+            return False
+        self._lock.release()
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+_Task = tuple[Callable[[], None], _ThreadEvent]
+
+
+class ThreadStream:
+    """A thread that works through a queue; after a failure the rest of the queue fails with the same error."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        thread = threading.Thread(target=_serve, args=(self._tasks,), name=f"zeropp {name}", daemon=True)
+        thread.start()
+        # The thread holds the queue, not the stream, so that a dropped stream ends it.
+        self._stop = weakref.finalize(self, self._tasks.put, None)
+
+    def run(self, work: Callable[[], None]) -> Event:
+        """Queue ``work``; on CPU the caller's earlier work is already done."""
+        event = _ThreadEvent()
+        self._tasks.put((work, event))
+        return event
+
+    def free(self, work: Callable[[], None]) -> None:
+        """Free now: the caller has waited for the work that filled the memory, and on CPU its readers are done."""
+        work()
+
+    def close(self) -> None:
+        """Let the thread end after what is queued."""
+        self._stop()
+
+
+def _serve(tasks: SimpleQueue[_Task | None]) -> None:
+    torch.set_grad_enabled(False)  # grad mode belongs to a thread
+    failed: BaseException | None = None
+    while (task := tasks.get()) is not None:
+        work, event = task
+        if failed is None:
+            try:
+                work()
+            except BaseException as error:  # handed to whoever waits
+                failed = error
+        event.finish(failed)
+        del task, work, event  # an idle thread must not keep the last work's tensors
+
+
+class _CudaEvent:
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self, timeout: float) -> bool:
+        torch.cuda.current_stream().wait_event(self._event)
+        return True
+
+
+class CudaStream:
+    """A CUDA stream; memory that its work allocates and frees stays in its own order, so record_stream is not needed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def run(self, work: Callable[[], None]) -> Event:
+        """Queue ``work`` behind what the caller's stream has been given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), torch.no_grad():
+            work()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return _CudaEvent(event)
+
+    def free(self, work: Callable[[], None]) -> None:
+        """Free in this stream's order: its allocations are reused by its own later work only."""
+        self.run(work)
+
+    def close(self) -> None:
+        """Wait for everything queued."""
+        self._stream.synchronize()
+
+
+def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) -> Stream:
+    """The stream for a device.
+
+    Args:
+        name: for its thread.
+        device: where the model lives.
+        sends: its work waits for other ranks, so that on CPU it needs a thread of its own.
+        overlap: run beside the caller's work; otherwise everything runs in the caller's order.
+    """
+    if device.type == "cuda" and overlap:
+        return CudaStream(device)
+    return ThreadStream(name) if sends and overlap else InlineStream()

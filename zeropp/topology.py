@@ -1,0 +1,137 @@
+"""Ranks, nodes, levels and the order of pieces: integers only, no process and no tensor.
+
+A *level* is the number of ranks one copy of a thing is spread over. The levels of a run form a divisor chain
+1 | v1 | v2 | ... | W. A rank is a mixed-radix number over that chain, the digit of the first (node-local) factor
+fastest; the piece it owns is the number read with its digits reversed. With 2 nodes of 2 ranks::
+
+    flat buffer   | slice 0          | slice 1          |
+                  | piece 0 | piece 1 | piece 2 | piece 3 |
+    owner         | rank 0  | rank 2  | rank 1  | rank 3  |
+
+so a gather between nodes yields one contiguous slice, and a gather inside the node the whole buffer: no hop needs
+a copy to put things in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Chain", "build_chain", "ranks_per_node"]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The levels of one run, ascending from 1 to the world size, each dividing the next."""
+
+    levels: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels or self.levels[0] != 1:
+            raise ValueError(f"levels {self.levels} must start at 1")
+        for smaller, larger in zip(self.levels, self.levels[1:], strict=False):
+            if larger <= smaller or larger % smaller:
+                raise ValueError(f"levels {self.levels} are no divisor chain: {smaller} does not divide {larger}")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks: the last level."""
+        return self.levels[-1]
+
+    def _between(self, inner: int, outer: int) -> list[tuple[int, int]]:
+        """(weight, factor) of each digit between two levels, fastest digit first."""
+        for level in (inner, outer):
+            if level not in self.levels:
+                raise ValueError(f"{level} is not a level of {self.levels}")
+        low, high = self.levels.index(inner), self.levels.index(outer)
+        return [(self.levels[i], self.levels[i + 1] // self.levels[i]) for i in range(low, high)]
+
+    def slice_index(self, rank: int, level: int) -> int:
+        """Which of the ``level`` equal slices of a flat buffer this rank holds when it is spread over ``level``."""
+        index = 0
+        for weight, factor in self._between(1, level):
+            index = index * factor + (rank // weight) % factor
+        return index
+
+    def owner(self, piece: int) -> int:
+        """The rank that owns a piece at the last level: the inverse of ``slice_index(rank, world)``."""
+        rank = 0
+        for weight, factor in reversed(self._between(1, self.world)):
+            rank += (piece % factor) * weight
+            piece //= factor
+        return rank
+
+    def hop_ranks(self, rank: int, outer: int, inner: int) -> tuple[int, ...]:
+        """Ranks that exchange data when something moves between two levels, in piece order.
+
+        Position i of the result holds part i of the slice that all of them have at level ``inner``.
+        """
+        digits = self._between(inner, outer)
+        base = rank - sum(((rank // weight) % factor) * weight for weight, factor in digits)
+        members = [base]
+        for weight, factor in digits:
+            members = [member + digit * weight for member in members for digit in range(factor)]
+        return tuple(members)
+
+    def hops(self, outer: int, inner: int) -> list[tuple[int, int]]:
+        """Adjacent (outer, inner) pairs on the way from ``outer`` down to ``inner``."""
+        low, high = self.levels.index(inner), self.levels.index(outer)
+        return [(self.levels[i + 1], self.levels[i]) for i in range(high - 1, low - 1, -1)]
+
+
+def build_chain(world: int, sizes: Sequence[int]) -> Chain:
+    """The chain 1 | sizes... | world.
+
+    Args:
+        world: number of ranks.
+        sizes: group sizes that must be levels, such as the ranks per node, in any order.
+
+    Raises:
+        ValueError: a size does not divide the next one; the message lists the sizes that would.
+    """
+    wanted = sorted({1, world, *sizes})
+    for smaller, larger in zip(wanted, wanted[1:], strict=False):
+        if larger > world or smaller < 1 or larger % smaller:
+            legal = [d for d in range(1, world + 1) if world % d == 0]
+            raise ValueError(
+                f"group sizes {sorted(set(sizes))} do not chain up to {world} ranks: {smaller} does not divide "
+                f"{larger}; each size must divide the next. Sizes that divide {world}: {legal}"
+            )
+    return Chain(tuple(wanted))
+
+
+def ranks_per_node(ranks: Sequence[int], local_world_size: int | None) -> int:
+    """Ranks of a group that share one node.
+
+    Nodes are runs of ``local_world_size`` consecutive global ranks, as torchrun numbers them.
+
+    Args:
+        ranks: global ranks of the group, in group order.
+        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE.
+
+    Raises:
+        ValueError: the number is unknown, or the group does not take the same number of ranks from each node,
+            node after node.
+    """
+    if len(ranks) == 1:
+        return 1
+    if local_world_size is None:
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not text.isdigit() or int(text) < 1:
+            raise ValueError(
+                f"the number of ranks per node is unknown: LOCAL_WORLD_SIZE is {text!r}. Start with torchrun, which "
+                'sets it, or give {"zeropp": {"local_world_size": N}} in the config'
+            )
+        local_world_size = int(text)
+    nodes = [rank // local_world_size for rank in ranks]
+    per_node = nodes.count(nodes[0])
+    runs = [nodes[start : start + per_node] for start in range(0, len(nodes), per_node)]
+    even = len(nodes) % per_node == 0 and all(len(set(run)) == 1 for run in runs)
+    if not even or len({run[0] for run in runs}) != len(runs):
+        raise ValueError(
+            f"ranks {list(ranks)} lie on nodes {nodes} ({local_world_size} ranks per node): every node must give the "
+            "same number of ranks, one node after the other. Choose a group that does, or correct "
+            'LOCAL_WORLD_SIZE or {"zeropp": {"local_world_size": N}}'
+        )
+    return per_node
