@@ -6,10 +6,20 @@ they are used and let go right after.
 
 from __future__ import annotations
 
+from zeropp import plan
 from zeropp.config import Config, ConfigError, load_config
-from zeropp.engine.state import full_state
+from zeropp.engine.state import comm_report, full_state
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["Config", "ConfigError", "ZeroOptimizer", "__version__", "full_state", "load_config"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "ZeroOptimizer",
+    "__version__",
+    "comm_report",
+    "full_state",
+    "load_config",
+    "plan",
+]
 
 __version__ = "0.1.0"

@@ -51,10 +51,11 @@ def default_store() -> dist.Store:
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
     """A process group of ascending global ranks; only its members call."""
-    return dist.new_group(
+    group: dist.ProcessGroup = dist.new_group(
         list(ranks),
         timeout=timeout,
         backend=backend,
         use_local_synchronization=True,
         group_desc=description,
     )
+    return group

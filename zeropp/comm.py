@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, new_group
+from zeropp.codecs import PlainCodec
 from zeropp.placement import HopSpec, Placement
 from zeropp.topology import Chain, build_chain, ranks_per_node
-from zeropp_kernels.reference import sum_messages_
 
 _T = TypeVar("_T")
 
@@ -74,6 +74,11 @@ class Ledger:
             totals[row.link] += row.bytes
         return dict(totals)
 
+    def __str__(self) -> str:
+        lines = [f"{'unit':32}{'kind':8}{'hop':10}{'link':7}{'calls':>8}{'bytes sent':>18}"]
+        lines += [f"{r.unit:32}{r.kind:8}{r.hop:10}{r.link:7}{r.calls:>8}{r.bytes:>18,}" for r in self.rows]
+        return "\n".join([*lines, f"{'total':65}{self.total_bytes:>18,}"])
+
     def reset(self) -> None:
         """Forget everything counted so far."""
         with self._lock:
@@ -107,13 +112,14 @@ class _Hop:
 class GatherPath:
     """From the states' shard to the full buffer: encode once at the shard, then hop by hop, slowest link first.
 
-    Every hop works in place: a rank writes its piece where it belongs in the full buffer, and each hop fills the
-    slice around it.
+    The plain codec's messages are the values themselves, so every hop works in place: a rank encodes its piece where
+    it belongs in the full buffer, and each hop fills the slice around it.
     """
 
-    def __init__(self, placement: Placement, hops: list[_Hop]) -> None:
+    def __init__(self, placement: Placement, hops: list[_Hop], codec: PlainCodec) -> None:
         self.placement = placement
         self.hops = hops
+        self.codec = codec
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Views of a full buffer [numel]: this rank's piece, then the slice it has after each hop."""
@@ -125,14 +131,14 @@ class GatherPath:
         return views
 
     def run(self, shard: Tensor, views: list[Tensor], unit: str) -> None:
-        """Fill a full buffer from every rank's ``shard`` [numel / world], cast to the buffer's dtype.
+        """Fill a full buffer from every rank's ``shard`` [numel / world].
 
         Args:
             shard: this rank's piece.
             views: of the full buffer, from :meth:`views`.
             unit: for the ledger.
         """
-        views[0].copy_(shard)
+        self.codec.encode_(views[0], shard)
         for index, hop in enumerate(self.hops):
             hop.all_gather(views[index + 1], views[index], unit)
 
@@ -144,32 +150,35 @@ class ReducePath:
     16-bit wire, and halves what gloo's own reduce-scatter sends.
     """
 
-    def __init__(self, hops: list[_Hop]) -> None:
+    def __init__(self, placement: Placement, hops: list[_Hop], codec: PlainCodec) -> None:
+        self.placement = placement
         self.hops = hops
+        self.codec = codec
 
     def run(self, message: Tensor, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        """``out`` [numel / world] becomes (or gains) ``scale`` times the sum of all ranks' parts.
+        """``out`` [numel / world] becomes, or gains, ``scale`` times the sum of all ranks' parts.
 
         Args:
-            message: [numel] in the wire dtype; it may be overwritten.
+            message: [numel] encoded by :attr:`codec`.
             out: float32 or float64, this rank's piece.
             scale: applied once, in the last sum.
             accumulate: add to ``out``.
             unit: for the ledger.
         """
-        if not self.hops:
-            sum_messages_(message[None], out, scale=scale, accumulate=accumulate)
-            return
-        for index, hop in enumerate(self.hops):
-            received = torch.empty_like(message)
-            hop.exchange(received, message, unit)
-            parts = received.view(hop.size, -1)
-            if index == len(self.hops) - 1:
-                sum_messages_(parts, out, scale=scale, accumulate=accumulate)
-                return
+        codec = self.codec
+        for hop in self.hops[:-1]:
+            parts = self._exchange(hop, message, unit)
             partial = torch.empty(parts.shape[1], dtype=out.dtype, device=out.device)
-            sum_messages_(parts, partial)
-            message = partial.to(message.dtype)
+            codec.decode_sum_(parts, partial)
+            message = codec.empty(partial.numel(), out.device)
+            codec.encode_(message, partial)
+        parts = self._exchange(self.hops[-1], message, unit) if self.hops else message[None]
+        codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate)
+
+    def _exchange(self, hop: _Hop, message: Tensor, unit: str) -> Tensor:
+        received = torch.empty_like(message)
+        hop.exchange(received, message, unit)
+        return received.view(hop.size, -1)
 
 
 class Comm:
@@ -211,15 +220,17 @@ class Comm:
         """Number of ranks."""
         return self.chain.world
 
-    def gather_path(self, placement: Placement) -> GatherPath:
+    def gather_path(self, placement: Placement, codec: PlainCodec) -> GatherPath:
         """The hops from the states' level to whole buffers."""
         specs = placement.gather_path(placement.states, 1)
-        return GatherPath(placement, [_Hop(s, self._groups["gather", s.outer, s.inner], self.ledger) for s in specs])
+        hops = [_Hop(spec, self._groups["gather", spec.outer, spec.inner], self.ledger) for spec in specs]
+        return GatherPath(placement, hops, codec)
 
-    def reduce_path(self, placement: Placement) -> ReducePath:
+    def reduce_path(self, placement: Placement, codec: PlainCodec) -> ReducePath:
         """The hops from whole gradients to the states' level."""
         specs = placement.reduce_path(1, placement.states)
-        return ReducePath([_Hop(s, self._groups["reduce", s.outer, s.inner], self.ledger) for s in specs])
+        hops = [_Hop(spec, self._groups["reduce", spec.outer, spec.inner], self.ledger) for spec in specs]
+        return ReducePath(placement, hops, codec)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Everyone gets rank 0's values."""
@@ -302,7 +313,7 @@ def make_comm(
     ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
     local = ranks_per_node(ranks, local_world_size)
     chain = build_chain(len(ranks), [local])
-    backend = dist.get_backend(process_group)
+    backend: str = dist.get_backend(process_group)
     if ":" in backend or "," in backend:  # one backend per device type, as in "cpu:gloo,cuda:nccl"
         backend = dict(part.split(":") for part in backend.split(","))[device.type]
     return Comm(chain, ranks.index(dist.get_rank()), ranks, local, backend, timeout)

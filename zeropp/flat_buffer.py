@@ -42,8 +42,6 @@ class FlatBuffer:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
-        compute_dtype: torch.dtype,
-        wire_dtype: torch.dtype,
         gather_path: GatherPath,
         reduce_path: ReducePath,
     ) -> None:
@@ -53,9 +51,8 @@ class FlatBuffer:
         self.layout = layout
         self.trainable = parameters[0].requires_grad
         self.device = parameters[0].device
-        self.compute_dtype = compute_dtype
+        self.compute_dtype = compute_dtype = gather_path.codec.dtype
         self.main_dtype = torch.promote_types(compute_dtype, torch.float32) if self.trainable else compute_dtype
-        self.wire_dtype = wire_dtype
         self.gather_path = gather_path
         self.reduce_path = reduce_path
         self.version = 0
@@ -136,12 +133,15 @@ class FlatBuffer:
 
     def pack_gradients(self) -> Tensor:
         """This rank's whole gradient as one message in the wire dtype; takes ``.grad`` and what no_sync kept."""
+        codec = self.reduce_path.codec
         gradients = self._take_gradients()
         if self.local is not None:
             self._add_local(gradients)
-            message, self.local = self.local.to(self.wire_dtype), None
+            message = codec.empty(self.layout.numel, self.device)
+            codec.encode_(message, self.local)
+            self.local = None
             return message
-        message = torch.empty(self.layout.numel, dtype=self.wire_dtype, device=self.device)
+        message = codec.empty(self.layout.numel, self.device)
         pack_(self.views(message), gradients)
         for start, stop in self.layout.gaps:
             message[start:stop].zero_()

@@ -7,6 +7,7 @@ unit when the model is running, and otherwise raises with the remedy.
 
 from __future__ import annotations
 
+import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
@@ -44,8 +45,8 @@ def _metadata_functions() -> frozenset[object]:
 
 
 _METADATA = _metadata_functions()
-_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]
-_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _COPY = torch.Tensor.copy_
 
 
@@ -106,7 +107,7 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
         return cls
     if cls not in _GUARDS:
         namespace = {"_zeropp_own_class": cls, "__torch_function__": classmethod(_intercept), "__repr__": _describe}
-        _GUARDS[cls] = type(cls)(f"Released{cls.__name__}", (cls,), namespace)
+        _GUARDS[cls] = types.new_class(f"Released{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))
     return _GUARDS[cls]
 
 
@@ -130,7 +131,7 @@ def _released(args: Iterable[object]) -> Iterator[nn.Parameter]:
 def _intercept(
     cls: type,
     func: Callable[..., Any],
-    types: tuple[type, ...],
+    involved: tuple[type, ...],
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> object:

@@ -146,7 +146,7 @@ class _CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream; memory that its work allocates and frees stays in its own order, so record_stream is not needed."""
+    """A CUDA stream; what its work allocates and frees stays in its own order, so record_stream is not needed."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1)

@@ -14,6 +14,7 @@ a copy to put things in order.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def build_chain(world: int, sizes: Sequence[int]) -> Chain:
         ValueError: a size does not divide the next one; the message lists the sizes that would.
     """
     wanted = sorted({1, world, *sizes})
-    for smaller, larger in zip(wanted, wanted[1:], strict=False):
+    for smaller, larger in itertools.pairwise(wanted):
         if larger > world or smaller < 1 or larger % smaller:
             legal = [d for d in range(1, world + 1) if world % d == 0]
             raise ValueError(

@@ -7,8 +7,8 @@ from enum import Enum
 
 from torch import nn
 
-from zeropp.streams import Event, Stream
 from zeropp.flat_buffer import FlatBuffer
+from zeropp.streams import Event, Stream
 
 __all__ = ["Unit", "UnitState"]
 

@@ -21,14 +21,11 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> N
         destinations: n views of one flat buffer, any floating dtype, any strides.
         sources: n tensors of the same shapes, or None where there is nothing to send.
     """
-    if None not in sources:
-        torch._foreach_copy_(destinations, sources)
-        return
     present = [(d, s) for d, s in zip(destinations, sources, strict=True) if s is not None]
     if present:
         torch._foreach_copy_([d for d, _ in present], [s for _, s in present])
-    absent = [d for d, s in zip(destinations, sources, strict=True) if s is None]
-    torch._foreach_zero_(absent)
+    if len(present) < len(destinations):
+        torch._foreach_zero_([d for d, s in zip(destinations, sources, strict=True) if s is None])
 
 
 def sum_messages_(messages: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:

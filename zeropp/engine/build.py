@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeropp.codecs import PlainCodec
 from zeropp.comm import Comm, make_comm
 from zeropp.config import Config
 from zeropp.engine.engine import Engine
@@ -26,7 +27,7 @@ from zeropp.placement import stage3_placement
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, form_units
 
-__all__ = ["Group", "build_engine", "buffer_layouts", "compute_dtype", "together", "unit_options"]
+__all__ = ["Group", "buffer_groups", "build_engine", "compute_dtype", "together", "unit_options"]
 
 _T = TypeVar("_T")
 Group = dist.ProcessGroup | dist.DeviceMesh | None
@@ -134,15 +135,17 @@ class BufferKey:
 
     dtype: torch.dtype
     trainable: bool
+    wire_dtype: torch.dtype
 
 
-def buffer_layouts(
+def buffer_groups(
     parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config
 ) -> dict[BufferKey, list[str]]:
-    """The flat buffers of a unit: names of their parameters, one buffer per dtype, trainable and frozen apart."""
+    """Names of the parameters in each flat buffer of a unit: one per dtype, trainable and frozen apart."""
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
-        key = BufferKey(compute_dtype(parameters[name], config), parameters[name].requires_grad)
+        dtype = compute_dtype(parameters[name], config)
+        key = BufferKey(dtype, parameters[name].requires_grad, _wire_dtype(dtype, config))
         groups.setdefault(key, []).append(name)
     return groups
 
@@ -217,17 +220,17 @@ def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, comm: C
     units = []
     for index, spec in enumerate(specs):
         placement = stage3_placement(comm.chain, comm.rank, comm.local, persistent=spec.persistent)
-        gather_path, reduce_path = comm.gather_path(placement), comm.reduce_path(placement)
         buffers = []
-        for key, names in buffer_layouts(parameters, spec, config).items():
+        for key, names in buffer_groups(parameters, spec, config).items():
             members = [parameters[name] for name in names]
             rows = [
                 (name, tuple(p.shape), dense_strides(p.shape, p.stride()))
                 for name, p in zip(names, members, strict=True)
             ]
             layout = build_layout(rows, comm.world)
-            wire = _wire_dtype(key.dtype, config)
-            buffers.append(FlatBuffer(spec.name, names, members, layout, key.dtype, wire, gather_path, reduce_path))
+            gather_path = comm.gather_path(placement, PlainCodec(key.dtype))
+            reduce_path = comm.reduce_path(placement, PlainCodec(key.wire_dtype))
+            buffers.append(FlatBuffer(spec.name, names, members, layout, gather_path, reduce_path))
         units.append(Unit(index, spec.name, buffers, persistent=spec.persistent))
     return units
 

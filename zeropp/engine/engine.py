@@ -6,7 +6,8 @@ The way of one parameter: a hook (`hooks`) says its module is about to run; the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as SequenceOf
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
 import torch
@@ -318,6 +319,19 @@ class Engine:
     def live_numel(self) -> int:
         """Gathered elements at this moment, persistent ones aside."""
         return sum(u.numel for u in self.units if not u.persistent and u.state is not UnitState.SHARDED)
+
+    def owned_bytes(self) -> dict[str, int]:
+        """Bytes of the storages the engine owns right now, under the names of ``plan.memory``'s terms."""
+        owned = dict.fromkeys(("main_weights", "gradients", "frozen_weights", "persistent_weights", "gathered"), 0)
+        for unit in self.units:
+            for buffer in unit.buffers:
+                shard = "main_weights" if buffer.trainable else "frozen_weights"
+                owned[shard] += buffer.shard.untyped_storage().nbytes()
+                if buffer.grad is not None:
+                    owned["gradients"] += buffer.grad.untyped_storage().nbytes()
+                whole = buffer.flat.untyped_storage().nbytes()
+                owned["persistent_weights" if unit.persistent else "gathered"] += whole
+        return owned
 
     def zero_grad(self) -> None:
         """Forget gradients."""

@@ -107,10 +107,10 @@ class SiteHooks:
     def install(self, module: nn.Module, site: Site) -> None:
         """Hook one module."""
         self._handles.append(
-            module.register_forward_pre_hook(self._before(site), prepend=True, with_kwargs=True)  # type: ignore[arg-type]
+            module.register_forward_pre_hook(self._before(site), prepend=True, with_kwargs=True)
         )
         self._handles.append(
-            module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True)  # type: ignore[arg-type]
+            module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True)
         )
 
     def keep(self, handle: RemovableHandle) -> None:

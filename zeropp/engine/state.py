@@ -13,11 +13,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zeropp.comm import Ledger
 from zeropp.engine.engine import Engine, Phase
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of
 
-__all__ = ["engine_of", "full_state", "install_state_hooks"]
+__all__ = ["comm_report", "engine_of", "full_state", "install_state_hooks"]
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -34,6 +35,11 @@ def engine_of(model: nn.Module) -> Engine:
         f"{type(model).__name__} is not managed by zeropp, or its ZeroOptimizer is gone; wrap it first: "
         "zeropp.ZeroOptimizer(optimizer, model, config)"
     )
+
+
+def comm_report(model: nn.Module) -> Ledger:
+    """Bytes that this rank has sent for a model, per unit, hop and class of link; ``str()`` of it is a table."""
+    return engine_of(model).comm.ledger
 
 
 def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
@@ -137,12 +143,12 @@ class _Saving:
         for unit in engine.units:
             for buffer in unit.buffers:
                 if any(parameter is other for parameter in own.values() for other in buffer.parameters):
-                    whole = self._whole(engine, buffer, unit.persistent)
-                    for parameter, value in zip(buffer.parameters, whole, strict=True):
+                    gathered = self._whole(engine, buffer, unit.persistent)
+                    for parameter, value in zip(buffer.parameters, gathered, strict=True):
                         values[id(parameter)] = value.to(buffer.compute_dtype)
         for name, parameter in own.items():
-            value = values.get(id(parameter))
-            destination[prefix + name] = parameter.detach() if value is None else value.clone()
+            whole = values.get(id(parameter))
+            destination[prefix + name] = parameter.detach() if whole is None else whole.clone()
         parameters = module._parameters
         try:
             module.__dict__["_parameters"] = {}
@@ -167,7 +173,9 @@ class _Loading:
         self.engine = weakref.ref(engine)
         self.outermost: nn.Module | None = None
 
-    def begin(self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, object], *_: object) -> None:
+    def begin(
+        self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, object], *_: object
+    ) -> None:
         """Before a module's own values are loaded."""
         engine = _alive(self.engine)
         _require_idle(engine, "load_state_dict()")

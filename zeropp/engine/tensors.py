@@ -36,8 +36,8 @@ def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
     elif hasattr(value, "__dict__"):
         for item in vars(value).values():
             yield from _walk(item, seen)
-    elif hasattr(type(value), "__slots__"):
-        for name in type(value).__slots__:
+    else:
+        for name in getattr(type(value), "__slots__", ()):
             yield from _walk(getattr(value, name, None), seen)
 
 
@@ -47,12 +47,12 @@ def cast_floating(value: _T, dtype: torch.dtype) -> _T:
         return value.to(dtype) if value.is_floating_point() else value  # type: ignore[return-value]
     if isinstance(value, tuple):
         items = [cast_floating(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # type: ignore[return-value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, list):
         return [cast_floating(item, dtype) for item in value]  # type: ignore[return-value]
     if isinstance(value, dict):
         return {key: cast_floating(item, dtype) for key, item in value.items()}  # type: ignore[return-value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **{name: cast_floating(item, dtype) for name, item in fields.items()})  # type: ignore[return-value]
+        return dataclasses.replace(value, **{name: cast_floating(item, dtype) for name, item in fields.items()})
     return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         if cls.__name__ in _WHOLE_MATRIX:
             raise TypeError(
                 f"{type(optimizer).__name__} {_WHOLE_MATRIX[cls.__name__]}, and zeropp gives optimizers slices of "
-                "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, Adagrad, RMSprop"
+                "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, RMSprop"
             )
     if type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
         return
@@ -76,7 +77,7 @@ def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradien
     twin = copy.copy(optimizer)
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
-    twin.state = type(optimizer.state)(dict) if hasattr(optimizer.state, "default_factory") else {}
+    twin.state = defaultdict(dict)
     for _ in range(2):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()

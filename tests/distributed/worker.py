@@ -1,0 +1,183 @@
+"""The process behind one rank of the pool: waits for a call, runs it under its own process group, reports.
+
+Messages are pickles on one duplex pipe. Per call: a `Call` comes in; `ok` or `fail` goes out; `release` comes in (the
+parent has heard from everyone, or this rank failed); the group is destroyed; `idle` goes out. So no rank closes its
+sockets while another still needs them, and a failed rank closes them at once, which wakes peers that wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call as every rank gets it; `payload` is the pickled (fn, args, kwargs)."""
+
+    rank: int
+    world: int
+    local_world_size: int
+    store_port: int
+    timeout: float
+    init: bool
+    env: dict[str, str]
+    payload: bytes
+
+
+@dataclass
+class RankFailure:
+    """What one rank raised. `text` is its traceback; `exception` is the object itself where it survives pickling."""
+
+    rank: int
+    type_name: str
+    message: str
+    text: str
+    bases: list[str] = field(default_factory=list, repr=False)
+    exception: BaseException | None = field(default=None, repr=False)
+
+    def is_a(self, kind: type[BaseException]) -> bool:
+        """True when the exception was an instance of `kind`; works for exceptions that cannot be pickled, too."""
+        return _full_name(kind) in self.bases
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _short(value: object, limit: int = 300) -> str:
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<repr failed: {type(error).__name__}>"
+    return text if len(text) <= limit else text[:limit] + "..."
+
+
+def describe(error: BaseException, rank: int) -> RankFailure:
+    """Turn a caught exception into something that can travel."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace))
+    if isinstance(error, AssertionError) and trace is not None:
+        # pytest does not rewrite asserts in this process; the values have to come from the frame.
+        last = trace
+        while last.tb_next is not None:
+            last = last.tb_next
+        values = "".join(f"    {name} = {_short(value)}\n" for name, value in last.tb_frame.f_locals.items())
+        text += "  locals of the last frame:\n" + values
+    kept: BaseException | None = error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        kept = None
+    bases = [_full_name(kind) for kind in type(error).__mro__]
+    message = str(error)
+    traceback.clear_frames(error.__traceback__)  # the frames hold tensors, modules and process groups
+    return RankFailure(rank, type(error).__qualname__, message, text, bases, kept)
+
+
+@contextlib.contextmanager
+def _environment(call: Call) -> Iterator[None]:
+    """The variables torchrun would set. `env://` finds the store that the parent made for this call."""
+    before = dict(os.environ)
+    local_rank = call.rank % call.local_world_size
+    os.environ.update(
+        RANK=str(call.rank),
+        WORLD_SIZE=str(call.world),
+        LOCAL_RANK=str(local_rank),
+        LOCAL_WORLD_SIZE=str(call.local_world_size),
+        GROUP_RANK=str(call.rank // call.local_world_size),
+        GROUP_WORLD_SIZE=str(call.world // call.local_world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(call.store_port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    os.environ.update(call.env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _start_clean() -> None:
+    """Every call starts from the same global state, whatever the one before it did."""
+    random.seed(0)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+def _run(call: Call, pipe: Connection) -> None:
+    with _environment(call):
+        try:
+            _start_clean()
+            if call.init:
+                # The parent's clock decides about hangs, so the group's own timeout comes later than it.
+                dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=call.timeout + 30))
+            fn, args, kwargs = pickle.loads(call.payload)
+            result = fn(*args, **kwargs)
+            try:
+                # Plain pickle copies tensor bytes; torch's own pipes would pass file descriptors.
+                answer = pickle.dumps(("ok", result))
+            except Exception as error:
+                raise TypeError(f"the result of {fn.__qualname__} cannot be pickled: {error}") from error
+            result = fn = args = kwargs = None
+        except BaseException as error:
+            answer = pickle.dumps(("fail", describe(error, call.rank)))
+        pipe.send_bytes(answer)
+        if pickle.loads(pipe.recv_bytes()) != "release":
+            os._exit(3)
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    gc.freeze()  # what survives is imported code, mostly; walking it again would cost 50 ms a call
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    pipe.send_bytes(pickle.dumps(("idle", None)))
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve calls until the parent says `exit` or goes away."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the parent
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # PR_SET_PDEATHSIG: no orphans when the parent is killed
+    if os.getppid() != parent:
+        os._exit(4)
+    faulthandler.enable(file=sys.stderr, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
+    pipe = Connection(descriptor)
+    _start_clean()  # imports the rest of torch
+    gc.collect()
+    gc.freeze()
+    pipe.send_bytes(pickle.dumps(("idle", None)))
+    while True:
+        try:
+            order = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        if order == "exit":
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # skip destructors of whatever tests left behind
+        _run(order, pipe)

@@ -1,0 +1,263 @@
+"""The house rules: who may import whom, how long things may get, clean linters, and packages that are complete."""
+
+from __future__ import annotations
+
+import ast
+import email
+import importlib.metadata
+import importlib.util
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zeropp
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {"zeropp": ROOT / "zeropp", "zeropp_kernels": ROOT / "kernels" / "zeropp_kernels"}
+SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("*.py"))
+
+FILE_LINES = 420
+FUNCTION_LINES = 70
+KERNEL_LINES = 130
+
+# A room may import rooms with a lower number, and itself. A new module of zeropp needs a place here.
+ROOMS = {
+    "zeropp_kernels": 0,
+    "config": 0,
+    "_compat": 0,
+    "topology": 1,
+    "layout": 1,
+    "streams": 1,
+    "codecs": 2,
+    "placement": 2,
+    "units": 2,
+    "guard": 2,
+    "comm": 3,
+    "flat_buffer": 4,
+    "unit": 5,
+    "offload": 5,
+    "engine": 6,
+    "optimizer": 7,
+    "init": 8,
+    "checkpoint": 8,
+    "training": 9,
+    "plan": 7,
+    "integrations": 10,
+    "compat": 10,
+    "cli": 11,
+    "__init__": 12,
+}
+
+
+def short(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def room_of(module: str) -> str | None:
+    """The room a dotted name belongs to; None for what is not ours."""
+    parts = module.split(".")
+    if parts[0] == "zeropp_kernels":
+        return "zeropp_kernels"
+    if parts[0] != "zeropp":
+        return None
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def module_name(path: Path) -> str:
+    for package, folder in PACKAGES.items():
+        if path.is_relative_to(folder):
+            parts = path.relative_to(folder).with_suffix("").parts
+            return ".".join((package, *parts))
+    raise ValueError(f"{path} is in no package")
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import in a file, inside functions and under TYPE_CHECKING too."""
+    own = module_name(path).split(".")
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            prefix = own[: len(own) - node.level] if node.level else []
+            base = ".".join([*prefix, *([node.module] if node.module else [])])
+            if base == "zeropp":  # `from zeropp import comm` names a room
+                for alias in node.names:
+                    yield node.lineno, f"zeropp.{alias.name}"
+            else:
+                yield node.lineno, base
+
+
+def forbidden(path: Path) -> Iterator[str]:
+    room = room_of(module_name(path))
+    for line, name in imports(path):
+        target = room_of(name)
+        if target is None or target == room:
+            continue
+        where = f"{short(path)}:{line} imports {name}"
+        if room not in ROOMS:
+            yield f"{where}: zeropp/{room} has no place in ROOMS"
+        elif target not in ROOMS:
+            yield f"{where}: zeropp/{target} has no place in ROOMS (or a room imports a name from the top)"
+        elif ROOMS[target] >= ROOMS[room]:
+            yield f"{where}: {room} may not know of {target}"
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_dependencies_point_down() -> None:
+    assert [problem for path in SOURCES for problem in forbidden(path)] == []
+
+
+def test_the_import_rule_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKAGES, "zeropp", tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    (tmp_path / "engine").mkdir()
+    engine = tmp_path / "engine" / "hooks.py"
+    engine.write_text(
+        "import torch\nfrom ..unit import Unit\nfrom .plan import x\nfrom zeropp import optimizer, comm\n"
+        "def f():\n    from ..training import y\n    import zeropp.nowhere\n"
+    )
+    lines = [problem.split(" imports ", 1)[1] for problem in forbidden(engine)]
+    assert lines == [
+        "zeropp.optimizer: engine may not know of optimizer",
+        "zeropp.training: engine may not know of training",
+        "zeropp.nowhere: zeropp/nowhere has no place in ROOMS (or a room imports a name from the top)",
+    ]
+
+
+def test_files_are_short() -> None:
+    lines = {short(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: count for name, count in lines.items() if count > FILE_LINES} == {}
+
+
+def test_functions_are_short() -> None:
+    long = []
+    for path in SOURCES:
+        for node in functions(path):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > (KERNEL_LINES if "kernel" in node.name else FUNCTION_LINES):
+                long.append(f"{short(path)}:{node.lineno} {node.name}: {length} lines")
+    assert long == []
+
+
+def test_no_bare_except() -> None:
+    bare = [
+        f"{short(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ExceptHandler) and node.type is None
+    ]
+    assert bare == []
+
+
+def test_every_argument_is_annotated() -> None:
+    """Triton kernels are left out: their arguments are pointers and sizes that only Triton's compiler types."""
+    missing = []
+    for path in SOURCES:
+        for node in functions(path):
+            if any("jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+                continue
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+            for argument in every:
+                if argument is None or argument.annotation is not None or argument.arg in ("self", "cls"):
+                    continue
+                missing.append(f"{short(path)}:{node.lineno} {node.name}({argument.arg})")
+    assert missing == []
+
+
+def run_tool(name: str, *arguments: str) -> None:
+    """Run `python -m name`; its findings become the failure message."""
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed; it comes with the extra 'dev'")
+    done = subprocess.run([sys.executable, "-m", name, *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{name} {' '.join(arguments)}\n{done.stdout}{done.stderr}"
+
+
+def test_ruff() -> None:
+    run_tool("ruff", "check", "--output-format=concise", ".")
+
+
+@pytest.mark.timeout(600)
+def test_mypy() -> None:
+    run_tool("mypy")
+
+
+def readme_block(mark: str) -> str:
+    """The fenced block after an HTML comment in README.md."""
+    found = re.search(rf"<!-- {mark} -->\n```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None, f"README.md has no fenced block marked {mark!r}"
+    return found.group(1).strip()
+
+
+def test_ci_runs_what_the_readme_says() -> None:
+    shown = subprocess.run([ROOT / ".ci" / "run", "--show"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == readme_block("test command")
+
+
+@pytest.mark.parametrize("mark", ["test command", "train command"])
+def test_readme_commands_are_one_line_and_pinned(mark: str) -> None:
+    block = readme_block(mark)
+    assert "\n" not in block
+    assert "-c constraints.txt" in block
+    for script in re.findall(r"\S+\.py", block):
+        assert (ROOT / script).is_file()
+
+
+def test_installed_version_is_the_version() -> None:
+    try:
+        installed = importlib.metadata.version("zeropp")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("zeropp is used from its source tree, not installed")
+    assert installed == zeropp.__version__
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from an unpacked source distribution, as an installer without git would do."""
+    if importlib.util.find_spec("hatchling") is None:
+        pytest.skip("hatchling is not installed; it comes with the extra 'dev'")
+    folder = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
+    subprocess.run([*build, "-t", "sdist"], cwd=ROOT, check=True, capture_output=True)
+    (sdist,) = folder.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    subprocess.run([*build, "-t", "wheel"], cwd=folder / sdist.name[: -len(".tar.gz")], check=True, capture_output=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    info = f"zeropp-{zeropp.__version__}.dist-info"
+    assert {name.split("/")[0] for name in names} == {"zeropp", "zeropp_kernels", info}
+    expected = {"zeropp/py.typed", "zeropp_kernels/py.typed", f"{info}/licenses/LICENSE"}
+    for package, folder in PACKAGES.items():
+        expected |= {f"{package}/{path.relative_to(folder).as_posix()}" for path in folder.rglob("*.py")}
+    assert expected - names == set()
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Name"] == "zeropp"
+    assert metadata["Version"] == zeropp.__version__
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata["Requires-Python"] == ">=3.10"
+    needs = [line.replace('"', "'") for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(needs) == ["pydantic>=2", "torch>=2.11", "triton>=3.6; platform_system == 'Linux'"]
+    assert sorted(metadata.get_all("Provides-Extra", [])) == ["bench", "dev", "examples"]

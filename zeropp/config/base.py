@@ -1,0 +1,107 @@
+"""What every block of the configuration shares: number types, "auto", doubled spellings, warnings."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
+
+from annotated_types import Ge, Gt
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+AUTO = "auto"
+_INTERNAL = ("zeropp.config", "pydantic")
+
+
+def number(value: object) -> object:
+    """Refuses booleans, which Python counts as integers: `"queue_depth": true` is a slip, not 1."""
+    if isinstance(value, bool):
+        raise PydanticCustomError("not_a_number", "a boolean is not a number")
+    return value
+
+
+def integer(value: object) -> object:
+    """Turns 5e8 into 500000000; pydantic alone would refuse the floats above 2**63."""
+    value = number(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+Integer = Annotated[int, BeforeValidator(integer)]
+Count = Annotated[Integer, Ge(0)]
+Positive = Annotated[Integer, Ge(1)]
+Real = Annotated[float, BeforeValidator(number)]
+NonNegative = Annotated[Real, Ge(0)]
+PositiveReal = Annotated[Real, Gt(0)]
+
+
+def spellings(name: str, field: FieldInfo) -> tuple[str, ...]:
+    """All keys that set a field; the first is the one the documentation uses."""
+    if isinstance(field.validation_alias, AliasChoices):
+        return tuple(str(choice) for choice in field.validation_alias.choices)
+    return (name,)
+
+
+def alias(*keys: str) -> AliasChoices:
+    """The accepted keys of a field, the documented one first."""
+    return AliasChoices(*keys)
+
+
+def notify(message: str, category: type[Warning]) -> None:
+    """Warns at the line of user code that asked for the configuration, not at one of this package."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INTERNAL):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+class Block(BaseModel):
+    """One JSON object of the configuration: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),  # before 2.10, pydantic warns of every field that starts with model_
+    )
+
+    auto_is_default: ClassVar[bool] = True
+    """Whether a value of "auto" stands for the default of its key."""
+
+    retired: ClassVar[Mapping[str, str]] = {}
+    """Deprecated keys and what took their place, for suggestions and the reference page."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, data: object) -> object:
+        if not isinstance(data, Mapping):
+            return data
+        given = dict(data)
+        autos = [str(key) for key, value in given.items() if isinstance(value, str) and value == AUTO]
+        if autos and not cls.auto_is_default:
+            raise ValueError(
+                f'{", ".join(autos)}: "auto" was left unresolved; give a value or remove the key, '
+                "or load the configuration after the trainer has filled it in"
+            )
+        for key in autos:
+            del given[key]
+        given = cls.upgrade(given)
+        cls._refuse_doubles(given)
+        return given
+
+    @classmethod
+    def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
+        """Rewrites deprecated forms to the current ones; blocks that have such forms override it."""
+        return given
+
+    @classmethod
+    def _refuse_doubles(cls, given: Mapping[str, object]) -> None:
+        for name, field in cls.model_fields.items():
+            found = [key for key in spellings(name, field) if key in given]
+            if len(found) > 1:
+                raise ValueError(f"{' and '.join(found)} are two spellings of one key; keep one of them")

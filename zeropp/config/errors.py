@@ -1,0 +1,30 @@
+"""Exceptions raised for a configuration that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """A configuration is malformed, out of bounds or contradicts itself.
+
+    `problems` holds one line per problem, each starting with the path of the key it is about.
+    """
+
+    headline = "the configuration cannot be used"
+
+    def __init__(self, problems: Sequence[str] | str) -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        super().__init__(self._text())
+
+    def _text(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.headline}: {self.problems[0]}"
+        lines = [f"{self.headline}, {len(self.problems)} problems:"]
+        return "\n  ".join([*lines, *self.problems])
+
+
+class UnsupportedConfigError(ConfigError):
+    """A valid configuration asks for features that this version does not have."""
+
+    headline = "the configuration asks for what is not in this version"

@@ -1,0 +1,64 @@
+"""The `zeropp` block: settings that the DeepSpeed format has no key for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from zeropp.config.base import Block, Count, Positive, PositiveReal
+
+Bits = Literal[4, 8, 16, 32]
+
+
+class GradientBitsConfig(Block):
+    """Width of gradients on the wire, hop by hop. 16 and 32 are plain values, 8 and 4 are quantized."""
+
+    local: Bits = 8
+    """Bits an element takes between ranks of one node."""
+
+    cross: Bits = 4
+    """Bits an element takes between nodes; also the width where there is only one hop."""
+
+
+class ExtensionConfig(Block):
+    """Settings of zeropp itself. DeepSpeed does not know this block."""
+
+    local_world_size: Positive | None = None
+    """Ranks on one node. `null` takes the environment variable `LOCAL_WORLD_SIZE`, which launchers set."""
+
+    unit_numel: Count = 0
+    """Elements above which a unit is cut into the units of its submodules, further down the module tree.
+    Smaller units need less memory at once and more collectives. 0 cuts nothing beyond the default units."""
+
+    unit_min_blocks: Count = 128
+    """Blocks of 256 elements that each rank's piece of a unit holds at least. A smaller unit merges with
+    its neighbours, or its parameters become persistent, which bounds padding by 1 %. 0 merges nothing."""
+
+    hang_timeout: PositiveReal = 600.0
+    """Seconds that a rank waits for a collective before it raises and names the units each rank waits
+    for."""
+
+    cast_inputs: bool = True
+    """Casts floating inputs of the root module to the compute type when `bf16` or `fp16` is enabled."""
+
+    gradient_bits: GradientBitsConfig | None = None
+    """Bits of a gradient element on each hop, in place of what `zero_quantized_gradients` stands for."""
+
+    feedback: Literal["cross", "both"] = "cross"
+    """Which hops carry quantization errors over when `zeropp_loco_param` is given. `cross` costs 1/L byte
+    per parameter on a rank, L ranks to a node; `both` costs 1 byte more, unsharded."""
+
+    hadamard: bool = False
+    """Rotates groups of 32 gradient elements before they are quantized, which spreads outliers over a
+    group."""
+
+    weight_codec: Literal["int8", "delta4", "lossless"] | None = None
+    """How weights are encoded when gathered: 8-bit blocks, 4-bit differences to what every rank holds, or
+    lossless differences. `null` follows `zero_quantized_weights`."""
+
+    secondary: Literal["weights", "codes"] = "weights"
+    """What a secondary shard keeps: weights in the compute type, or the received codes at half the
+    bytes."""
+
+    defer_cross_reduction: bool = False
+    """Sums gradients inside a node over all micro-batches and sends them between nodes once an optimizer
+    step. It costs fp32 gradients at the level of the node."""

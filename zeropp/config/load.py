@@ -1,0 +1,75 @@
+"""From what users pass as a configuration to a `Config`."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeropp.config.describe import value_text
+from zeropp.config.errors import ConfigError
+from zeropp.config.explain import problems
+from zeropp.config.jsonc import parse
+from zeropp.config.support import warn_without_effect
+from zeropp.config.top import Config
+
+ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
+
+
+def load_config(source: ConfigSource = None) -> Config:
+    """Reads and checks a configuration.
+
+    `source` is a mapping, the path of a JSON file (comments and trailing commas are allowed), a JSON object
+    in url-safe base64, a `Config`, which is returned as it is, or None, which is stage 3 with all other
+    defaults. The source is not changed.
+
+    Raises ConfigError listing every problem found. Whether this version has what is asked for is a separate
+    question, which `Config.require_supported` answers.
+    """
+    if isinstance(source, Config):
+        return source
+    given = {"zero_optimization": {"stage": 3}} if source is None else _read(source)
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{source!s:.80}: got {value_text(given):.80}; expected a JSON object at the top level")
+    try:
+        config = Config.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(problems(error, Config)) from None
+    warn_without_effect(config)
+    return config
+
+
+def _read(source: object) -> object:
+    if isinstance(source, Mapping):
+        return source
+    if not isinstance(source, str | os.PathLike):
+        raise ConfigError(
+            f"got {type(source).__name__} {source!r:.80}; expected a dict, a path, base64 of JSON, or None"
+        )
+    path = os.fspath(source)
+    if isinstance(source, str) and not os.path.exists(path):
+        return parse(_decoded(source), "base64 configuration")
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return parse(file.read(), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read ({error}); expected the path of a JSON file in UTF-8") from None
+
+
+def _decoded(text: str) -> str:
+    """The text behind url-safe base64, with or without its padding."""
+    try:
+        decoded = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode("utf-8")
+    except ValueError:
+        decoded = ""
+    # Short names are often valid base64 of something; only an object can have been meant as a configuration.
+    if not decoded.lstrip().startswith("{"):
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        raise ConfigError(
+            f"{shown!r} is neither the path of an existing file nor base64 of a JSON object; "
+            "check the path, or pass JSON text as json.loads(text)"
+        )
+    return decoded

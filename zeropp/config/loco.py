@@ -1,0 +1,21 @@
+"""The error feedback block of quantized gradients."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from annotated_types import Le
+
+from zeropp.config.base import Block, NonNegative, Positive
+
+
+class LocoConfig(Block):
+    """Carries what quantizing a gradient lost over to the next step (LoCo). It acts on quantized
+    gradients."""
+
+    err_beta: Annotated[NonNegative, Le(1)] = 0.8
+    """Share of the carried error that is kept at each step, from 0 to 1; the newest error gets the rest. At
+    1 nothing new is ever carried."""
+
+    reset_T: Positive = 1024
+    """Optimizer steps after which the carried errors are cleared."""

@@ -1,0 +1,80 @@
+"""The two offload blocks: where weights and optimizer states live when they do not live on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Le
+from pydantic import model_validator
+
+from zeropp.config.base import Block, Count, NonNegative
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class _OffloadBlock(Block):
+    device: Device = "none"
+    """Where the states are kept between uses: `none` leaves them on the device that computes, `cpu` puts
+    them in host memory, `nvme` in files below `nvme_path`."""
+
+    nvme_path: Path | None = None
+    """Directory of the swap files, on a file system that supports direct I/O. Needed with `nvme`, unused
+    otherwise."""
+
+    @model_validator(mode="after")
+    def _nvme_has_a_path(self) -> _OffloadBlock:
+        if self.device == "nvme" and self.nvme_path is None:
+            raise ValueError('device "nvme" needs nvme_path; give the directory that the swap files go to')
+        return self
+
+
+class OffloadParamConfig(_OffloadBlock):
+    """Keeps the weight shards of released parameters outside device memory. Stage 3 only."""
+
+    buffer_count: Count = 5
+    """How many staging buffers the pool for weights has; more of them let more reads be under way at
+    once."""
+
+    buffer_size: Count = 100_000_000
+    """Elements that one staging buffer holds. It has to hold the largest shard that is swapped in one
+    piece."""
+
+    max_in_cpu: Count = 1_000_000_000
+    """Elements of weights that stay in host memory although `nvme` is set, so that they need no read."""
+
+    pin_memory: bool = False
+    """Page-locks the host memory: copies to the device run faster and overlap, the host cannot page it
+    out."""
+
+
+class OffloadOptimizerConfig(_OffloadBlock):
+    """Keeps optimizer states outside device memory and steps on the host."""
+
+    buffer_count: Count = 4
+    """How many staging buffers the pool for optimizer states has. One tile under way takes one buffer for
+    its weights and one for each of its states."""
+
+    pin_memory: bool = False
+    """Page-locks the host copies of states and gradients: faster, overlapping copies for memory that the
+    host cannot page out."""
+
+    pipeline_read: bool = False
+    """Reads the next tile from NVMe while the present one is stepped."""
+
+    pipeline_write: bool = False
+    """Writes a stepped tile back to NVMe while the next one is stepped."""
+
+    fast_init: bool = False
+    """Makes the first fp32 weights from 16-bit weights that are on NVMe already, without a pass through the
+    device."""
+
+    ratio: Annotated[NonNegative, Le(1)] = 1.0
+    """Fraction of the states, from 0 to 1, that goes to the host; the rest is stepped on the device. Below
+    1 it needs stage 3."""
+
+    super_offload: bool = False
+    """Speculative host stepping for machines whose host and device share one fast memory link."""
+
+    cpuadam_cores_perc: Annotated[NonNegative, Le(1)] = 0.8
+    """Fraction of the host's cores, from 0 to 1, that step states under `super_offload`."""

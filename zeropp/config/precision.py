@@ -1,0 +1,114 @@
+"""Blocks that choose number formats: fp16, bf16, autocast and the types of what is accumulated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, model_validator
+
+from zeropp.config.base import Block, Count, NonNegative
+
+_SPELLINGS = {
+    "fp32": "fp32", "float32": "fp32", "float": "fp32",
+    "fp16": "fp16", "float16": "fp16", "half": "fp16",
+    "bf16": "bf16", "bfloat16": "bf16",
+}  # fmt: skip
+
+
+def _canonical(value: object) -> object:
+    """Accepts `float32`, `torch.float32` (string or dtype object) and the like beside `fp32`."""
+    return _SPELLINGS.get(str(value).lower().removeprefix("torch."), value)
+
+
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_canonical)]
+
+
+class Fp16Config(Block):
+    """Computes in fp16 with a loss scale that keeps small gradients from vanishing."""
+
+    enabled: bool = False
+    """Holds weights and activations in fp16; optimizer states stay in fp32."""
+
+    auto_cast: bool = False
+    """Casts the floating inputs of the model to fp16."""
+
+    loss_scale: NonNegative = 0.0
+    """Factor on the loss before backward, taken out of the gradients again before the step. 0 chooses it
+    dynamically, any other value is kept throughout."""
+
+    initial_scale_power: Count = 16
+    """The first dynamic scale, as an exponent of 2: 16 starts at a factor of 65,536."""
+
+    loss_scale_window: Count = 1000
+    """Consecutive steps with finite gradients after which the dynamic scale is doubled."""
+
+    hysteresis: Count = 2
+    """Steps with overflowed gradients that are let pass before the dynamic scale is halved."""
+
+    consecutive_hysteresis: bool = False
+    """Refills the hysteresis at each step without overflow, so that only overflows in a row add up."""
+
+    min_loss_scale: NonNegative = 1.0
+    """The factor below which the dynamic scale is never lowered."""
+
+    fp16_master_weights_and_grads: bool = False
+    """Keeps main weights and gradients of the optimizer in fp16 instead of fp32: half the memory, lower
+    precision."""
+
+    @model_validator(mode="after")
+    def _dynamic_scale_can_move(self) -> Fp16Config:
+        if self.loss_scale == 0 and (self.loss_scale_window == 0 or self.min_loss_scale == 0):
+            raise ValueError(
+                "a dynamic loss scale (loss_scale 0) needs loss_scale_window and min_loss_scale above 0, got "
+                f"{self.loss_scale_window} and {self.min_loss_scale:g}; raise them or fix loss_scale"
+            )
+        return self
+
+
+class Bf16Config(Block):
+    """Computes in bf16. Its exponent range is that of fp32, so there is no loss scale."""
+
+    enabled: bool = False
+    """Holds weights and activations in bf16; the optimizer steps fp32 weights."""
+
+    immediate_grad_update: bool = False
+    """Adds a gradient to the fp32 sum as soon as backward has made it. There is nothing to choose here: a
+    unit's gradients always go to its fp32 shard when they are complete."""
+
+    check_grad_overflow: bool = True
+    """Skips and counts a step whose gradients are not finite, on every rank alike. The check cannot be
+    turned off: a single NaN would reach every weight."""
+
+    bf16_master_weights_and_grads: bool = False
+    """Keeps main weights and gradients of the optimizer in bf16 instead of fp32: half the memory, updates
+    that are small beside their weight are lost."""
+
+    bf16_optimizer_states: bool = False
+    """Keeps optimizer states in bf16 instead of fp32."""
+
+
+class AutocastConfig(Block):
+    """Runs the forward pass under torch autocast, with weights kept in fp32."""
+
+    enabled: bool = False
+    """Wraps the forward pass in `torch.autocast`."""
+
+    dtype: Dtype | None = None
+    """Type that autocast lowers to; `null` is the default of torch for the device."""
+
+    lower_precision_safe_modules: tuple[str, ...] | None = None
+    """Class names of the modules whose weights travel in the autocast type; `null` is a built-in list."""
+
+
+class DataTypesConfig(Block):
+    """Number formats of what is kept rather than computed with."""
+
+    grad_accum_dtype: Dtype | None = None
+    """Type of the gradients summed over micro-batches. `null` and `fp32` both give fp32: sums in 16 bits
+    lose small gradients."""
+
+    param_dtype: Dtype | None = None
+    """Type of the weights in the computation; `null` follows the `bf16` and `fp16` blocks."""
+
+    buffer_dtype: Dtype | None = None
+    """Type that floating module buffers are converted to; `null` leaves each as it is."""

@@ -1,0 +1,208 @@
+"""Which settings this version honours. Every field has one entry here; what is not honoured is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from zeropp.config.base import Block, notify, spellings
+from zeropp.config.describe import nested_block, value_text
+from zeropp.config.errors import UnsupportedConfigError
+from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
+from zeropp.config.leaf import LeafModuleConfig
+from zeropp.config.loco import LocoConfig
+from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from zeropp.config.outside import OutsideKeys
+from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
+from zeropp.config.runtime import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    CheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+    ParallelWriteConfig,
+    SchedulerConfig,
+)
+from zeropp.config.top import Config
+from zeropp.config.zero import ZeroConfig
+
+
+class Kind(Enum):
+    """How far a setting reaches in this version."""
+
+    EFFECT = "does what it says, at every value"
+    IDLE = "accepted at every value, nothing is left to do; the field's docstring says why"
+    LIMITED = "only some values are honoured, the others are refused"
+    GOVERNED = "read only when another key, which is limited, is set"
+    UNREAD = "accepted, without effect, with a warning"
+    BLOCK = "a block with entries of its own"
+
+
+@dataclass(frozen=True)
+class Support:
+    """One field's entry. `accepts` empty means the default alone; `remedy` empty means to go back to it."""
+
+    kind: Kind
+    accepts: tuple[object, ...] = ()
+    remedy: str = ""
+    governor: str = ""
+
+
+EFFECT, IDLE, UNREAD, BLOCK = (Support(k) for k in (Kind.EFFECT, Kind.IDLE, Kind.UNREAD, Kind.BLOCK))
+LATER = Support(Kind.LIMITED)
+
+
+def _only(*accepts: object, remedy: str = "") -> Support:
+    return Support(Kind.LIMITED, accepts, remedy)
+
+
+def _each(support: Support, names: str) -> dict[str, Support]:
+    return dict.fromkeys(names.split(), support)
+
+
+def _all(model: type[Block], support: Support) -> dict[str, Support]:
+    return dict.fromkeys(model.model_fields, support)
+
+
+def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Support]:
+    return _all(model, Support(Kind.GOVERNED, governor=governor)) | own
+
+
+_ZERO = {
+    "stage": _only(3, remedy="set stage 3"),
+    "zero_hpz_partition_size": _only(0, 1, remedy="set 1"),
+    "mics_shard_size": _only(-1, 0, remedy="set -1"),
+    "gather_16bit_weights_on_model_save": LATER,
+    **_each(BLOCK, "offload_param offload_optimizer leaf_module"),
+    **_each(
+        EFFECT,
+        "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+        "max_reuse_distance module_granularity_threshold",
+    ),
+    **_each(
+        IDLE,
+        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
+        "allgather_partitions allgather_bucket_size overlap_comm sub_group_size allgather_sequential "
+        "use_all_reduce_for_fetch_params ignore_unused_parameters round_robin_gradients "
+        "memory_efficient_linear log_trace_cache_warnings enable_sanity_checks",
+    ),
+    # The last two are errors already when the configuration is loaded.
+    **_each(
+        LATER,
+        "load_from_fp32_weights zenflow zero_quantized_weights zero_quantized_nontrainable_weights "
+        "zero_quantized_gradients zeropp_loco_param mics_hierarchical_params_gather "
+        "pipeline_loading_checkpoint override_module_apply save_muon_momentum_buffer_in_memory "
+        "elastic_checkpoint legacy_stage1",
+    ),
+}
+
+_TOP = {
+    **_all(OutsideKeys, UNREAD),
+    **_each(
+        BLOCK,
+        "zero_optimization zeropp bf16 fp16 torch_autocast data_types aio checkpoint activation_checkpointing compile",
+    ),
+    **_each(
+        EFFECT,
+        "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
+        "gradient_allreduce_op allgather_size",
+    ),
+    **_each(IDLE, "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather"),
+    **_each(UNREAD, "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level"),
+    **_each(
+        LATER,
+        "managed_gradient_accumulation sequence_parallel_size prescale_gradients gradient_predivide_factor "
+        "sparse_gradients dataloader_drop_last",
+    ),
+    "seq_parallel_communication_data_type": Support(Kind.GOVERNED, governor="sequence_parallel_size"),
+    "communication_data_type": _only(None, "fp32", "bf16", remedy='set "bf16" or "fp32"'),
+    "optimizer": _only(None, remedy="remove it, make the optimizer in your code and pass it in"),
+    "scheduler": _only(None, remedy="remove it, make the scheduler in your code and step it there"),
+}
+
+SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
+    Config: _TOP,
+    ZeroConfig: _ZERO,
+    OffloadParamConfig: _governed(OffloadParamConfig, "device", device=LATER),
+    OffloadOptimizerConfig: _governed(OffloadOptimizerConfig, "device", device=LATER),
+    LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
+    LocoConfig: _governed(LocoConfig, "zeropp_loco_param"),
+    Fp16Config: _governed(Fp16Config, "enabled", enabled=_only(False, remedy="enable bf16 or train in fp32")),
+    Bf16Config: {
+        "enabled": EFFECT,
+        "immediate_grad_update": IDLE,
+        **_each(LATER, "check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
+    },
+    AutocastConfig: _governed(AutocastConfig, "enabled", enabled=_only(False, remedy="enable bf16 instead")),
+    DataTypesConfig: {
+        "grad_accum_dtype": _only(None, "fp32", remedy='set "fp32"'),
+        "param_dtype": LATER,
+        "buffer_dtype": EFFECT,
+    },
+    ExtensionConfig: {
+        **_each(EFFECT, "local_world_size unit_numel unit_min_blocks hang_timeout cast_inputs"),
+        **_each(LATER, "gradient_bits feedback hadamard weight_codec secondary defer_cross_reduction"),
+    },
+    GradientBitsConfig: _governed(GradientBitsConfig, "gradient_bits"),
+    AioConfig: _all(AioConfig, LATER),
+    CheckpointConfig: {**_all(CheckpointConfig, LATER), "parallel_write": BLOCK},
+    ParallelWriteConfig: _all(ParallelWriteConfig, LATER),
+    ActivationCheckpointingConfig: _all(ActivationCheckpointingConfig, LATER),
+    CompileConfig: _all(CompileConfig, LATER),
+    OptimizerConfig: _governed(OptimizerConfig, "optimizer"),
+    SchedulerConfig: _governed(SchedulerConfig, "scheduler"),
+}
+
+
+def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
+    """The values of a limited field that this version honours."""
+    return SUPPORT[model][name].accepts or (model.model_fields[name].default,)
+
+
+def require_supported(config: Config) -> None:
+    """Raises UnsupportedConfigError with one line for each setting that this version cannot honour."""
+    refused = list(_refused(config, ()))
+    if refused:
+        raise UnsupportedConfigError(refused)
+
+
+def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
+    model = type(block)
+    for name, support in SUPPORT[model].items():
+        value = getattr(block, name)
+        here = (*path, spellings(name, model.model_fields[name])[0])
+        if support.kind is Kind.BLOCK and isinstance(value, Block):
+            yield from _refused(value, here)
+        elif support.kind is Kind.LIMITED and value not in accepted_values(model, name):
+            remedy = support.remedy or f"leave it at {value_text(model.model_fields[name].default)}"
+            yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
+
+
+def warn_without_effect(config: Config) -> None:
+    """Warns once, naming all keys that are set but that nothing reads."""
+    keys = [
+        name
+        for name, support in SUPPORT[Config].items()
+        if support.kind is Kind.UNREAD and not _switched_off(getattr(config, name))
+    ]
+    if keys:
+        notify(f"these keys of the configuration have no effect: {', '.join(keys)}", UserWarning)
+
+
+def _switched_off(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    return not value or value == math.inf
+
+
+def uncovered(model: type[Block]) -> list[str]:
+    """Fields without an entry, or entries without a field, of a block and of all blocks below it."""
+    wrong = set(model.model_fields) ^ set(SUPPORT.get(model, {}))
+    found = [f"{model.__name__}.{name}" for name in sorted(wrong)]
+    for field in model.model_fields.values():
+        inner = nested_block(field)
+        if inner is not None:
+            found.extend(uncovered(inner))
+    return found

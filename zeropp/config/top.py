@@ -1,0 +1,197 @@
+"""The configuration as a whole: top-level keys and the blocks below them."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from annotated_types import Ge
+from pydantic import AllowInfNan, BeforeValidator, Field, model_validator
+
+from zeropp.config.base import Count, NonNegative, Positive, PositiveReal, alias, notify, number
+from zeropp.config.batch import Triple, resolve_batch
+from zeropp.config.extension import ExtensionConfig
+from zeropp.config.outside import OutsideKeys
+from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Dtype, Fp16Config
+from zeropp.config.runtime import (
+    ActivationCheckpointingConfig,
+    AioConfig,
+    CheckpointConfig,
+    CompileConfig,
+    OptimizerConfig,
+    SchedulerConfig,
+)
+from zeropp.config.zero import ZeroConfig
+
+# accelerate writes infinity for never; nan is no number that Ge lets through
+Steps = Annotated[float, AllowInfNan(True), BeforeValidator(number), Ge(0)]
+
+
+class Config(OutsideKeys):
+    """Keys at the top level. Here `"auto"` is an error, as the trainer that knows the value has to fill it
+    in; inside the blocks below, `"auto"` stands for the default."""
+
+    auto_is_default: ClassVar[bool] = False
+
+    train_batch_size: Positive | None = None
+    """Samples of one optimizer step, over all ranks and micro-batches. It is micro-batch size x
+    accumulation steps x ranks; what is left out of the three is derived."""
+
+    train_micro_batch_size_per_gpu: Positive | None = None
+    """Samples that one rank takes through one forward and backward."""
+
+    gradient_accumulation_steps: Positive | None = None
+    """Micro-batches whose gradients are summed before the optimizer steps. `null` derives it, or is 1 where
+    no batch size is given."""
+
+    managed_gradient_accumulation: bool = True
+    """Finds the last micro-batch of a step by counting. False leaves that to the caller: each `step()`
+    steps."""
+
+    gradient_clipping: NonNegative = 0.0
+    """Largest norm of all gradients together; larger gradients are scaled down to it. 0 clips nothing."""
+
+    zero_optimization: ZeroConfig = ZeroConfig()
+    """Partitioning. A boolean is a deprecated form: true is stage 1, false is stage 0."""
+
+    allgather_size: Count | None = None
+    """Elements; the `allgather_bucket_size` of a zero block in the deprecated form `true`. Read with that
+    form only."""
+
+    zeropp: ExtensionConfig = ExtensionConfig()
+    """Settings that DeepSpeed's format has no key for."""
+
+    bf16: Bf16Config = Field(default=Bf16Config(), validation_alias=alias("bf16", "bfloat16"))
+    """Computation in bf16. Not together with `fp16`."""
+
+    fp16: Fp16Config = Fp16Config()
+    """Computation in fp16 with loss scaling. Not together with `bf16`."""
+
+    torch_autocast: AutocastConfig = AutocastConfig()
+    """Forward passes under torch autocast."""
+
+    data_types: DataTypesConfig = DataTypesConfig()
+    """Number formats of gradient sums, weights and buffers."""
+
+    communication_data_type: Dtype | None = None
+    """Type in which plain gradients travel; `null` is the compute type. Sums are in fp32 in any case."""
+
+    seq_parallel_communication_data_type: Dtype = Field(
+        default="fp32",
+        validation_alias=alias("seq_parallel_communication_data_type", "seq_parallel_comm_data_type"),
+    )
+    """Type in which gradients travel with sequence parallelism."""
+
+    sequence_parallel_size: Positive = 1
+    """Ranks that share one sequence. They count once in the batch sizes."""
+
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """Whether gradients are averaged or added up over ranks."""
+
+    prescale_gradients: bool = False
+    """Divides gradients by the number of ranks before they are reduced instead of after."""
+
+    gradient_predivide_factor: PositiveReal = 1.0
+    """Part of the division by the number of ranks that is done before the reduction."""
+
+    sparse_gradients: bool = False
+    """Reduces the gradients of embeddings as lists of rows."""
+
+    optimizer: OptimizerConfig | None = None
+    """An optimizer to make; `null` is the one that is passed in."""
+
+    scheduler: SchedulerConfig | None = None
+    """A learning rate scheduler to make; `null` is none, or the one that is passed in."""
+
+    zero_allow_untested_optimizer: bool = False
+    """Asks to accept optimizers that DeepSpeed's list does not have. Nothing is left to do: there is no
+    list, and an optimizer that cannot step shards is refused by name whatever this says."""
+
+    zero_force_ds_cpu_optimizer: bool = True
+    """Asks to insist on DeepSpeed's own optimizer when states are offloaded. Nothing is left to do: the
+    optimizer that is passed in is the one that steps."""
+
+    disable_allgather: bool = False
+    """A key that DeepSpeed reads and never uses. Nothing is left to do."""
+
+    dataloader_drop_last: bool = False
+    """Drops the last batch of an epoch where it is not full, in data loaders that the library makes."""
+
+    aio: AioConfig = AioConfig()
+    """File I/O of NVMe offload."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and loading."""
+
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    """Recomputation of activations."""
+
+    compile: CompileConfig = CompileConfig()
+    """Communication inside compiled graphs."""
+
+    steps_per_print: Steps | None = None
+    """Optimizer steps between two progress messages; a number or infinity, which is never, like `null`."""
+
+    wall_clock_breakdown: bool = False
+    """Times forward, backward and step."""
+
+    memory_breakdown: bool = False
+    """Reports memory use."""
+
+    dump_state: bool = False
+    """Prints the configuration and the engine's state at the start."""
+
+    log_level: str | None = None
+    """Level of the library's log messages."""
+
+    @property
+    def zero(self) -> ZeroConfig:
+        """The `zero_optimization` block."""
+        return self.zero_optimization
+
+    def resolve_batch(self, world_size: int) -> Triple:
+        """(train_batch_size, micro-batch size, accumulation steps) for a number of ranks.
+
+        Sizes that follow from nothing are None. Raises ConfigError where the three do not agree.
+        """
+        return resolve_batch(
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+            world_size,
+        )
+
+    def require_supported(self) -> None:
+        """Raises UnsupportedConfigError naming every setting that this version cannot honour."""
+        # support.py needs the models, so it cannot be imported while they are being made.
+        from zeropp.config.support import require_supported
+
+        require_supported(self)
+
+    @classmethod
+    def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
+        """Rewrites a boolean zero block."""
+        zero = given.get("zero_optimization")
+        if isinstance(zero, bool):
+            notify(
+                f"zero_optimization: {str(zero).lower()} is deprecated; give a block such as "
+                f'{{"stage": {int(zero)}}} instead',
+                FutureWarning,
+            )
+            given["zero_optimization"] = {"stage": int(zero)}
+        if given.get("allgather_size") is None:
+            return given
+        if zero is True:
+            given["zero_optimization"] = {"stage": 1, "allgather_bucket_size": given["allgather_size"]}
+        else:
+            notify(
+                "allgather_size has no effect without zero_optimization: true; set "
+                "zero_optimization.allgather_bucket_size instead",
+                UserWarning,
+            )
+        return given
+
+    @model_validator(mode="after")
+    def _one_compute_type(self) -> Config:
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ValueError("fp16.enabled and bf16.enabled are both true; enable one of them")
+        return self
