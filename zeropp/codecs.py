@@ -5,6 +5,7 @@ This version has the plain codec. A codec that compresses offers the same three 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,10 @@ class PlainCodec:
 
     dtype: torch.dtype
 
+    def headroom(self, count: int) -> float:
+        """Exact power of two to scale a sum of ``count`` messages by, so that it fits a message again."""
+        return 2.0 ** -(count - 1).bit_length() if self.dtype == torch.float16 else 1.0
+
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """Memory for messages of ``numel`` elements in total."""
         return torch.empty(numel, dtype=self.dtype, device=device)
@@ -29,6 +34,8 @@ class PlainCodec:
         """Write ``values`` [numel], any floating dtype, as a message."""
         message.copy_(values)
 
-    def decode_sum_(self, messages: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
-        """``out`` [numel] becomes, or gains, ``scale`` times the sum of messages [n, numel], in ``out``'s dtype."""
+    def decode_sum_(
+        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """``out`` [numel] becomes, or gains, ``scale`` times the sum of messages of [numel], in ``out``'s dtype."""
         sum_messages_(messages, out, scale=scale, accumulate=accumulate)

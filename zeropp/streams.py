@@ -42,6 +42,9 @@ class Stream(Protocol):
         ...
 
 
+_CLOSING = 5.0  # seconds to wait for a thread to end
+
+
 class _Done:
     """An event that has happened, or failed with an error that every wait raises."""
 
@@ -100,8 +103,8 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(self._tasks,), name=f"zeropp {name}", daemon=True)
-        thread.start()
+        self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=f"zeropp {name}", daemon=True)
+        self._thread.start()
         # The thread holds the queue, not the stream, so that a dropped stream ends it.
         self._stop = weakref.finalize(self, self._tasks.put, None)
 
@@ -116,8 +119,9 @@ class ThreadStream:
         work()
 
     def close(self) -> None:
-        """Let the thread end after what is queued."""
+        """Let the thread end after what is queued, and wait for it a while: work that hangs must not hang this."""
         self._stop()
+        self._thread.join(timeout=_CLOSING)
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:

@@ -28,23 +28,25 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> N
         torch._foreach_zero_([d for d, s in zip(destinations, sources, strict=True) if s is None])
 
 
-def sum_messages_(messages: Tensor, out: Tensor, *, scale: float = 1.0, accumulate: bool = False) -> None:
+def sum_messages_(
+    messages: Tensor | Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+) -> None:
     """``out = scale * sum(messages)``, or ``out += ...``, summed in ``out``'s dtype in message order.
 
     The scale multiplies the finished sum, once, so that a mean over ranks is rounded once.
 
     Args:
-        messages: [n, numel], the wire dtype.
+        messages: [n, numel], or n tensors of [numel], the wire dtype.
         out: [numel], float32 or float64.
         scale: factor applied to the sum.
         accumulate: add to ``out`` in place of overwriting it.
     """
-    count = messages.shape[0]
+    count = len(messages)
     if accumulate:
         total = messages[0].to(out.dtype, copy=count > 1)
     else:
         total = out
-        if count > 1 and messages.dtype == out.dtype:
+        if count > 1 and messages[0].dtype == out.dtype:
             torch.add(messages[0], messages[1], out=total)
         else:
             total.copy_(messages[0])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from zeropp.config.base import Block, Count, Positive, PositiveReal
+from pydantic import BeforeValidator
 
-Bits = Literal[4, 8, 16, 32]
+from zeropp.config.base import Block, Count, Positive, PositiveReal, integer
+
+# older pydantic does not find 8.0 among the choices
+Bits = Annotated[Literal[4, 8, 16, 32], BeforeValidator(integer)]
 
 
 class GradientBitsConfig(Block):

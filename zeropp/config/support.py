@@ -79,14 +79,14 @@ _ZERO = {
     **_each(
         EFFECT,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-        "max_reuse_distance module_granularity_threshold",
+        "max_reuse_distance module_granularity_threshold overlap_comm ignore_unused_parameters "
+        "log_trace_cache_warnings",
     ),
     **_each(
         IDLE,
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
-        "allgather_partitions allgather_bucket_size overlap_comm sub_group_size allgather_sequential "
-        "use_all_reduce_for_fetch_params ignore_unused_parameters round_robin_gradients "
-        "memory_efficient_linear log_trace_cache_warnings enable_sanity_checks",
+        "allgather_partitions allgather_bucket_size sub_group_size allgather_sequential "
+        "use_all_reduce_for_fetch_params round_robin_gradients memory_efficient_linear enable_sanity_checks",
     ),
     # The last two are errors already when the configuration is loaded.
     **_each(

@@ -58,8 +58,8 @@ class ZeroConfig(Block):
     weights are gathered unit by unit."""
 
     overlap_comm: bool | None = Field(default=None, validate_default=True)
-    """Asks for communication beside computation; `null` means true in stage 3 and false below. Nothing is
-    left to do: hops are always asynchronous, and turning that off would save no memory."""
+    """Runs gathers and reductions beside the computation. False runs each of them in its turn, which gives
+    the same bits more slowly. `null` means true in stage 3 and false below."""
 
     load_from_fp32_weights: bool = True
     """Restores fp32 main weights from a checkpoint rather than widening its 16-bit weights."""
@@ -122,8 +122,8 @@ class ZeroConfig(Block):
     buffer is the parameters' own storage."""
 
     ignore_unused_parameters: bool = True
-    """Asks whether a parameter without gradient is no error. Nothing is left to do: one that got no
-    gradient on any rank is left as it is, one that got some counts as zero on the other ranks."""
+    """Leaves a parameter that got no gradient on any rank as it is, like plain PyTorch. False makes the
+    step raise and name such parameters."""
 
     legacy_stage1: bool = False
     """An old implementation of stage 1. True is an error."""
@@ -166,8 +166,8 @@ class ZeroConfig(Block):
     """Gathers parameters around the functions that `Module.apply` runs under `zero.Init`."""
 
     log_trace_cache_warnings: bool = False
-    """Asks for a message when the recorded order of modules is thrown away. Nothing is left to do: a new
-    order is learned beside the known ones and none is thrown away."""
+    """Logs a warning when a known order of units is given up because a pass ran differently, and is learned
+    anew."""
 
     enable_sanity_checks: bool = False
     """Asks for checks that ranks agree on what they communicate. Nothing is left to do: these checks always

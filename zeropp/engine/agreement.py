@@ -7,6 +7,7 @@ and when a rank gives up waiting.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -17,6 +18,8 @@ from zeropp.comm import Comm
 __all__ = ["Agreement"]
 
 _T = TypeVar("_T")
+_WIDTH = 8  # integers in an exchange
+_ENGINES = itertools.count()  # every rank makes its engines in the same order
 
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
 
@@ -27,7 +30,7 @@ class Agreement:
     def __init__(self, comm: Comm, hang_timeout: float) -> None:
         self.comm = comm
         self.hang_timeout = hang_timeout
-        self._incident = f"zeropp/hang/{comm.ranks}"
+        self._incident = f"zeropp/hang/{next(_ENGINES)}/{comm.ranks}"
 
     def wait(self, wait: Callable[[float], bool], doing: str) -> None:
         """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed."""
@@ -44,14 +47,15 @@ class Agreement:
         Raises:
             RuntimeError: some rank did not come within ``hang_timeout``, or is at another kind of exchange.
         """
+        row = [kind, *values, *[0] * (_WIDTH - len(values))]  # one width, or ranks at different kinds could not talk
         try:
-            rows = self.comm.all_gather_ints([kind, *values])
+            rows = self.comm.all_gather_ints(row)
         except RuntimeError as error:
             raise self.failure(doing) from error
         if any(row[0] != kind for row in rows):
             others = [rank for rank, row in enumerate(rows) if row[0] != kind]
             raise self.failure(f"{doing}, while ranks {others} are somewhere else in the program")
-        return [row[1:] for row in rows]
+        return [row[1 : 1 + len(values)] for row in rows]
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's picklable value; for the end of a learned phase and for reports."""

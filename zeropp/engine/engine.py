@@ -6,6 +6,7 @@ The way of one parameter: a hook (`hooks`) says its module is about to run; the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
@@ -87,7 +88,13 @@ class Engine:
             limits,
             log_relearning=log_relearning,
         )
-        self.reductions.stalled = self.schedule.join_next
+        join_next = weakref.WeakMethod(self.schedule.join_next)
+
+        def stalled() -> bool:
+            target = join_next()
+            return target is not None and target()
+
+        self.reductions.stalled = stalled
         self.hooks = SiteHooks(self)
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
@@ -243,6 +250,17 @@ class Engine:
             if unit.state is UnitState.FULL:
                 unit.cover()
 
+    def require_idle(self, what: str) -> None:
+        """Refuse a call in the middle of a pass; a backward that failed is over.
+
+        Raises:
+            RuntimeError: a pass is running.
+        """
+        if self.phase is Phase.BACKWARD and current_graph_task() == -1:
+            self.recover()
+        if self.phase is not Phase.IDLE:
+            raise RuntimeError(f"{what} was called in the middle of a {self.phase.value}; call it between passes")
+
     def recover(self) -> None:
         """After an error in forward or backward: release everything, so that the next step can run."""
         self.hooks.reset()
@@ -288,6 +306,17 @@ class Engine:
         for buffer in self._unit_of[id(parameter)].buffers:
             buffer.load(parameter, values)
         return True
+
+    def explain_freed(self, message: str) -> str:
+        """Autograd's complaint about a saved weight that is not there, with the parameters it may be about."""
+        away = [u for u in self.units if u.state is UnitState.SHARDED]
+        names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
+        return (
+            f"backward reached a weight whose unit was released, or that has changed since forward: one of "
+            f"{names[:20]}{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's "
+            "outputs are hidden in an object that zeropp cannot look into; return them as tensors, or make the "
+            f"enclosing module a leaf with zero_optimization.leaf_module. torch says: {message}"
+        )
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Do something when the engine is taken off its model."""

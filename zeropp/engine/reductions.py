@@ -136,9 +136,9 @@ class Reductions:
             self._in_flight.popleft()
 
     def forget(self) -> None:
-        """Drop a phase that failed."""
+        """Drop a phase that failed; messages on their way arrive first, since their shards are used again."""
         self.begin(None)
-        self._in_flight.clear()
+        self.wait(0)
 
     def _expect(self, index: int) -> tuple[int, ...]:
         if self._expected is None:

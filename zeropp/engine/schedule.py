@@ -151,6 +151,9 @@ class Schedule:
     def _follow(self, sequence: Sequence, position: int) -> None:
         lookahead = self.sequences.latest(self._then)
         uses, ahead = sequence.uses[position:], lookahead.uses if lookahead else ()
+        unwanted = self.held.difference(uses, ahead)  # kept for a phase that did not come
+        self.held -= unwanted
+        self._let_go(unwanted)
         live = frozenset(self.held)
         key = (uses, ahead, live)
         if key not in self._plans:

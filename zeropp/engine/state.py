@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.comm import Ledger
-from zeropp.engine.engine import Engine, Phase
+from zeropp.engine.engine import Engine
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of
 
@@ -54,7 +54,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
         (float64 for float64 models) whatever the compute dtype, everything else in its own dtype.
     """
     engine = engine_of(model)
-    _require_idle(engine, "full_state")
+    engine.require_idle("full_state")
     keep = not rank0_only or engine.comm.rank == 0
     values: dict[int, Tensor] = {}
     for buffer in engine.buffers:
@@ -90,11 +90,6 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield prefix + name, buffer
 
 
-def _require_idle(engine: Engine, what: str) -> None:
-    if engine.phase is not Phase.IDLE:
-        raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between steps")
-
-
 class _Saving:
     """``state_dict`` of modules that hold parameters themselves.
 
@@ -109,7 +104,7 @@ class _Saving:
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
         engine = _alive(self.engine)
-        _require_idle(engine, "state_dict()")
+        engine.require_idle("state_dict()")
         if keep_vars:
             raise RuntimeError(
                 "state_dict(keep_vars=True) asks for the live parameters, whose values are partitioned; leave "
@@ -178,7 +173,7 @@ class _Loading:
     ) -> None:
         """Before a module's own values are loaded."""
         engine = _alive(self.engine)
-        _require_idle(engine, "load_state_dict()")
+        engine.require_idle("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
                 "load_state_dict(assign=True) would replace partitioned parameters by whole ones; leave assign out: "

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from zeropp.config import ConfigSource, load_config
 from zeropp.engine.boundary import Boundary, Verdict
 from zeropp.engine.build import Group, build_engine, together
-from zeropp.engine.engine import Engine, Phase
+from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import check_optimizer
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.slices import make_slices
+from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
 
@@ -118,7 +119,12 @@ class ZeroOptimizer(Optimizer):
             retain_graph: as in ``Tensor.backward``.
         """
         steps = self._accumulation_steps
-        (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
+        try:
+            (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise RuntimeError(self.engine.explain_freed(str(error))) from error
+            raise
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -126,7 +132,7 @@ class ZeroOptimizer(Optimizer):
 
         They are sent with the first backward outside, or by ``step``. Costs one whole gradient of memory.
         """
-        self._require_idle("no_sync")
+        self.engine.require_idle("no_sync")
         reductions = self.engine.reductions
         before, reductions.sync = reductions.sync, False
         try:
@@ -141,7 +147,7 @@ class ZeroOptimizer(Optimizer):
         Returns:
             The norm before clipping, a scalar on the model's device. Reading it waits for the device.
         """
-        self._require_idle("clip_grad_norm_")
+        self.engine.require_idle("clip_grad_norm_")
         norm = self.boundary.norm_tensor()
         self._scale_gradients(norm, max_norm)
         return norm
@@ -160,7 +166,7 @@ class ZeroOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._require_idle("step")
+        self.engine.require_idle("step")
         verdict = self.boundary.verdict()
         self._backwards = 0
         self.grad_norm = verdict.norm
@@ -182,11 +188,41 @@ class ZeroOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients. Memory of the shards stays, whatever ``set_to_none`` says."""
-        self._require_idle("zero_grad")
+        self.engine.require_idle("zero_grad")
         self.engine.zero_grad()
         self.boundary.invalidate()
         for piece in self._slices:
             piece.show_gradient(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of this rank alone: the wrapped optimizer's, its main weights, counters. Save one per rank."""
+        self.engine.require_idle("state_dict")
+        state = dict(self.inner.state_dict())
+        state["zeropp"] = {
+            "layout": layout_id(self.engine),
+            "main_weights": main_weights(self.engine),
+            "skipped_steps": self.skipped_steps,
+        }
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave on this rank, weights included. Every rank loads its own.
+
+        Raises:
+            ValueError: the state is a plain optimizer's, or of another partition.
+        """
+        self.engine.require_idle("load_state_dict")
+        if "zeropp" not in state_dict:
+            raise ValueError(
+                "the state has no 'zeropp' entry: it was not saved by ZeroOptimizer.state_dict on this rank. A plain "
+                "optimizer's state cannot be loaded into partitions; start with fresh optimizer states"
+            )
+        saved = state_dict["zeropp"]
+        self.engine.settle_refresh()
+        load_main_weights(self.engine, saved)
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
+        self.skipped_steps = saved["skipped_steps"]
+        self.zero_grad()
 
     def close(self) -> None:
         """Take the engine off the model: hooks, streams and process groups. Values are lost with the optimizer."""
@@ -243,7 +279,3 @@ class ZeroOptimizer(Optimizer):
                 "Use them, freeze them with requires_grad_(False) before wrapping, or set "
                 '{"zero_optimization": {"ignore_unused_parameters": true}}'
             )
-
-    def _require_idle(self, what: str) -> None:
-        if self.engine.phase is not Phase.IDLE:
-            raise RuntimeError(f"{what} was called in the middle of a {self.engine.phase.value}; call it outside")

@@ -1,0 +1,361 @@
+"""Rules between keys: "auto", deprecated forms, contradictions, unknown keys, keys without effect."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+
+from zeropp.config import Config, ConfigError, load_config
+from zeropp.config.outside import OutsideKeys
+
+
+def problems(source: dict[str, object]) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    return caught.value.problems
+
+
+# "auto"
+
+
+def test_auto_in_a_block_is_the_default() -> None:
+    config = load_config(
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "overlap_comm": "auto",
+                "offload_optimizer": {"device": "auto", "buffer_count": "auto"},
+            },
+            "fp16": {"enabled": "auto", "loss_scale_window": 7},
+            "bf16": {"enabled": "auto"},
+            "optimizer": {"type": "AdamW", "legacy_fusion": "auto"},
+        }
+    )
+    assert config.zero.reduce_bucket_size == 500_000_000
+    assert config.zero.prefetch_bucket_size == 50_000_000
+    assert config.zero.overlap_comm is True
+    assert config.zero.offload_optimizer is not None
+    assert (config.zero.offload_optimizer.device, config.zero.offload_optimizer.buffer_count) == ("none", 4)
+    assert (config.fp16.enabled, config.fp16.loss_scale_window, config.bf16.enabled) == (False, 7, False)
+
+
+@pytest.mark.parametrize(
+    "key", ["gradient_clipping", "train_batch_size", "gradient_accumulation_steps", "zero_optimization", "wandb"]
+)
+def test_auto_at_the_top_is_an_error(key: str) -> None:
+    (problem,) = problems({key: "auto"})
+    assert problem.startswith(f'{key}: "auto" was left unresolved; give a value or remove the key')
+
+
+def test_all_unresolved_keys_are_named() -> None:
+    (problem,) = problems({"gradient_clipping": "auto", "bf16": {}, "train_batch_size": "auto"})
+    assert problem.startswith("gradient_clipping, train_batch_size: ")
+
+
+def test_auto_has_no_meaning_in_constructor_arguments() -> None:
+    (problem,) = problems({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}}})
+    assert problem.startswith('optimizer.params: lr: "auto"')
+    (problem,) = problems({"scheduler": {"params": {"warmup_num_steps": "auto"}}})
+    assert "warmup_num_steps" in problem
+
+
+# deprecated forms
+
+
+def loaded_with_warnings(source: dict[str, object]) -> tuple[Config, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = load_config(source)
+    assert all(w.category is FutureWarning for w in caught)
+    assert all(w.filename == __file__ for w in caught), "a warning should point at the caller"
+    return config, [str(w.message) for w in caught]
+
+
+def test_cpu_offload() -> None:
+    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload": True}})
+    assert config.zero.offload_optimizer is not None and config.zero.offload_optimizer.device == "cpu"
+    assert config.zero.offload_param is None
+    (message,) = messages
+    assert message == "zero_optimization.cpu_offload is deprecated; set offload_optimizer instead"
+    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload": False}})
+    assert config.zero.offload_optimizer is None
+    assert len(messages) == 1
+
+
+def test_cpu_offload_param() -> None:
+    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload_param": True}})
+    assert config.zero.offload_param is not None and config.zero.offload_param.device == "cpu"
+    assert config.zero.offload_optimizer is None
+    assert len(messages) == 1 and "cpu_offload_param" in messages[0]
+
+
+@pytest.mark.parametrize("pin", [True, False])
+def test_cpu_offload_use_pin_memory(pin: bool) -> None:
+    zero = {"cpu_offload_use_pin_memory": pin, "cpu_offload": True, "offload_param": {"device": "cpu"}}
+    config, messages = loaded_with_warnings({"zero_optimization": zero})
+    assert config.zero.offload_optimizer is not None and config.zero.offload_param is not None
+    assert config.zero.offload_optimizer.pin_memory is config.zero.offload_param.pin_memory is pin
+    assert sorted(message.split()[0] for message in messages) == [
+        "zero_optimization.cpu_offload",
+        "zero_optimization.cpu_offload_use_pin_memory",
+    ]
+
+
+def test_pin_memory_without_offload_pins_nothing() -> None:
+    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload_use_pin_memory": True}})
+    assert config.zero.offload_param is config.zero.offload_optimizer is None
+    assert len(messages) == 1
+
+
+def test_gather_fp16_weights() -> None:
+    old = {"stage3_gather_fp16_weights_on_model_save": True}
+    config, messages = loaded_with_warnings({"zero_optimization": old})
+    assert config.zero.gather_16bit_weights_on_model_save is True
+    assert len(messages) == 1 and "stage3_gather_16bit_weights_on_model_save" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ({"cpu_offload": True}, {"offload_optimizer": {"device": "cpu"}}),
+        ({"cpu_offload": False}, {"offload_optimizer": None}),
+        ({"cpu_offload_param": True}, {"offload_param": {}}),
+        ({"cpu_offload_use_pin_memory": True}, {"offload_param": {"pin_memory": True}}),
+        ({"cpu_offload_use_pin_memory": False}, {"offload_optimizer": {"pin_memory": True}}),
+        (
+            {"stage3_gather_fp16_weights_on_model_save": True},
+            {"stage3_gather_16bit_weights_on_model_save": True},
+        ),
+        ({"stage3_gather_fp16_weights_on_model_save": True}, {"gather_16bit_weights_on_model_save": True}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:zero_optimization")
+def test_old_and_new_together(old: dict[str, object], new: dict[str, object]) -> None:
+    (problem,) = problems({"zero_optimization": {**old, **new}})
+    assert problem.startswith("zero_optimization: ")
+    assert next(iter(old)) in problem and "both are given" in problem
+
+
+def test_deprecated_flags_are_booleans() -> None:
+    (problem,) = problems({"zero_optimization": {"cpu_offload": "cpu"}})
+    assert "cpu_offload: got 'cpu', expected a boolean" in problem
+
+
+def test_boolean_zero_block() -> None:
+    config, messages = loaded_with_warnings({"zero_optimization": True})
+    assert (config.zero.stage, config.zero.allgather_bucket_size) == (1, 500_000_000)
+    assert messages == ['zero_optimization: true is deprecated; give a block such as {"stage": 1} instead']
+    config, messages = loaded_with_warnings({"zero_optimization": False})
+    assert config.zero.stage == 0 and len(messages) == 1
+    config, _ = loaded_with_warnings({"zero_optimization": True, "allgather_size": 2e8})
+    assert config.zero.allgather_bucket_size == 200_000_000
+
+
+def test_allgather_size_without_the_boolean_form() -> None:
+    with pytest.warns(UserWarning, match="allgather_size has no effect without zero_optimization: true"):
+        config = load_config({"allgather_size": 5, "zero_optimization": {"stage": 1}})
+    assert config.zero.allgather_bucket_size == 500_000_000
+
+
+# contradictions
+
+
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({"stage": 3}, True),
+        ({"stage": 2}, False),
+        ({}, False),
+        ({"stage": 3, "overlap_comm": None}, True),
+        ({"stage": 3, "overlap_comm": False}, False),
+        ({"stage": 1, "overlap_comm": True}, True),
+        ({"overlap_comm": None, "stage": 3.0}, True),
+    ],
+)
+def test_overlap_comm_follows_the_stage(zero: dict[str, object], expected: bool) -> None:
+    assert load_config({"zero_optimization": zero}).zero.overlap_comm is expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_ratio_needs_stage_3(stage: int) -> None:
+    (problem,) = problems({"zero_optimization": {"stage": stage, "offload_optimizer": {"ratio": 0.5}}})
+    assert problem == (
+        f"zero_optimization: offload_optimizer.ratio 0.5 needs stage 3, got stage {stage}; "
+        "set stage 3 or leave ratio at 1"
+    )
+    assert load_config({"zero_optimization": {"stage": stage, "offload_optimizer": {"ratio": 1}}})
+
+
+@pytest.mark.parametrize("key", ["elastic_checkpoint", "legacy_stage1"])
+def test_old_implementations(key: str) -> None:
+    (problem,) = problems({"zero_optimization": {key: True}})
+    assert problem.startswith(f"zero_optimization.{key}: true is refused; remove the key")
+    assert getattr(load_config({"zero_optimization": {key: False}}).zero, key) is False
+
+
+def test_one_compute_type() -> None:
+    on = {"enabled": True}
+    assert problems({"fp16": on, "bf16": on}) == ("fp16.enabled and bf16.enabled are both true; enable one of them",)
+    assert load_config({"fp16": on, "bf16": {"enabled": False}}).fp16.enabled
+
+
+# unknown keys
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            {"zero_optimization": {"stage3_prefetch_bucket_sise": 1}},
+            "zero_optimization.stage3_prefetch_bucket_sise: unknown key; did you mean 'stage3_prefetch_bucket_size'?",
+        ),
+        (
+            {"zero_optimization": {"prefetch_buket_size": 1}},
+            "zero_optimization.prefetch_buket_size: unknown key; did you mean 'prefetch_bucket_size'?",
+        ),
+        ({"trian_batch_size": 8}, "trian_batch_size: unknown key; did you mean 'train_batch_size'?"),
+        ({"flop_profiler": {}}, "flop_profiler: unknown key; did you mean 'flops_profiler'?"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"buffer_size": 1}}},
+            "zero_optimization.offload_optimizer.buffer_size: unknown key; "
+            "it belongs elsewhere, as zero_optimization.offload_param.buffer_size",
+        ),
+        ({"stage": 3}, "stage: unknown key; it belongs elsewhere, as zero_optimization.stage"),
+        (
+            {"zero_optimization": {"cpu_ofload_param": True}},
+            "zero_optimization.cpu_ofload_param: unknown key; did you mean 'cpu_offload_param'?",
+        ),
+        (
+            {"zeropp": {"gradient_bits": {"xyz": 8}}},
+            "zeropp.gradient_bits.xyz: unknown key; remove it, or use one of: local, cross",
+        ),
+    ],
+)
+def test_unknown_keys(source: dict[str, object], expected: str) -> None:
+    assert problems(source) == (expected,)
+
+
+def test_every_problem_is_reported() -> None:
+    found = problems(
+        {"foo": 1, "gradient_clipping": -1, "zero_optimization": {"stage": 4, "offload_param": {"device": "tpu"}}}
+    )
+    assert sorted(problem.split(":")[0] for problem in found) == [
+        "foo",
+        "gradient_clipping",
+        "zero_optimization.offload_param.device",
+        "zero_optimization.stage",
+    ]
+
+
+def test_problems_say_what_was_given_and_expected() -> None:
+    assert problems({"zero_optimization": {"sub_group_size": -1.5}}) == (
+        "zero_optimization.sub_group_size: got -1.5; expected integer >= 0 (default 1,000,000,000)",
+    )
+    assert problems({"bf16": 3}) == ("bf16: got 3; expected an object",)
+    (item,) = problems({"zero_optimization": {"leaf_module": {"names": ["a", 1]}}})
+    assert item == "zero_optimization.leaf_module.names.1: got 1; expected list of strings (default [])"
+    (long,) = problems({"bf16": ["x" * 1000]})
+    assert len(long) < 150
+    with pytest.raises(ConfigError) as caught:
+        load_config({"foo": 1, "gradient_clipping": -1})
+    assert str(caught.value).splitlines()[0] == "the configuration cannot be used, 2 problems:"
+
+
+# keys without effect
+
+
+@pytest.mark.parametrize("key", list(OutsideKeys.model_fields))
+def test_keys_of_other_features_are_accepted_with_a_warning(key: str) -> None:
+    with pytest.warns(UserWarning, match=f"no effect: {key}$") as caught:
+        config = load_config({key: {"enabled": True, "unknown": [1]}})
+    assert len(caught) == 1
+    assert getattr(config, key) == {"enabled": True, "unknown": [1]}
+
+
+def test_the_named_features_are_known() -> None:
+    named = {
+        "flops_profiler",
+        "comms_logger",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "elasticity",
+        "autotuning",
+        "hybrid_engine",
+        "data_efficiency",
+        "amp",
+        "tensor_parallel",
+        "expert_parallel",
+        "weight_quantization",
+        "timers",
+        "curriculum_learning",
+        "pipeline",
+        "sparse_attention",
+        "eigenvalue",
+        "progressive_layer_drop",
+        "compression_training",
+        "nebula",
+        "zenflow",
+    }
+    assert named <= set(OutsideKeys.model_fields)
+
+
+def test_one_warning_names_all() -> None:
+    with pytest.warns(UserWarning) as caught:
+        load_config({"wandb": {"enabled": True}, "steps_per_print": 10, "amp": True, "dump_state": True})
+    (warning,) = caught
+    assert str(warning.message).endswith("have no effect: amp, wandb, steps_per_print, dump_state")
+    assert warning.filename == __file__
+
+
+def test_what_is_switched_off_is_not_worth_a_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config({"wandb": {"enabled": False, "team": "x"}, "amp": {}, "autotuning": None})
+        load_config({"steps_per_print": math.inf, "wall_clock_breakdown": False})
+
+
+def test_what_lightning_and_accelerate_write_is_accepted() -> None:
+    lightning = {
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": 2,
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+            "allgather_partitions": True,
+            "reduce_scatter": True,
+            "allgather_bucket_size": 200_000_000,
+            "reduce_bucket_size": 200_000_000,
+            "sub_group_size": 1_000_000_000_000,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": "/local_nvme",
+                "buffer_count": 4,
+                "pin_memory": False,
+            },
+        },
+        "activation_checkpointing": {
+            "partition_activations": False,
+            "cpu_checkpointing": False,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+        },
+        "aio": {
+            "block_size": 1048576,
+            "queue_depth": 8,
+            "single_submit": False,
+            "overlap_events": True,
+            "thread_count": 1,
+        },
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": math.inf,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert load_config(lightning).zero.sub_group_size == 10**12

@@ -1,0 +1,222 @@
+"""No setting is silently ignored: each field is honoured, has nothing to do, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from pydantic import JsonValue
+
+from zeropp.config import Config, ConfigError, UnsupportedConfigError, load_config
+from zeropp.config.base import Block, spellings
+from zeropp.config.describe import blocks, nested_block
+from zeropp.config.offload import OffloadParamConfig
+from zeropp.config.support import SUPPORT, Kind, uncovered
+from zeropp.config.zero import ZeroConfig
+
+FIELDS = [(path, model, name) for path, model in blocks(Config) for name in model.model_fields]
+LIMITED = [
+    (path, model, name)
+    for path, model, name in FIELDS
+    if SUPPORT[model][name].kind is Kind.LIMITED and name not in ("elastic_checkpoint", "legacy_stage1")
+]
+
+
+def refusals(source: dict[str, object]) -> tuple[str, ...]:
+    zero = {"stage": 3, **source.get("zero_optimization", {})}  # type: ignore[dict-item]
+    try:
+        load_config({**source, "zero_optimization": zero}).require_supported()
+    except UnsupportedConfigError as error:
+        return error.problems
+    return ()
+
+
+def test_every_field_is_classified() -> None:
+    assert uncovered(Config) == []
+
+
+def test_an_unclassified_field_is_found() -> None:
+    class More(OffloadParamConfig):
+        extra: int = 0
+
+    class Whole(Config):
+        added: More | None = None
+
+    found = uncovered(Whole)
+    assert "More.extra" in found
+    assert "Whole.added" in found
+
+
+def test_there_are_blocks_below_the_top() -> None:
+    assert ("zero_optimization", "offload_param") in [path for path, _ in blocks(Config)]
+    assert len(FIELDS) > 150
+
+
+def test_nested_blocks_are_looked_into_or_refused_whole() -> None:
+    for _, model, name in FIELDS:
+        if nested_block(model.model_fields[name]) is not None:
+            assert SUPPORT[model][name].kind in (Kind.BLOCK, Kind.LIMITED), name
+        else:
+            assert SUPPORT[model][name].kind is not Kind.BLOCK, name
+
+
+def test_governors_exist_and_are_limited() -> None:
+    for path, model, name in FIELDS:
+        support = SUPPORT[model][name]
+        if support.kind is not Kind.GOVERNED:
+            continue
+        # the governor is a key of the same block, or the key of the block itself
+        owner = model if support.governor in model.model_fields else parent(path)
+        assert SUPPORT[owner][support.governor].kind is Kind.LIMITED, (path, name)
+
+
+def parent(path: tuple[str, ...]) -> type[Block]:
+    return next(model for where, model in blocks(Config) if where == path[:-1])
+
+
+def test_keys_with_nothing_to_do_say_why() -> None:
+    for path, model, name in FIELDS:
+        if SUPPORT[model][name].kind is Kind.IDLE:
+            text = " ".join((model.model_fields[name].description or "").split())
+            assert "othing is left to do" in text or "There is nothing to choose" in text, (path, name)
+
+
+def others(model: type[Block], name: str) -> Iterator[object]:
+    """Values of a limited field that this version does not have."""
+    special: dict[str, list[object]] = {
+        "stage": [0, 1, 2],
+        "device": ["cpu"],
+        "mics_shard_size": [4],
+        "zero_hpz_partition_size": [2],
+        "communication_data_type": ["fp16"],
+        "grad_accum_dtype": ["bf16", "fp16"],
+        "param_dtype": ["fp32", "bf16"],
+        "tag_validation": ["FAIL"],
+        "feedback": ["both"],
+        "weight_codec": ["int8", "delta4", "lossless"],
+        "secondary": ["codes"],
+        "passes": [["prefetch"]],
+        "number_checkpoints": [4],
+    }
+    field = model.model_fields[name]
+    if name in special:
+        yield from special[name]
+    elif isinstance(field.default, bool):
+        yield not field.default
+    elif isinstance(field.default, int | float):
+        yield field.default + 1
+    else:
+        assert nested_block(field) is not None or field.annotation == dict[str, JsonValue] | None, name
+        yield {}
+
+
+@pytest.mark.parametrize(("path", "model", "name"), LIMITED, ids=[".".join((*path, name)) for path, _, name in LIMITED])
+def test_every_limited_field_is_refused_by_name(path: tuple[str, ...], model: type[Block], name: str) -> None:
+    key = spellings(name, model.model_fields[name])[0]
+    for value in others(model, name):
+        content: dict[str, object] = {key: value}
+        for part in reversed(path):
+            content = {part: content}
+        (problem,) = refusals(content)
+        assert problem.startswith(f"{'.'.join((*path, key))}: ")
+        assert " is not in this version; " in problem
+
+
+def test_defaults_at_stage_3_are_supported() -> None:
+    load_config(None).require_supported()
+    assert refusals({}) == ()
+    # every block written out with its defaults
+    written = load_config(None).model_dump(exclude_none=True, exclude={"zero_optimization": {"overlap_comm"}})
+    load_config(written).require_supported()
+
+
+@pytest.mark.filterwarnings("ignore:these keys")
+def test_supported_settings_pass() -> None:
+    config = {
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_param_persistence_threshold": 10,
+            "stage3_model_persistence_threshold": 10,
+            "stage3_max_live_parameters": 10,
+            "stage3_max_reuse_distance": 10,
+            "stage3_module_granularity_threshold": 10,
+            "overlap_comm": False,
+            "ignore_unused_parameters": False,
+            "log_trace_cache_warnings": True,
+            "leaf_module": {"classes": [], "names": ["a"], "name_suffixes": ["b"]},
+            "zero_hpz_partition_size": 0,
+            "mics_shard_size": 0,
+            "offload_param": {"device": "none", "pin_memory": True},
+            "offload_optimizer": {"device": "none", "ratio": 0.5},
+        },
+        "bf16": {"enabled": True, "immediate_grad_update": True, "check_grad_overflow": True},
+        "fp16": {"enabled": False, "loss_scale": 128},
+        "torch_autocast": {"enabled": False, "dtype": "bf16"},
+        "gradient_clipping": 1.0,
+        "gradient_accumulation_steps": 4,
+        "gradient_allreduce_op": "sum",
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
+        "steps_per_print": 10,
+        "tensor_parallel": {"autotp_size": 2},
+        "zeropp": {
+            "local_world_size": 8,
+            "unit_numel": 10,
+            "unit_min_blocks": 0,
+            "hang_timeout": 5,
+            "cast_inputs": False,
+        },
+    }
+    load_config(config).require_supported()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", None])
+def test_wire_types(dtype: str | None) -> None:
+    assert refusals({"communication_data_type": dtype}) == ()
+
+
+@pytest.mark.parametrize("name", [n for n, s in SUPPORT[ZeroConfig].items() if s.kind is Kind.IDLE])
+def test_both_values_of_a_key_with_nothing_to_do_pass(name: str) -> None:
+    values = (True, False) if isinstance(load_config(None).zero.model_dump()[name], bool) else (0, 17)
+    for value in values:
+        assert refusals({"zero_optimization": {name: value}}) == ()
+
+
+def test_all_refusals_come_together() -> None:
+    config = load_config(
+        {
+            "zero_optimization": {
+                "stage": 2,
+                "zero_quantized_weights": True,
+                "stage3_gather_16bit_weights_on_model_save": True,
+                "offload_optimizer": {"device": "cpu"},
+            },
+            "fp16": {"enabled": True},
+            "optimizer": {"type": "AdamW"},
+            "zeropp": {"hadamard": True},
+        }
+    )
+    with pytest.raises(UnsupportedConfigError) as caught:
+        config.require_supported()
+    assert set(caught.value.problems) == {
+        "zero_optimization.stage: 2 is not in this version; set stage 3",
+        "zero_optimization.zero_quantized_weights: true is not in this version; leave it at false",
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save: true is not in this version; leave it at false",
+        'zero_optimization.offload_optimizer.device: "cpu" is not in this version; leave it at "none"',
+        "fp16.enabled: true is not in this version; enable bf16 or train in fp32",
+        'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
+        "remove it, make the optimizer in your code and pass it in",
+        "zeropp.hadamard: true is not in this version; leave it at false",
+    }
+    assert "what is not in this version, 7 problems:" in str(caught.value)
+
+
+def test_no_configuration_of_zero_is_refused_as_stage_0() -> None:
+    with pytest.raises(UnsupportedConfigError, match=r"zero_optimization\.stage: 0 .* set stage 3"):
+        load_config({}).require_supported()
+
+
+def test_unsupported_is_a_config_error_and_a_value_error() -> None:
+    assert issubclass(UnsupportedConfigError, ConfigError)
+    assert issubclass(ConfigError, ValueError)

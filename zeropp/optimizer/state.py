@@ -1,0 +1,44 @@
+"""State of one rank: the wrapped optimizer's, the main weights it steps, and what tells whether they fit."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from zeropp.engine.engine import Engine
+
+__all__ = ["layout_id", "load_main_weights", "main_weights"]
+
+
+def layout_id(engine: Engine) -> str:
+    """Fingerprint of who owns what; equal exactly when this rank's slices are the same."""
+    digest = hashlib.sha256(f"{engine.comm.chain.levels} {engine.comm.rank}".encode())
+    for buffer in engine.buffers:
+        digest.update(f"{buffer.unit} {buffer.trainable} {buffer.main_dtype} {buffer.layout}".encode())
+    return digest.hexdigest()[:16]
+
+
+def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """This rank's piece of each trainable buffer, by unit and compute dtype."""
+    return {f"{b.unit}/{b.compute_dtype}": b.shard.clone() for b in engine.trainable}
+
+
+def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
+    """Put saved pieces back.
+
+    Raises:
+        ValueError: they belong to another layout; the message tells what to do.
+    """
+    found, expected = saved.get("layout"), layout_id(engine)
+    if found != expected:
+        raise ValueError(
+            f"this state is of another partition (layout {found}, here {expected}): it was saved by another rank, with "
+            "another number of ranks, model or unit settings. Load the file of the same rank under the same settings, "
+            "or move weights alone with zeropp.full_state and model.load_state_dict"
+        )
+    with torch.no_grad():
+        for name, buffer in zip(main_weights(engine), engine.trainable, strict=True):
+            buffer.shard.copy_(saved["main_weights"][name])
+    engine.weights_changed()
