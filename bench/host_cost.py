@@ -1,0 +1,181 @@
+"""What fetching and releasing one unit costs the host, without a network and with next to no data.
+
+A model of small blocks of 12 parameters runs on torch's fake process group, where collectives return at once. Counted
+are aten calls and collectives; timed is the processor time of the main thread, in three ways:
+
+    unit      gather, arrive and release of one unit, everything in the caller's thread
+    thread    the same with the gather on a thread of its own, as on CPU with overlap
+    forward   a block's share of a forward under no_grad, hooks and schedule included, less the same without zeropp
+
+Run: ``python bench/host_cost.py --world 8 64 1024 --json host_cost.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeropp
+from zeropp.streams import InlineStream, Stream, ThreadStream
+
+PARAMETERS = 12
+TARGET_US = 60
+CONFIG = {
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+    "zeropp": {"unit_min_blocks": 0},
+}
+
+
+class Block(nn.Module):
+    """As many parameters as a transformer block with biases has; its forward is nothing."""
+
+    def __init__(self, numel: int = 64) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(PARAMETERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        return x
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by namespace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
+        """Count one call and make it."""
+        self.names[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    def of(self, namespace: str) -> int:
+        """Calls into one namespace, such as aten."""
+        return sum(count for name, count in self.names.items() if name.startswith(f"{namespace}."))
+
+
+def wrapped(world: int, local: int, blocks: int) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
+    """A model of ``blocks`` units on rank 0 of ``world`` fake ranks, ``local`` to a node."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(local)
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    model = nn.Sequential(*(Block() for _ in range(blocks)))
+    return model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CONFIG)
+
+
+def cycle(unit: Any, stream: Stream) -> None:
+    """Fetch and release one unit."""
+    unit.gather(stream)
+    unit.arrive(10.0)
+    unit.release(stream, 10.0)
+
+
+def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> float:
+    """Processor time of the calling thread for one call: median over rounds of the mean.
+
+    Processor time, so that other programs on the machine and waiting for another thread do not count.
+    """
+    for _ in range(20):
+        work()
+    means = []
+    for _ in range(rounds):
+        start = time.thread_time()
+        for _ in range(repeats):
+            work()
+        means.append((time.thread_time() - start) / repeats * 1e6)
+    return statistics.median(means)
+
+
+def count(unit: Any) -> dict[str, Any]:
+    """Operators of one fetch and release."""
+    with Calls() as calls:
+        cycle(unit, InlineStream())
+    hops = len(unit.buffers[0].gather_path.hops)
+    return {"aten": calls.of("aten"), "collectives": calls.of("c10d"), "hops": hops, "operators": dict(calls.names)}
+
+
+def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dict[str, Any]:
+    """Counts and times for one world size; makes and destroys a fake process group.
+
+    Args:
+        world: ranks.
+        local: ranks to a node.
+        blocks: units of the model.
+        repeats: calls per timed round.
+    """
+    plain = nn.Sequential(*(Block() for _ in range(blocks)))
+    model, optimizer = wrapped(world, local, blocks)
+    try:
+        unit = optimizer.engine.units[blocks // 2]
+        result: dict[str, Any] = {"world": world, "local": local, "parameters": len(unit.parameters), **count(unit)}
+        inline, thread = InlineStream(), ThreadStream("host cost")
+        result["unit_us"] = microseconds(lambda: cycle(unit, inline), repeats)
+        result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
+        thread.close()
+        x = torch.zeros(1)
+        with torch.no_grad():
+            model(x)  # the first pass learns the order
+            with Calls() as calls:
+                model(x)
+            result["forward_aten"] = calls.of("aten") / blocks
+            result["forward_collectives"] = calls.of("c10d") / blocks
+            whole = microseconds(lambda: model(x), max(repeats // blocks, 1))
+            bare = microseconds(lambda: plain(x), repeats)
+        result["forward_us"] = (whole - bare) / blocks
+        return result
+    finally:
+        optimizer.engine.close()
+        dist.destroy_process_group()
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The results for people."""
+    lines = [
+        f"{'world':>6}{'local':>7}{'hops':>6}{'collectives':>13}{'aten':>6}{'unit us':>10}{'thread us':>11}"
+        f"{'forward us':>12}"
+    ]
+    for r in rows:
+        lines.append(
+            f"{r['world']:>6}{r['local']:>7}{r['hops']:>6}{r['collectives']:>13}{r['aten']:>6}{r['unit_us']:>10.1f}"
+            f"{r['thread_us']:>11.1f}{r['forward_us']:>12.1f}"
+        )
+    return "\n".join([*lines, f"target: {TARGET_US} us to fetch and release a unit of {PARAMETERS} parameters"])
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, nargs="+", default=[8, 64, 1024], help="numbers of ranks")
+    parser.add_argument("--local", type=int, default=8, help="ranks to a node")
+    parser.add_argument("--repeats", type=int, default=200, help="calls per timed round")
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [measure(world, min(args.local, world), repeats=args.repeats) for world in args.world]
+    print(table(rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Step time, bytes and memory of zeropp beside DDP and FSDP2: same model, data, seeds and fused AdamW.
+
+    python bench/step_time.py --ranks 2 --dtype fp32 --rounds 8 --save fp32
+    python bench/step_time.py --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp --layers 20 --d-model 2048 ...
+
+Two jobs on a shared machine, one after the other, differ by more than the systems do. So the systems live in the
+same processes and take turns, A B C D A B C D ...; the ratio to FSDP2 is also taken round by round. Nothing is
+reported if the systems do not compute the same losses, or if zeropp kept weights that FSDP2 had to fetch again.
+
+The launcher starts its ranks itself. As root on Linux they get a network namespace of their own, whose loopback
+counter then holds this job's bytes and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+# Before torch starts: one thread a rank, or ranks fight over cores and sums change their order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
+    sys.path.insert(0, str(_source))
+
+import step_time_report as report  # noqa: E402 (the path above comes first)
+from step_time_net import free_port, private_network  # noqa: E402
+
+SYSTEMS = ("ddp", "fsdp2", "fsdp2_a2a", "zeropp")
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Step time of zeropp and its peers.")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute and weight gathers")
+    parser.add_argument("--reduce-dtype", choices=("fp32", "bf16"), help="gradients on the wire; default: as --dtype")
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, and in which order they take turns")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--discard", type=int, default=2, help="first rounds, not reported")
+    parser.add_argument("--steps", type=int, default=3, help="steps a system and round")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--d-model", type=int, default=384)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=4, help="windows a rank")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-memory", action="store_true", help="leave out the extra run a system that measures it")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where rank 0 of the child writes
+    args = parser.parse_args(argv)
+    args.reduce_dtype = args.reduce_dtype or args.dtype
+    args.systems = args.systems.split(",")
+    unknown = sorted(set(args.systems) - set(SYSTEMS))
+    if unknown:
+        parser.error(f"--systems: unknown {unknown}, known are {list(SYSTEMS)}")
+    if args.discard >= args.rounds:
+        parser.error(f"--discard {args.discard} leaves none of --rounds {args.rounds}")
+    return args
+
+
+def launch(args: argparse.Namespace, systems: list[str], rounds: int, discard: int, scratch: Path) -> dict:
+    """Run one job of ``args.ranks`` ranks over these systems and return what its rank 0 measured."""
+    result = scratch / "result.json"
+    result.unlink(missing_ok=True)
+    flags = {
+        "device": args.device, "dtype": args.dtype, "reduce-dtype": args.reduce_dtype, "steps": args.steps,
+        "layers": args.layers, "d-model": args.d_model, "heads": args.heads, "seq-len": args.seq_len,
+        "batch": args.batch, "seed": args.seed, "ranks": args.ranks, "systems": ",".join(systems),
+        "rounds": rounds, "discard": discard, "result": result,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+    command += [
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        str(Path(__file__).resolve()),
+    ]
+    command += [f"--{name}={value}" for name, value in flags.items()]
+    environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo") if sys.platform == "linux" else dict(os.environ)
+    # NCCL needs devices, not interfaces; its bytes do not pass the loopback, so a namespace would tell nothing.
+    isolate, reason = private_network() if args.device == "cpu" else (None, "not counted on CUDA")
+    environment["STEP_TIME_WIRE"] = reason or "private"
+    code = subprocess.run(command, env=environment, preexec_fn=isolate).returncode
+    if code or not result.exists():
+        raise SystemExit(f"the ranks ended with exit code {code}; nothing to report")
+    return json.loads(result.read_text())
+
+
+def supervise(args: argparse.Namespace) -> None:
+    """The launcher: the interleaved job, then one short job a system for its memory, then the report."""
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        measured = launch(args, args.systems, args.rounds, args.discard, scratch)
+        for system in args.systems if not args.no_memory else ():
+            # Memory of several systems in one process cannot be told apart, so each runs alone for it.
+            measured["systems"][system]["peak_bytes"] = launch(args, [system], 2, 1, scratch)["peak_bytes"]
+    measured["settings"] = {k: v for k, v in vars(args).items() if k not in ("save", "result", "no_memory")}
+    measured["machine"] = report.machine(args.device)
+    problems = report.problems(measured)
+    if problems:
+        raise SystemExit("not reported:\n- " + "\n- ".join(problems))
+    text = report.markdown(measured)
+    print(text)
+    if args.save:
+        for path in report.save(measured, text, ROOT / "bench" / "results", args.save):
+            print("written:", path.relative_to(ROOT))
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank: build the systems, take turns, and let rank 0 write the numbers down."""
+    import torch
+    import torch.distributed as dist
+    from step_time_systems import Contestant, MemoryMeter, build
+    from text_data import Batches, load_text
+
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    batches = Batches(load_text().train, args.batch, args.seq_len, rank, world, args.seed)
+    meter = MemoryMeter(device)
+    contestants: dict[str, Contestant] = {}
+    for name in args.systems:
+        contestants[name] = build(name, args, device, batches)
+    for turn in range(args.rounds):
+        for contestant in contestants.values():
+            contestant.take_turn(args.steps, measure=turn >= args.discard)
+    measured = {"systems": {name: contestant.measured() for name, contestant in contestants.items()}}
+    measured["peak_bytes"] = meter.peak_bytes()
+    measured["wire"] = os.environ["STEP_TIME_WIRE"]
+    if rank == 0:
+        args.result.write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    args = parse_arguments()
+    if args.result:
+        work(args)
+    else:
+        supervise(args)
+
+
+if __name__ == "__main__":
+    main()

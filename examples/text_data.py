@@ -1,0 +1,139 @@
+"""Bytes of real text, cut into a training and a validation part, and batches drawn from them.
+
+The default text is on every machine that runs Python: the standard library's own sources.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Not part of the library proper, and present on some installations only.
+_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
+_SEPARATOR = b"\n\n"
+
+
+@dataclass(frozen=True)
+class Text:
+    """Two 1-D uint8 tensors of whole files; no file is in both."""
+
+    train: Tensor
+    validation: Tensor
+    files: int
+
+
+def standard_library() -> Path:
+    """Directory of the running Python's standard library."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def list_files(sources: Sequence[Path] = ()) -> list[Path]:
+    """Files to read, in an order that depends on names only.
+
+    Without ``sources``: the standard library's ``.py`` files, tests left out. Otherwise the given files, and
+    below the given directories all that are not hidden.
+    """
+    if not sources:
+        root = standard_library()
+        found = [p for p in root.rglob("*.py") if not _SKIPPED.intersection(p.relative_to(root).parts)]
+        return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+    files: list[Path] = []
+    for source in sources:
+        if source.is_file():
+            files.append(source)
+        elif source.is_dir():
+            below = (p for p in source.rglob("*") if p.is_file())
+            visible = [p for p in below if not any(n.startswith(".") for n in p.relative_to(source).parts)]
+            files.extend(sorted(visible, key=lambda path: path.relative_to(source).as_posix()))
+        else:
+            raise ValueError(f"--data {source}: expected a file or a directory, found neither")
+    return files
+
+
+def load_text(sources: Sequence[Path] = (), holdout_every: int = 20) -> Text:
+    """Read the files; of every ``holdout_every`` files the last goes to validation.
+
+    Whole files are held out, so that validation never continues a text seen in training. A single file is cut
+    instead, at the same proportion.
+    """
+    if holdout_every < 2:
+        raise ValueError(f"holdout_every={holdout_every}: expected at least 2, to leave some to train on")
+    pieces = [path.read_bytes() + _SEPARATOR for path in list_files(sources)]
+    if not pieces:
+        raise ValueError(f"no text found in {[str(s) for s in sources] or str(standard_library())}")
+    if len(pieces) < holdout_every:
+        whole = b"".join(pieces)
+        cut = len(whole) - len(whole) // holdout_every
+        train, held = whole[:cut], whole[cut:]
+    else:
+        last = holdout_every - 1
+        train = b"".join(piece for i, piece in enumerate(pieces) if i % holdout_every != last)
+        held = b"".join(piece for i, piece in enumerate(pieces) if i % holdout_every == last)
+    return Text(_as_tensor(train), _as_tensor(held), files=len(pieces))
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    # bytearray: frombuffer warns about memory that must not be written to.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Random windows of a text: a pure function of (seed, step), divided among ranks.
+
+    The windows of a step are drawn for the whole job and every rank takes its own rows. So ranks see
+    different text, and 2 ranks x 8 windows train on exactly what 1 rank x 16 windows trains on.
+    """
+
+    text: Tensor  # [N] uint8
+    batch: int  # windows a rank and micro-step
+    seq_len: int
+    rank: int = 0
+    world: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.text.numel() <= self.seq_len:
+            raise ValueError(
+                f"{self.text.numel()} bytes of text are too few for windows of {self.seq_len} and one target "
+                "more: give more --data, or a smaller --seq-len"
+            )
+
+    def starts(self, step: int) -> Tensor:
+        """First positions of this rank's windows, [batch]."""
+        # A generator per step, not one running: resuming at a step needs no replay. 2**20 steps a seed.
+        draw = torch.Generator().manual_seed((self.seed << 20) + step)
+        every = torch.randint(self.text.numel() - self.seq_len, (self.world * self.batch,), generator=draw)
+        return every[self.rank * self.batch : (self.rank + 1) * self.batch]
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank at ``step``, both int64 [batch, seq_len]."""
+        return _windows(self.text, self.starts(step), self.seq_len)
+
+
+def validation_batches(
+    text: Tensor, batch: int, seq_len: int, windows: int, rank: int = 0, world: int = 1
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same evenly spread windows every time; each rank gets its share, in equally many batches.
+
+    ``windows`` is rounded up to a multiple of ``world * batch``: all ranks must call forward equally often.
+    """
+    share = world * batch
+    windows = -(-windows // share) * share
+    last = text.numel() - seq_len - 1
+    if last < 0:
+        raise ValueError(f"{text.numel()} bytes are too few to validate on windows of {seq_len}")
+    starts = torch.linspace(0, last, windows, dtype=torch.float64).long()
+    for mine in starts[rank::world].split(batch):
+        yield _windows(text, mine, seq_len)
+
+
+def _windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
+    index = starts[:, None] + torch.arange(seq_len + 1)
+    rows = text[index].long()  # [batch, seq_len + 1]
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

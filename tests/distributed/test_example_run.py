@@ -1,0 +1,154 @@
+"""The example as its users start it: torchrun on two ranks, alone, and stopped by Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "train_gpt.py"
+SMALL = [
+    *("--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--no-bf16"),
+    *("--lr=3e-3", "--warmup=2", "--log-every=1", "--validate-windows=8"),
+]
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def command(ranks: int, metrics: Path, *flags: str) -> list[str]:
+    """The example on ``ranks`` ranks, trained on its own sources; one rank runs without torchrun."""
+    launcher: Sequence[str] = ()
+    if ranks > 1:
+        with closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}")
+        launcher = (*launcher, "--master-addr=127.0.0.1", f"--master-port={port}")
+    return [
+        sys.executable,
+        *launcher,
+        str(SCRIPT),
+        f"--metrics={metrics}",
+        "--data",
+        str(SCRIPT.parent),
+        *SMALL,
+        *flags,
+    ]
+
+
+def environment() -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    env["OMP_NUM_THREADS"] = "1"
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), env.get("PYTHONPATH", "")])
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+@contextmanager
+def started(arguments: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own, so that nothing of it can outlive the test."""
+    process = subprocess.Popen(
+        arguments, cwd=folder, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()  # torchrun passes it on to its ranks, which have sessions of their own
+            try:
+                process.communicate(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
+
+
+def run(arguments: list[str], folder: Path, timeout: float = 100) -> str:
+    with started(arguments, folder) as process:
+        output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == 0, output
+    return output
+
+
+def records(path: Path, event: str) -> list[dict]:
+    """Complete lines of one kind."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def running_with(argument: Path) -> list[int]:
+    """Process ids whose command line has this argument."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(argument).encode() in entry.read_bytes():
+                found.append(int(entry.parent.name))
+        except OSError:
+            continue  # ended meanwhile
+    return found
+
+
+def test_two_ranks_train_like_one_without_zeropp(tmp_path: Path) -> None:
+    two, plain = tmp_path / "two.jsonl", tmp_path / "plain.jsonl"
+    flags = ("--steps=20", "--validate-every=10")
+    output = run(command(2, two, *flags, "--batch=4", "--sample=12", "--prompt=import "), tmp_path)
+    run(command(1, plain, *flags, "--batch=8", "--sample=0", "--plain"), tmp_path)
+
+    begin = records(two, "start")
+    assert begin[0]["world"] == 2 and begin[0]["config"]["zero_optimization"] == {"stage": 3}
+    assert records(two, "end") == [{"event": "end", "finished": True}]
+    steps = records(two, "train")
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    losses = [record["loss"] for record in steps]
+    assert losses[0] > 5 and losses[-1] < losses[0] - 1.5
+    assert all(record["grad_norm"] > 0 and record["skipped_steps"] == 0 for record in steps)
+    assert all(record["sent_bytes_per_step"] > 0 and record["tokens_per_s"] > 0 for record in steps)
+    held_out = [record["loss"] for record in records(two, "validation")]
+    assert len(held_out) == 2 and held_out[1] < held_out[0] < 5.5
+    assert "import " in output, "the sample starts with the prompt"
+
+    assert losses == pytest.approx([record["loss"] for record in records(plain, "train")], abs=2e-3)
+    assert held_out == pytest.approx([record["loss"] for record in records(plain, "validation")], abs=2e-3)
+
+
+def test_accumulation_and_a_config_file(tmp_path: Path) -> None:
+    config = tmp_path / "zero.json"
+    config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
+    metrics, plain = tmp_path / "metrics.jsonl", tmp_path / "plain.jsonl"
+    flags = ("--steps=6", "--batch=4", "--accumulate=2", "--sample=0")
+    run(command(1, metrics, *flags, "--config", str(config)), tmp_path)
+    run(command(1, plain, *flags, "--plain"), tmp_path)
+    losses, expected = ([record["loss"] for record in records(path, "train")] for path in (metrics, plain))
+    assert losses == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over ranks in /proc")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_leaves_cleanly(ranks: int, tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    with started(command(ranks, metrics, "--steps=1000000", "--batch=2"), tmp_path) as process:
+        deadline = time.monotonic() + 80
+        while len(records(metrics, "train")) < 3:
+            assert process.poll() is None and time.monotonic() < deadline, "no training step was seen"
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=25)
+    # torchrun ends with a code of its own after a signal.
+    assert process.returncode == 130 if ranks == 1 else process.returncode != 0, output
+    assert "stopped on request" in output
+    stopped, last = records(metrics, "interrupted"), records(metrics, "train")[-1]
+    assert len(stopped) == 1 and stopped[0]["step"] == last["step"]
+    assert records(metrics, "end") == [{"event": "end", "finished": False}]
+    assert running_with(metrics) == []
