@@ -92,15 +92,13 @@ class Boundary:
         return self._verdict
 
     def accept_scaling(self, factor: Tensor) -> None:
-        """The wrapper itself multiplied all gradients by ``factor``: the norm follows, nothing is exchanged."""
+        """The wrapper multiplied all gradients by ``factor``: the norm follows, the verdict stays."""
         assert self._vector is not None
         self._vector[0] *= factor.square()
         self._versions = self._grad_versions()
 
     def norm_tensor(self) -> Tensor:
-        """The norm as a scalar on the model's device, for clipping without a host read."""
-        if self._vector is None:
-            self.exchange()
+        """The norm as a scalar on the model's device; after :meth:`verdict`."""
         assert self._vector is not None
         return self._vector[0].sqrt()
 

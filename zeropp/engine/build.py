@@ -258,26 +258,35 @@ def _broadcast(tensor: torch.Tensor, comm: Comm) -> None:
 
 
 def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
-    """Hook owners, and every module above one, where a forward may begin."""
+    """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
     modules = dict(model.named_modules())
     unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
-    first_name = {id(p): name for name, p in model.named_parameters()}
+    by_id = {id(p): unit_of[name] for name, p in model.named_parameters() if name in unit_of}
     needs: dict[str, dict[int, Unit]] = {"": {}}
-    for spec in specs:
-        for owner in spec.owners:
-            found = needs.setdefault(owner.path, {})
-            for parameter in modules[owner.path].parameters(recurse=owner.recurse):
-                unit = unit_of.get(first_name[id(parameter)])
-                if unit is not None and not unit.persistent:
-                    found[unit.index] = unit
-            parts = owner.path.split(".")
-            for depth in range(len(parts)):
-                needs.setdefault(".".join(parts[:depth]), {})
+
+    def need(path: str, recurse: bool) -> None:
+        found = needs.setdefault(path, {})
+        for parameter in modules[path].parameters(recurse=recurse):
+            unit = by_id.get(id(parameter))
+            if unit is not None and not unit.persistent:
+                found[unit.index] = unit
+
+    covered: set[int] = set()  # modules whose parameters an owner above has fetched
+    for owner in (owner for spec in specs for owner in spec.owners):
+        need(owner.path, owner.recurse)
+        inside = modules[owner.path].modules() if owner.recurse else [modules[owner.path]]
+        covered.update(id(module) for module in inside)
     for path, module in modules.items():
-        if path in needs:
-            units = tuple(needs[path][index] for index in sorted(needs[path]))
-            frozen = tuple(u for u in units if any(not b.trainable for b in u.buffers))
-            engine.hooks.install(module, Site(path, units, frozen))
+        if module._parameters and id(module) not in covered:
+            need(path, recurse=False)
+    for path in [path for path in needs if path]:
+        parts = path.split(".")
+        for depth in range(len(parts)):
+            needs.setdefault(".".join(parts[:depth]), {})
+    for path, found in needs.items():
+        units = tuple(found[index] for index in sorted(found))
+        frozen = tuple(unit for unit in units if any(not buffer.trainable for buffer in unit.buffers))
+        engine.hooks.install(modules[path], Site(path, units, frozen))
 
 
 def _install_gradient_hooks(engine: Engine) -> None:

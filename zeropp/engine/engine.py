@@ -104,7 +104,8 @@ class Engine:
         self._outstanding: list[PhaseKey] = []
         self._backward_uses: dict[int, int] = {}  # unit in backward -> calls whose inputs will tell its end
         self._whole: dict[int, None] = {}  # units that no output announces: fetched for the whole backward
-        self._touched: set[int] = set()
+        self._touched: set[int] = set()  # units used in this pass outside their modules
+        self._touched_in: dict[PhaseKey, set[int]] = {}
         self._closing: list[Callable[[], None]] = []
         self.loading = False  # a state dict is being copied into the parameters
         self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
@@ -149,6 +150,11 @@ class Engine:
         self._uncover_persistent()
 
     def _end_forward(self) -> None:
+        if torch.is_grad_enabled():
+            # Once seen, always expected: the next time the unit may happen to be present, and no touch be noticed.
+            expected = self._touched_in.setdefault(self.schedule.key, set())
+            expected |= self._touched
+            self._whole.update(dict.fromkeys(sorted(expected)))
         self._let_touched_go()
         self.schedule.end()
         self._cover_persistent()
@@ -235,8 +241,6 @@ class Engine:
 
     def _let_touched_go(self) -> None:
         for index in sorted(self._touched):
-            if self.phase is Phase.FORWARD and torch.is_grad_enabled():
-                self._whole[index] = None
             self.units[index].holds -= 1
             self.schedule.settle(self.units[index])
         self._touched.clear()

@@ -56,7 +56,7 @@ class Schedule:
         self._kept: set[int] = set()  # gathered for others or ahead of the plan; this rank's own affair
         self._numel = [unit.numel for unit in units]
         self._plans: dict[tuple[object, ...], Plan] = {}
-        self._key: PhaseKey = ()
+        self.key: PhaseKey = ()  # kind of the running phase
         self._then: PhaseKey | None = None
         self._sequence: Sequence | None = None  # followed; None while learning
         self._plan: Plan | None = None
@@ -77,7 +77,7 @@ class Schedule:
             key: its kind.
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
-        self._key, self._then = key, then
+        self.key, self._then = key, then
         self._learned = []
         latest = self.sequences.latest(key)
         if latest is None:
@@ -116,11 +116,11 @@ class Schedule:
         if self._sequence is None:
             self._agree_on(None)
             sequence = Sequence(tuple(self._learned), *self.reductions.end_learning())
-            self.sequences.remember(self._key, sequence)
+            self.sequences.remember(self.key, sequence)
         else:
             self._advance(len(self._sequence.uses), own=None)
             self.reductions.end()
-            self.sequences.remember(self._key, self._sequence)
+            self.sequences.remember(self.key, self._sequence)
         self._let_go(self._kept)
 
     def abort(self) -> None:
@@ -204,7 +204,7 @@ class Schedule:
         if unit is not None and unit.state is not UnitState.SHARDED:
             return
         want = unit.index if unit is not None else _DONE
-        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self._key}"
+        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.key}"
         while True:
             heads = self.reductions.ready_heads(_HEADS)
             rows = self.agreement.exchange(_ROUND, [want, *heads, *[_DONE] * (_HEADS - len(heads))], doing)
@@ -223,8 +223,8 @@ class Schedule:
     def _leave(self, unit: Unit) -> None:
         """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
         assert self._sequence is not None
-        doing = f"leaving the known order of {self._key} at use {self._position} for unit {unit.name!r}"
-        code = zlib.crc32(repr((self._key, self._sequence)).encode())
+        doing = f"leaving the known order of {self.key} at use {self._position} for unit {unit.name!r}"
+        code = zlib.crc32(repr((self.key, self._sequence)).encode())
         rows = self.agreement.exchange(_LEAVE, [code, self._position, self._started, unit.index], doing)
         if any(row[0] != code for row in rows):
             raise self.agreement.failure(doing)
@@ -233,7 +233,7 @@ class Schedule:
         reached = max(row[1] for row in rows)
         self._advance(reached, own=None)
         prefix = current.uses[:reached]
-        for other in self.sequences.variants(self._key):
+        for other in self.sequences.variants(self.key):
             if other.uses[:reached] == prefix and all(other.find(row[3], reached) is not None for row in rows):
                 self.reductions.change(other)
                 self._follow(other, reached)

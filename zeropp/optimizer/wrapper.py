@@ -145,9 +145,10 @@ class ZeroOptimizer(Optimizer):
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
         Returns:
-            The norm before clipping, a scalar on the model's device. Reading it waits for the device.
+            The norm before clipping, a scalar on the model's device.
         """
         self.engine.require_idle("clip_grad_norm_")
+        self.boundary.verdict()  # the step's one host read: gradients kept back by no_sync must be in first
         norm = self.boundary.norm_tensor()
         self._scale_gradients(norm, max_norm)
         return norm
