@@ -95,9 +95,13 @@ def build_chain(world: int, sizes: Sequence[int]) -> Chain:
     for smaller, larger in itertools.pairwise(wanted):
         if larger > world or smaller < 1 or larger % smaller:
             legal = [d for d in range(1, world + 1) if world % d == 0]
+            if larger > world:
+                why = f"{larger} is more than there are"
+            else:
+                why = f"{smaller} does not divide {larger}"
             raise ValueError(
-                f"group sizes {sorted(set(sizes))} do not chain up to {world} ranks: {smaller} does not divide "
-                f"{larger}; each size must divide the next. Sizes that divide {world}: {legal}"
+                f"group sizes {sorted(set(sizes))} do not chain up to {world} ranks: {why}; each size must divide the "
+                f"next. Sizes that divide {world}: {legal}"
             )
     return Chain(tuple(wanted))
 

@@ -8,7 +8,7 @@ to be spread over the ranks without waste merge with the next, and parameters st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +17,10 @@ from torch import nn
 from zeropp._compat import is_compiled
 from zeropp.layout import BLOCK
 
-__all__ = ["Owner", "UnitOptions", "UnitSpec", "form_units"]
+__all__ = ["Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "never_called"]
 
 _PERSISTENT_NUMEL = 1 << 24  # a persistent unit is cut here, so that reducing one overlaps the rest of backward
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_UNCALLED = (nn.ModuleList, nn.ModuleDict)  # their forward never runs: no use of a unit can begin there
 
 
 @dataclass(frozen=True)
@@ -30,6 +29,30 @@ class Owner:
 
     path: str
     recurse: bool  # the use covers the whole subtree, not only the module's direct parameters
+
+
+def never_called(module: nn.Module) -> bool:
+    """Whether a module has no forward of its own, like a ModuleList: no use of a unit can begin there."""
+    return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
+
+
+def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that only the module's own forward can be meant to use: its own, and those of lists it holds."""
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    for child in module.children():
+        if never_called(child):
+            yield from direct_parameters(child)
+
+
+def _callers(module: nn.Module, path: str) -> list[Owner]:
+    """Modules whose forwards together bracket the uses of a subtree."""
+    if not never_called(module):
+        return [Owner(path, recurse=True)]
+    owners = []
+    for name, child in module.named_children():
+        if any(True for _ in child.parameters()):
+            owners += _callers(child, f"{path}.{name}" if path else name)
+    return owners
 
 
 @dataclass(frozen=True)
@@ -56,19 +79,27 @@ class UnitOptions:
     leaf_suffixes: tuple[str, ...] = ()
 
 
+_BufferKey = tuple[torch.dtype, bool]  # dtype, trainable: one flat buffer for each
+
+
 @dataclass
 class _Run:
     """Neighbouring parameters on their way to become a unit; a closed run takes in no neighbour."""
 
     owners: list[Owner]
     names: list[str]
-    numel: int
+    sizes: Counter[_BufferKey]  # elements of each of its flat buffers
     closed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.sizes.values())
 
     def absorb(self, other: _Run) -> None:
         self.owners += other.owners
         self.names += other.names
-        self.numel += other.numel
+        self.sizes += other.sizes
 
 
 @dataclass
@@ -76,21 +107,19 @@ class _Former:
     """State of one walk over the module tree."""
 
     options: UnitOptions
-    numel: dict[str, int]  # of parameters not persistent, by first name
+    parameters: dict[str, nn.Parameter]  # not persistent, by first name
     claimed: set[str] = field(default_factory=set)
     first_name: dict[int, str] = field(default_factory=dict)
 
-    def claim(self, module: nn.Module, path: str, recurse: bool) -> _Run | None:
-        """Parameters of a module that no unit has yet, as a run."""
+    def claim(self, found: Iterable[nn.Parameter], owners: list[Owner]) -> _Run | None:
+        """Those parameters that no unit has yet, as a run."""
         names = []
-        for _, parameter in module.named_parameters(path, recurse=recurse):
+        for parameter in found:
             name = self.first_name[id(parameter)]
-            if name in self.numel and name not in self.claimed:
+            if name in self.parameters and name not in self.claimed:
                 names.append(name)
                 self.claimed.add(name)
-        if not names:
-            return None
-        return _Run([Owner(path, recurse)], names, sum(self.numel[name] for name in names))
+        return _Run(owners, names, _buffer_sizes(names, self.parameters)) if names else None
 
     def is_leaf(self, module: nn.Module, path: str) -> bool:
         options, cls = self.options, type(module)
@@ -103,7 +132,7 @@ class _Former:
     def is_fine_grained(self, module: nn.Module) -> bool:
         """Fewer parameters per module than the threshold: fetched as one, since hooks would cost more."""
         threshold = self.options.module_granularity_threshold
-        if threshold <= 0 or isinstance(module, _UNCALLED):
+        if threshold <= 0 or never_called(module):
             return False
         modules = sum(1 for _ in module.modules())
         total = sum(parameter.numel() for parameter in module.parameters())
@@ -114,12 +143,13 @@ class _Former:
         limit = self.options.unit_numel
         total = sum(parameter.numel() for parameter in module.parameters())
         small_enough = limit == 0 or total <= limit or not any(True for _ in module.children())
-        if self.is_leaf(module, path) or (repeated and small_enough):
-            run = self.claim(module, path, recurse=True)
+        if self.is_leaf(module, path) or (repeated and small_enough and not never_called(module)):
+            run = self.claim(module.parameters(), _callers(module, path))
             if run is not None:
                 run.closed = True
             return [run] if run else []
-        direct = self.claim(module, path, recurse=False)
+        uncalled = never_called(module) and path != ""
+        direct = None if uncalled else self.claim(direct_parameters(module), [Owner(path, recurse=False)])
         runs = [direct] if direct else []
         children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
         classes = Counter(type(child) for _, child in children)
@@ -127,7 +157,7 @@ class _Former:
             block = isinstance(module, _CONTAINERS) and classes[type(child)] > 1
             runs += self.form(child, f"{path}.{name}" if path else name, block)
         runs = _merge_open(runs, limit)
-        if len(runs) == 1 and not runs[0].closed and not isinstance(module, _UNCALLED):
+        if len(runs) == 1 and not runs[0].closed and not uncalled:
             runs[0].owners = [Owner(path, recurse=True)]
         if repeated:
             for run in runs:
@@ -149,7 +179,7 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     """
     parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     persistent = _small_parameters(parameters, options)
-    former = _Former(options, {name: p.numel() for name, p in parameters.items() if name not in persistent})
+    former = _Former(options, {name: p for name, p in parameters.items() if name not in persistent})
     former.first_name = {id(p): name for name, p in model.named_parameters()}
     runs = former.form(model, "", repeated=False)
     minimum = options.unit_min_blocks * BLOCK * world
@@ -188,25 +218,29 @@ def _merge_open(runs: Sequence[_Run], limit: int) -> list[_Run]:
 
 
 def _merge_short(runs: Sequence[_Run], minimum: int) -> list[_Run]:
-    """Join neighbours until each run holds at least ``minimum`` elements (or only one run is left)."""
+    """Join neighbours until the largest buffer of each run holds ``minimum`` elements, or only one run is left."""
     merged: list[_Run] = []
     for run in runs:
-        if merged and merged[-1].numel < minimum:
+        if merged and max(merged[-1].sizes.values()) < minimum:
             merged[-1].absorb(run)
         else:
             merged.append(run)
-    if len(merged) > 1 and merged[-1].numel < minimum:
+    if len(merged) > 1 and max(merged[-1].sizes.values()) < minimum:
         last = merged.pop()
         merged[-1].absorb(last)
     return merged
 
 
-def _short_buffers(names: Iterable[str], parameters: dict[str, nn.Parameter], minimum: int) -> set[str]:
-    """Parameters whose flat buffer would be mostly padding: one buffer per dtype, trainable and frozen apart."""
-    sizes: Counter[tuple[torch.dtype, bool]] = Counter()
-    names = list(names)
+def _buffer_sizes(names: Iterable[str], parameters: dict[str, nn.Parameter]) -> Counter[_BufferKey]:
+    sizes: Counter[_BufferKey] = Counter()
     for name in names:
         sizes[parameters[name].dtype, parameters[name].requires_grad] += parameters[name].numel()
+    return sizes
+
+
+def _short_buffers(names: Sequence[str], parameters: dict[str, nn.Parameter], minimum: int) -> set[str]:
+    """Parameters whose flat buffer would be mostly padding."""
+    sizes = _buffer_sizes(names, parameters)
     return {name for name in names if sizes[parameters[name].dtype, parameters[name].requires_grad] < minimum}
 
 

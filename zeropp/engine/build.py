@@ -25,7 +25,7 @@ from zeropp.guard import keeper_of, register
 from zeropp.layout import build_layout, dense_strides
 from zeropp.placement import stage3_placement
 from zeropp.unit import Unit
-from zeropp.units import UnitOptions, UnitSpec, form_units
+from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
 
 __all__ = ["Group", "buffer_groups", "build_engine", "compute_dtype", "together", "unit_options"]
 
@@ -266,7 +266,8 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
 
     def need(path: str, recurse: bool) -> None:
         found = needs.setdefault(path, {})
-        for parameter in modules[path].parameters(recurse=recurse):
+        module = modules[path]
+        for parameter in module.parameters() if recurse else direct_parameters(module):
             unit = by_id.get(id(parameter))
             if unit is not None and not unit.persistent:
                 found[unit.index] = unit
@@ -277,7 +278,7 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
         inside = modules[owner.path].modules() if owner.recurse else [modules[owner.path]]
         covered.update(id(module) for module in inside)
     for path, module in modules.items():
-        if module._parameters and id(module) not in covered:
+        if id(module) not in covered and not never_called(module) and any(True for _ in direct_parameters(module)):
             need(path, recurse=False)
     for path in [path for path in needs if path]:
         parts = path.split(".")

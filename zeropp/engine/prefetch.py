@@ -14,7 +14,7 @@ class Limits:
     """Bounds in elements.
 
     Attributes:
-        prefetch: fetched ahead of use at any time (``stage3_prefetch_bucket_size``).
+        prefetch: fetched ahead of use at any time (``stage3_prefetch_bucket_size``); one unit may be larger.
         live: held beside the unit in use, fetched ahead or kept for reuse (``stage3_max_live_parameters``).
         reuse: a unit is kept if it is used again within this many elements of uses, its own included
             (``stage3_max_reuse_distance``).
@@ -69,6 +69,8 @@ class _Walk:
     def make_room(self, numel: int, needed_at: int, now: int) -> list[int] | None:
         """Units kept for a use later than ``needed_at`` to let go, furthest first; None if that is not enough."""
         excess = self.held_numel() + numel - self.limits.live
+        if excess <= 0:
+            return []
         later = [(self.next_use(unit, now), unit) for unit in self.held - self.ahead]
         victims = []
         for use, unit in sorted(((len(self.horizon) if u is None else u, unit) for u, unit in later), reverse=True):
@@ -84,14 +86,17 @@ class _Walk:
         fetched: list[int] = []
         dropped: list[int] = []
         outstanding = sum(self.numel[unit] for unit in self.ahead)
+        again = self.next_use(current, now)
         for position in range(now + 1, len(self.horizon)):
             unit = self.horizon[position]
             if unit == current or unit in self.held:
                 continue
             numel = self.numel[unit]
-            if outstanding + numel > self.limits.prefetch:
+            # One unit may pass the limit alone, or large units would never overlap; 0 still means none.
+            if (outstanding and outstanding + numel > self.limits.prefetch) or not self.limits.prefetch:
                 break
-            victims = self.make_room(numel, position, now)
+            sooner = again is not None and again < position  # then the unit in use has the first claim to room
+            victims = self.make_room(numel + (self.numel[current] if sooner else 0), position, now)
             if victims is None:
                 break
             self.held.difference_update(victims)
@@ -102,18 +107,18 @@ class _Walk:
             outstanding += numel
         return fetched, dropped
 
-    def keep(self, now: int) -> tuple[bool, list[int]]:
-        """Whether to hold the unit just used until its next use, and units that give way to it."""
+    def keep(self, now: int) -> list[int]:
+        """Hold the unit in use until its next use, if limits allow; units that give way to it."""
         unit = self.horizon[now]
         again = self.next_use(unit, now)
         if again is None or self.distance[again + 1] - self.distance[now + 1] > self.limits.reuse:
-            return False, []
+            return []
         victims = self.make_room(self.numel[unit], again, now)
         if victims is None:
-            return False, []
+            return []
         self.held.difference_update(victims)
         self.held.add(unit)
-        return True, victims
+        return victims
 
 
 def make_plan(
@@ -135,7 +140,8 @@ def make_plan(
         walk.held.discard(unit)
         walk.ahead.discard(unit)
         fetched, dropped = walk.prefetch(now)
-        kept, victims = walk.keep(now)
+        victims = walk.keep(now)
         issue.append((*issued, *fetched))
-        drop.append((*dropped, *victims, *(() if kept else (unit,))))
+        gone = [other for other in (*victims, *dropped) if other != unit]
+        drop.append((*gone, *(() if unit in walk.held else (unit,))))
     return Plan(tuple(issue), tuple(drop), frozenset(walk.held))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,26 +34,42 @@ def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple, set, frozenset)):
         for item in value:
             yield from _walk(item, seen)
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from _walk(item, seen)
     else:
-        for name in getattr(type(value), "__slots__", ()):
+        names = [name for cls in type(value).__mro__ for name in _slots(cls)]
+        for name in dict.fromkeys([*names, *getattr(value, "__dict__", {})]):
             yield from _walk(getattr(value, name, None), seen)
 
 
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
 def cast_floating(value: _T, dtype: torch.dtype) -> _T:
-    """The same structure with floating tensors in ``dtype``; what holds none is passed through untouched."""
+    """The same structure with floating tensors in ``dtype``.
+
+    Looks into tuples, lists, dicts and dataclasses; of these, whatever holds a tensor to cast is copied, and anything
+    else is passed through as the very object it is.
+    """
+    changed: Any = value
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value  # type: ignore[return-value]
-    if isinstance(value, tuple):
+        changed = value.to(dtype) if value.is_floating_point() else value
+    elif isinstance(value, (tuple, list)):
         items = [cast_floating(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return [cast_floating(item, dtype) for item in value]  # type: ignore[return-value]
-    if isinstance(value, dict):
-        return {key: cast_floating(item, dtype) for key, item in value.items()}  # type: ignore[return-value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        return dataclasses.replace(value, **{name: cast_floating(item, dtype) for name, item in fields.items()})
-    return value
+        if any(new is not old for new, old in zip(items, value, strict=True)):
+            make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+            changed = make(items)
+    elif isinstance(value, MutableMapping):
+        replaced = {key: cast_floating(item, dtype) for key, item in value.items()}
+        if any(replaced[key] is not value[key] for key in replaced):
+            changed = copy.copy(value)
+            changed.update(replaced)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            old = getattr(value, field.name, None)
+            new = cast_floating(old, dtype)
+            if new is not old:
+                changed = copy.copy(value) if changed is value else changed
+                object.__setattr__(changed, field.name, new)  # frozen ones too: this copy is ours
+    return changed  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 
 import torch
 from torch import nn
@@ -34,8 +34,8 @@ _WHOLE_MATRIX = {
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Refuse optimizers whose step on slices differs from their step on whole parameters.
 
-    Known names are decided by name. An unknown optimizer is tried out: one step on a vector must equal, bit for bit,
-    one step on its two halves.
+    Known names are decided by name. An unknown optimizer is tried out: steps on a matrix must equal, bit for bit,
+    steps on two slices of it.
 
     Raises:
         TypeError: the optimizer needs whole matrices, or failed the trial; with the reason.
@@ -57,7 +57,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
         ) from error
     if not same:
         raise TypeError(
-            f"a trial step of {type(optimizer).__name__} on a vector differs from its steps on the two halves, so it "
+            f"a trial step of {type(optimizer).__name__} on a matrix differs from its steps on two slices of it, so it "
             "is not elementwise, and zeropp gives optimizers slices of parameters. Use an elementwise optimizer"
         )
 
@@ -66,7 +66,7 @@ def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
     generator = torch.Generator().manual_seed(20)
     values, gradient = torch.randn(2, 64, generator=generator).unbind()
     gradient[32:] *= 100  # so that anything scaled by a norm shows
-    whole = _trial(optimizer, [values], [gradient])
+    whole = _trial(optimizer, [values.view(8, 8)], [gradient.view(8, 8)])  # some treat matrices in their own way
     halves = _trial(optimizer, list(values.chunk(2)), list(gradient.chunk(2)))
     return torch.equal(whole, halves)
 
@@ -74,8 +74,13 @@ def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
 def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
     """Two steps of a copy of the optimizer, with its first group's settings, on other parameters."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    twin = copy.copy(optimizer)
+    twin = object.__new__(type(optimizer))  # copy.copy would leave out attributes torch does not know
+    twin.__dict__.update(optimizer.__dict__)
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
+    for name in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+        twin.__dict__[name] = OrderedDict()  # the user's hooks are for real steps
+    if not float(settings.get("lr", 1.0)):
+        settings["lr"] = 1e-3  # a warm-up that starts at 0 would hide everything
     twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
     twin.state = defaultdict(dict)
     for _ in range(2):
@@ -83,4 +88,4 @@ def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradien
             parameter.grad = gradient.clone()
         step = getattr(type(twin).step, "__wrapped__", type(twin).step)
         step(twin)
-    return torch.cat([parameter.detach() for parameter in parameters])
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])

@@ -1,0 +1,227 @@
+"""The prefetch plan, checked by carrying it out on paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from zeropp.engine.prefetch import Limits, Plan, make_plan
+
+HUGE = 10**12
+
+
+@dataclass
+class Run:
+    """What carrying out a plan showed."""
+
+    gathers: int  # units issued, in total
+    demanded: int  # of these, issued at the very use that needs them
+    most_held: int  # elements held beside the unit in use, at the worst moment
+    most_ahead: int  # elements issued and not yet used
+    held: frozenset[int]
+
+
+def carry_out(plan: Plan, uses: list[int], live: frozenset[int], numel: list[int]) -> Run:
+    """Follow a plan as the schedule does; any disorder is an assertion."""
+    held, ahead = set(live), set()
+    gathers = demanded = most_held = most_ahead = 0
+    assert len(plan.issue) == len(plan.drop) == len(uses)
+    for use, issue, drop in zip(uses, plan.issue, plan.drop, strict=True):
+        for position, unit in enumerate(issue):
+            assert unit not in held, f"unit {unit} is issued while it is held"
+            assert unit != use or position == 0, "the unit in use is not the first to be issued"
+            held.add(unit)
+            if unit != use:
+                ahead.add(unit)
+            gathers += 1
+            demanded += unit == use
+        assert use in held, f"unit {use} is used and was never issued"
+        ahead.discard(use)
+        most_ahead = max(most_ahead, sum(numel[unit] for unit in ahead))
+        # What gives way to a unit fetched ahead does so at this use; the unit in use comes on top until it is over.
+        for unit in drop:
+            assert unit in held, f"unit {unit} is dropped and not held"
+            assert unit not in ahead, f"unit {unit} is dropped before the use it was fetched for"
+            held.remove(unit)
+        most_held = max(most_held, sum(numel[unit] for unit in held - {use}), sum(numel[unit] for unit in held))
+    assert plan.held == held
+    return Run(gathers, demanded, most_held, most_ahead, plan.held)
+
+
+@dataclass
+class Case:
+    uses: list[int]
+    lookahead: list[int]
+    live: frozenset[int]
+    numel: list[int]
+    limits: Limits
+
+    def run(self) -> Run:
+        plan = make_plan(self.uses, self.lookahead, self.live, self.numel, self.limits)
+        return carry_out(plan, self.uses, self.live, self.numel)
+
+
+@st.composite
+def cases(draw: st.DrawFn, equal: bool = False, start_empty: bool = False) -> Case:
+    count = draw(st.integers(1, 7))
+    size = st.just(10) if equal else st.integers(1, 40)
+    numel = draw(st.lists(size, min_size=count, max_size=count))
+    order = st.lists(st.integers(0, count - 1), max_size=20)
+    bound = st.integers(0, 160) | st.just(HUGE)
+    limits = Limits(draw(bound), draw(bound), draw(bound))
+    live: set[int] = set()
+    if not start_empty:  # what an earlier phase may have left within the same limits
+        for unit in draw(st.lists(st.integers(0, count - 1), unique=True)):
+            if sum(numel[u] for u in live) + numel[unit] <= limits.live:
+                live.add(unit)
+    return Case(draw(order), draw(order), frozenset(live), numel, limits)
+
+
+def gpt(layers: int) -> tuple[list[int], list[int]]:
+    """Forward and backward of a stack of layers."""
+    return list(range(layers)), list(reversed(range(layers)))
+
+
+# what every plan must hold
+
+
+@given(cases())
+@settings(max_examples=600, deadline=None)
+@example(Case([0, 1, 0], [], frozenset(), [5, 5], Limits(5, 5, HUGE)))
+@example(Case([0, 1, 2, 1, 0], [2], frozenset({1}), [3, 2, 4], Limits(4, 5, HUGE)))
+def test_a_plan_can_be_carried_out_within_its_limits(case: Case) -> None:
+    run = case.run()
+    assert run.most_held <= case.limits.live
+    largest = max(case.numel) if case.limits.prefetch else 0
+    assert run.most_ahead <= max(case.limits.prefetch, largest), "one unit may be larger than the limit, if alone"
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_plans_are_functions(case: Case) -> None:
+    again = [make_plan(case.uses, case.lookahead, case.live, case.numel, case.limits) for _ in range(2)]
+    assert again[0] == again[1]
+    tuples = make_plan(tuple(case.uses), tuple(case.lookahead), frozenset(case.live), tuple(case.numel), case.limits)
+    assert tuples == again[0]
+
+
+@given(cases(start_empty=True))
+@settings(max_examples=200, deadline=None)
+def test_limits_of_zero(case: Case) -> None:
+    """Any single limit of 0 turns off what it bounds; all of them leave gathers at the moment of need."""
+    uses, ahead, numel = case.uses, case.lookahead, case.numel
+    none = make_plan(uses, ahead, frozenset(), numel, Limits(0, 0, 0))
+    assert none.issue == tuple((unit,) for unit in uses) == none.drop and none.held == frozenset()
+    assert make_plan(uses, ahead, frozenset(), numel, Limits(HUGE, 0, HUGE)) == none
+    no_prefetch = make_plan(uses, ahead, frozenset(), numel, Limits(0, case.limits.live, case.limits.reuse))
+    assert all(set(issue) <= {unit} for unit, issue in zip(uses, no_prefetch.issue, strict=True))
+    no_reuse = make_plan(uses, ahead, frozenset(), numel, Limits(case.limits.prefetch, case.limits.live, 0))
+    run = carry_out(no_reuse, uses, frozenset(), numel)
+    assert all(unit in drop for unit, drop in zip(uses, no_reuse.drop, strict=True)), "a unit was kept for reuse"
+    assert run.gathers >= len(uses)
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+def test_without_limits_each_unit_is_fetched_once(case: Case) -> None:
+    case.limits = Limits(HUGE, HUGE, HUGE)
+    run = case.run()
+    needed = (set(case.uses) | set(case.lookahead) if case.uses else set()) - case.live
+    assert run.gathers == len(needed)
+    assert run.demanded <= 1, "only the first use can find its unit missing"
+    assert run.held - case.live <= set(case.lookahead), "held for nothing"
+
+
+@given(cases(start_empty=True))
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_held_for_a_use_that_never_comes(case: Case) -> None:
+    run = case.run()
+    assert run.held <= set(case.lookahead)
+    case.lookahead = []
+    assert case.run().held == frozenset()
+
+
+@given(cases())
+@settings(max_examples=200, deadline=None)
+@example(Case([0], [1, 0, 2], frozenset(), [2, 1, 20], Limits(21, 21, 0)))
+def test_the_lookahead_never_costs_a_gather(case: Case) -> None:
+    """Gathers of this phase and, on demand, the next, with and without looking ahead to it."""
+    seen = case.run()
+    after = make_plan(case.lookahead, [], seen.held, case.numel, case.limits)
+    with_it = seen.gathers + carry_out(after, case.lookahead, seen.held, case.numel).gathers
+    most = len(case.uses) + len(case.lookahead)
+    assert with_it <= most + len(case.live)
+
+
+# what a good plan does
+
+
+def test_prefetch_hides_every_gather_but_the_first() -> None:
+    forward, backward = gpt(6)
+    run = Case(forward, backward, frozenset(), [10] * 6, Limits(10, 20, 0)).run()
+    assert (run.demanded, run.most_ahead) == (1, 10)
+    assert run.held == frozenset({4}), "the gather of backward's second unit starts at forward's last use"
+
+
+def test_reuse_is_bounded_by_distance() -> None:
+    """The distance counts the uses between and the reused unit itself."""
+    for reuse, kept in [(29, False), (30, True)]:
+        plan = make_plan([0, 1, 2, 0], [], frozenset(), [10] * 3, Limits(0, HUGE, reuse))
+        assert (0 not in plan.drop[0]) is kept and ((0,) not in plan.issue[3:]) is kept
+
+
+def test_a_nearer_reuse_wins() -> None:
+    plan = make_plan([0, 1, 1, 0], [], frozenset(), [10, 10], Limits(0, 10, HUGE))
+    assert plan.drop == ((), (0,), (1,), (0,))
+    assert plan.issue == ((0,), (1,), (), (0,))
+    kept = make_plan([0, 1, 0, 1], [], frozenset(), [10, 10], Limits(0, 10, HUGE))
+    assert kept.drop == ((), (1,), (0,), (1,)), "unit 1 may not push out unit 0, which is used sooner"
+
+
+def test_forward_keeps_its_last_units_for_backward() -> None:
+    forward, backward = gpt(6)
+    plan = make_plan(forward, backward, frozenset(), [10] * 6, Limits(0, 30, HUGE))
+    assert plan.held == frozenset({3, 4, 5})
+    second = make_plan(backward, [], plan.held, [10] * 6, Limits(0, 30, HUGE))
+    assert [unit for issue in second.issue for unit in issue] == [2, 1, 0]
+
+
+def test_forward_keeps_its_last_units_for_backward_with_prefetch() -> None:
+    """What is fetched ahead for a farther use must not take the room of the unit in use, which is needed sooner."""
+    layers, room = 6, 3
+    forward, backward = gpt(layers)
+    limits = Limits(HUGE, 10 * room, HUGE)
+    plan = make_plan(forward, backward, frozenset(), [10] * layers, limits)
+    first = carry_out(plan, forward, frozenset(), [10] * layers)
+    second = Case(backward, [], plan.held, [10] * layers, limits).run()
+    assert second.demanded == 0, f"backward waits for a gather that forward could have spared: it held {plan.held}"
+    assert first.gathers + second.gathers == 2 * layers - room
+
+
+@given(st.integers(2, 12), st.integers(1, 12), st.integers(0, 6))
+@settings(max_examples=100, deadline=None)
+def test_prefetch_costs_a_stack_of_layers_no_reuse(layers: int, room: int, ahead: int) -> None:
+    """With a bound on fetching ahead below the room to keep, forward and backward gather as often as without."""
+    numel = [10] * layers
+    forward, backward = gpt(layers)
+
+    def gathers(prefetch: int) -> int:
+        limits = Limits(prefetch, 10 * room, HUGE)
+        plan = make_plan(forward, backward, frozenset(), numel, limits)
+        first = carry_out(plan, forward, frozenset(), numel)
+        return first.gathers + Case(backward, [], plan.held, numel, limits).run().gathers
+
+    assert gathers(10 * min(ahead, room)) <= gathers(0)
+
+
+@given(cases(equal=True, start_empty=True), st.integers(0, 8))
+@settings(max_examples=300, deadline=None)
+def test_more_room_never_costs_a_gather(case: Case, more: int) -> None:
+    """For units of one size and without fetching ahead. Sizes that differ can make more room cost a gather: a plan
+    that drops the farthest first is best for equal sizes only."""
+    case.limits = Limits(0, case.limits.live, HUGE)
+    little = case.run().gathers
+    case.limits = Limits(0, case.limits.live + 10 * more, HUGE)
+    assert case.run().gathers <= little

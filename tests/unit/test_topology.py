@@ -1,0 +1,307 @@
+"""Levels, the order of pieces, hops, nodes: integers only."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeropp.placement import HopSpec, Placement, stage3_placement
+from zeropp.topology import Chain, build_chain, ranks_per_node
+
+MAX_WORLD = 4096
+
+
+@st.composite
+def chains(draw: st.DrawFn, limit: int = MAX_WORLD) -> Chain:
+    """A divisor chain whose last level is at most ``limit``."""
+    levels = [1]
+    while levels[-1] * 2 <= limit and draw(st.integers(0, 4)):
+        largest = limit // levels[-1]
+        levels.append(levels[-1] * draw(st.sampled_from([f for f in (2, 2, 2, 3, 4, 5, 7, 8, 16, 97) if f <= largest])))
+    return Chain(tuple(levels))
+
+
+def pairs(chain: Chain) -> list[tuple[int, int]]:
+    """Every (outer, inner) pair of levels, adjacent or not."""
+    return [(outer, inner) for i, inner in enumerate(chain.levels) for outer in chain.levels[i:]]
+
+
+# slices and owners
+
+
+@given(chains())
+@settings(max_examples=30, deadline=None)
+def test_pieces_and_ranks_are_one_to_one(chain: Chain) -> None:
+    pieces = [chain.slice_index(rank, chain.world) for rank in range(chain.world)]
+    assert sorted(pieces) == list(range(chain.world))
+    assert [chain.owner(piece) for piece in pieces] == list(range(chain.world))
+
+
+@given(chains())
+@settings(max_examples=15, deadline=None)
+def test_slices_nest(chain: Chain) -> None:
+    """A slice lies in the slice that the same rank has at every smaller level, and each is held equally often."""
+    for outer, inner in pairs(chain):
+        held = [chain.slice_index(rank, outer) for rank in range(chain.world)]
+        assert sorted(held) == [index for index in range(outer) for _ in range(chain.world // outer)]
+        within = [chain.slice_index(rank, inner) for rank in range(chain.world)]
+        assert within == [index * inner // outer for index in held]
+
+
+def test_the_example_of_two_nodes() -> None:
+    chain = Chain((1, 2, 4))
+    assert [chain.owner(piece) for piece in range(4)] == [0, 2, 1, 3]
+    assert [chain.slice_index(rank, 2) for rank in range(4)] == [0, 1, 0, 1]
+    assert [chain.hop_ranks(rank, 4, 2) for rank in range(4)] == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert [chain.hop_ranks(rank, 2, 1) for rank in range(4)] == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert chain.hop_ranks(3, 4, 1) == (0, 2, 1, 3)
+
+
+def test_one_level_is_rank_order() -> None:
+    chain = Chain((1, 6))
+    assert [chain.owner(piece) for piece in range(6)] == list(range(6))
+    assert chain.hop_ranks(4, 6, 1) == tuple(range(6))
+    assert Chain((1,)).hops(1, 1) == [] and Chain((1,)).owner(0) == 0 and Chain((1,)).hop_ranks(0, 1, 1) == (0,)
+
+
+# hops
+
+
+@given(chains(limit=512), st.data())
+@settings(max_examples=40, deadline=None)
+def test_gathers_end_with_the_whole_buffer(chain: Chain, data: st.DataObject) -> None:
+    """Hop by hop on index sets; one rank looks at all members, all ranks follow the same rule."""
+    start = data.draw(st.sampled_from(chain.levels))
+    size = 3 * chain.world
+    held = {}
+    for rank in range(chain.world):
+        index = chain.slice_index(rank, start)
+        held[rank] = list(range(index * size // start, (index + 1) * size // start))
+    for outer, inner in chain.hops(start, 1):
+        held = {
+            rank: [place for member in chain.hop_ranks(rank, outer, inner) for place in held[member]] for rank in held
+        }
+        for rank, places in held.items():
+            index, part = chain.slice_index(rank, inner), size // inner
+            assert places == list(range(index * part, (index + 1) * part)), (outer, inner, rank)
+    assert all(places == list(range(size)) for places in held.values())
+
+
+@given(chains(), st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_one_hop_between_any_two_levels(chain: Chain, seed: int) -> None:
+    """Member i holds part i of the slice that all have at the inner level, for levels that are not neighbours too."""
+    rng = random.Random(seed)
+    for outer, inner in pairs(chain):
+        rank = rng.randrange(chain.world)
+        members = chain.hop_ranks(rank, outer, inner)
+        count = outer // inner
+        assert len(members) == len(set(members)) == count and rank in members
+        common = chain.slice_index(rank, inner)
+        assert [chain.slice_index(member, outer) for member in members] == [common * count + i for i in range(count)]
+        assert chain.hop_ranks(rng.choice(members), outer, inner) == members
+
+
+@given(chains(limit=512), st.data())
+@settings(max_examples=40, deadline=None)
+def test_hop_groups_partition_the_ranks(chain: Chain, data: st.DataObject) -> None:
+    outer, inner = data.draw(st.sampled_from(pairs(chain)))
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(chain.world):
+        groups.setdefault(chain.hop_ranks(rank, outer, inner), []).append(rank)
+    assert sum(len(group) for group in groups) == chain.world
+    for group, callers in groups.items():
+        assert sorted(group) == callers, "a member computes another group"
+
+
+@given(chains())
+@settings(max_examples=40, deadline=None)
+def test_groups_of_adjacent_levels_ascend(chain: Chain) -> None:
+    """torch sorts the ranks of a group; piece order must be the same order."""
+    for outer, inner in chain.hops(chain.world, 1):
+        for rank in (0, chain.world - 1, chain.world // 3):
+            members = chain.hop_ranks(rank, outer, inner)
+            assert members == tuple(sorted(members))
+
+
+@given(chains())
+@settings(max_examples=30, deadline=None)
+def test_hops_walk_down_the_levels(chain: Chain) -> None:
+    for outer, inner in pairs(chain):
+        hops = chain.hops(outer, inner)
+        walked = [outer, *(low for _, low in hops)]
+        assert walked == sorted((v for v in chain.levels if inner <= v <= outer), reverse=True)
+        assert [high for high, _ in hops] == walked[:-1]
+
+
+# legal sizes
+
+
+@given(chains(), st.randoms(use_true_random=False))
+@settings(max_examples=40, deadline=None)
+def test_build_chain_takes_sizes_in_any_order(chain: Chain, rng: random.Random) -> None:
+    sizes = [*chain.levels, *chain.levels[:2]]
+    rng.shuffle(sizes)
+    assert build_chain(chain.world, sizes) == chain
+
+
+@pytest.mark.parametrize(
+    ("world", "sizes"), [(8, [3]), (12, [4, 6]), (4, [8]), (8, [0]), (8, [-2]), (8, [2, 3]), (6, [6, 4])]
+)
+def test_build_chain_refuses(world: int, sizes: list[int]) -> None:
+    with pytest.raises(ValueError) as caught:
+        build_chain(world, sizes)
+    legal = [d for d in range(1, world + 1) if world % d == 0]
+    assert str(sorted(set(sizes))) in str(caught.value)
+    assert f"Sizes that divide {world}: {legal}" in str(caught.value)
+
+
+def test_a_refusal_states_no_falsehood() -> None:
+    """A group larger than the world is wrong although the world divides it."""
+    with pytest.raises(ValueError) as caught:
+        build_chain(4, [8])
+    assert "4 does not divide 8" not in str(caught.value)
+
+
+@given(st.integers(1, MAX_WORLD), st.lists(st.integers(1, 64), max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_build_chain_decides_rightly(world: int, sizes: list[int]) -> None:
+    wanted = sorted({1, world, *sizes})
+    legal = wanted[-1] == world and all(b % a == 0 for a, b in itertools.pairwise(wanted))
+    if legal:
+        assert build_chain(world, sizes).levels == tuple(wanted)
+    else:
+        with pytest.raises(ValueError, match="each size must divide the next"):
+            build_chain(world, sizes)
+
+
+@pytest.mark.parametrize("levels", [(), (2, 4), (1, 1), (1, 4, 2), (1, 2, 3), (1, 0)])
+def test_a_chain_that_is_none(levels: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"must start at 1|no divisor chain"):
+        Chain(levels)
+
+
+def test_what_is_no_level_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"3 is not a level of \(1, 2, 4\)"):
+        Chain((1, 2, 4)).slice_index(0, 3)
+
+
+# nodes
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_whole_nodes(nodes: int, local: int) -> None:
+    assert ranks_per_node(range(nodes * local), local) == (local if nodes * local > 1 else 1)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.data())
+def test_the_same_few_ranks_of_each_node(nodes: int, per_node: int, factor: int, data: st.DataObject) -> None:
+    """A mesh dimension or any other group that takes as many ranks from each of its nodes."""
+    local = per_node * factor
+    chosen = sorted(data.draw(st.permutations(range(12))).copy()[:nodes])
+    ranks = []
+    for node in chosen:
+        ranks += sorted(node * local + offset for offset in data.draw(st.permutations(range(local)))[:per_node])
+    assert ranks_per_node(ranks, local) == (per_node if len(ranks) > 1 else 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local", "expected"),
+    [
+        ([0, 2], 2, 1),  # a mesh dimension across nodes
+        ([0, 1], 2, 2),
+        ([2, 3], 2, 2),
+        ([0, 2, 4, 6], 4, 2),
+        ([0, 1, 2], 8, 3),  # a node that is not filled
+        ([5], 2, 1),
+    ],
+)
+def test_groups_that_are_not_the_world(ranks: list[int], local: int, expected: int) -> None:
+    assert ranks_per_node(ranks, local) == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local"),
+    [
+        ([0, 1, 2], 2),  # two of one node, one of the next
+        ([0, 2, 3], 2),
+        ([0, 2, 1, 3], 2),  # node after node, then back
+        ([0, 1, 2, 3, 4, 5], 4),
+        ([0, 1, 4, 6, 7, 8], 4),
+    ],
+)
+def test_uneven_nodes(ranks: list[int], local: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        ranks_per_node(ranks, local)
+    message = str(caught.value)
+    assert str(ranks) in message and str([rank // local for rank in ranks]) in message
+    assert "LOCAL_WORLD_SIZE" in message and "local_world_size" in message and "Choose a group" in message
+
+
+@pytest.mark.parametrize("text", [None, "", "0", "-1", "two", "2.0"])
+def test_unknown_nodes(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if text is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(ValueError) as caught:
+        ranks_per_node([0, 1], None)
+    assert "torchrun" in str(caught.value) and '"local_world_size"' in str(caught.value)
+    assert ranks_per_node([1], None) == 1  # one rank has no neighbour to ask about
+    assert ranks_per_node([0, 1], 2) == 2
+
+
+def test_the_environment_is_read_and_the_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "LOCAL_WORLD_SIZE", "4")
+    assert ranks_per_node(range(8), None) == 4
+    assert ranks_per_node(range(8), 2) == 2
+
+
+# placement
+
+
+@given(st.integers(1, 16), st.integers(1, 16), st.data())
+def test_link_classes(nodes: int, local: int, data: st.DataObject) -> None:
+    """Local exactly if all members of the hop are on one node; in a gather the slowest link comes first."""
+    chain = build_chain(nodes * local, [local])
+    rank = data.draw(st.integers(0, chain.world - 1))
+    placement = stage3_placement(chain, rank, local, persistent=False)
+    path = placement.gather_path(chain.world, 1)
+    for hop in path:
+        assert (hop.link == "local") == (len({member // local for member in hop.ranks}) == 1)
+    links = [hop.link for hop in path]
+    assert links == ["cross"] * (nodes > 1) + ["local"] * (local > 1)
+
+
+@given(chains(limit=256), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_level_may_lie_inside_or_across_nodes(chain: Chain, data: st.DataObject) -> None:
+    local = data.draw(st.sampled_from(chain.levels))
+    rank = data.draw(st.integers(0, chain.world - 1))
+    for hop in Placement(chain, rank, local, chain.world, chain.world, chain.world).gather_path(chain.world, 1):
+        assert hop.link == ("local" if hop.outer <= local else "cross")
+
+
+@given(chains(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_the_reduce_path_is_the_mirror(chain: Chain, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, chain.world - 1))
+    placement = stage3_placement(chain, rank, 1, persistent=False)
+    outer, inner = data.draw(st.sampled_from(pairs(chain)))
+    gather, reduce = placement.gather_path(outer, inner), placement.reduce_path(inner, outer)
+    assert reduce == tuple(reversed(gather))
+    assert [(hop.outer, hop.inner) for hop in gather] == chain.hops(outer, inner)
+    assert all(hop.ranks == chain.hop_ranks(rank, hop.outer, hop.inner) for hop in gather)
+
+
+def test_stage_3() -> None:
+    chain = Chain((1, 2, 4))
+    placement = stage3_placement(chain, 1, 2, persistent=False)
+    assert (placement.states, placement.weights, placement.gradients) == (4, 4, 4)
+    assert stage3_placement(chain, 1, 2, persistent=True).weights == 1
+    assert stage3_placement(chain, 1, 2, persistent=True).states == 4
+    assert placement.gather_path(4, 1) == (HopSpec(4, 2, (1, 3), "cross"), HopSpec(2, 1, (0, 1), "local"))
