@@ -18,12 +18,20 @@ from torch import Tensor
 
 from zeropp._compat import all_gather_single, new_group
 from zeropp.codecs import PlainCodec
+from zeropp.members import Members
 from zeropp.placement import HopSpec, Placement
-from zeropp.topology import Chain, build_chain, ranks_per_node
+from zeropp.topology import Chain, build_chain
 
 _T = TypeVar("_T")
 
-__all__ = ["Comm", "GatherPath", "Ledger", "LedgerRow", "ReducePath", "make_comm"]
+__all__ = [
+    "Comm",
+    "GatherPath",
+    "Ledger",
+    "LedgerRow",
+    "ReducePath",
+    "make_comm",
+]
 
 
 @dataclass(frozen=True)
@@ -304,44 +312,13 @@ class Comm:
         return new_group(ranks, backend, self.timeout, description)
 
 
-def make_comm(
-    process_group: dist.ProcessGroup | dist.DeviceMesh | None,
-    device: torch.device,
-    local_world_size: int | None,
-    hang_timeout: float,
-) -> Comm:
-    """Find out who takes part, and make the groups. Collective over the members.
+def make_comm(members: Members, hang_timeout: float) -> Comm:
+    """Make the process groups of a run. Collective over the members.
 
     Args:
-        process_group: ranks to partition over: a process group, a one-dimensional DeviceMesh, or None for the world
-            (one rank, if torch.distributed is not initialised).
-        device: where the model lives; decides the backend.
-        local_world_size: ranks per node, or None for LOCAL_WORLD_SIZE.
-        hang_timeout: seconds.
-
-    Raises:
-        ValueError: mesh of more than one dimension, unknown or uneven nodes.
-        TypeError: something else was given.
+        members: from :func:`find_members`.
+        hang_timeout: seconds after which a collective that does not finish is an error.
     """
-    timeout = timedelta(seconds=hang_timeout)
-    if process_group is None and not dist.is_initialized():
-        return Comm(build_chain(1, []), 0, (0,), 1, "none", timeout)
-    if isinstance(process_group, dist.DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(
-                f"got a DeviceMesh of {process_group.ndim} dimensions {process_group.mesh_dim_names}; expected one. "
-                "Give the dimension to partition over, as in mesh['dp']"
-            )
-        process_group = process_group.get_group()
-    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group is a {type(process_group).__name__}; expected a ProcessGroup this rank belongs to, a "
-            "one-dimensional DeviceMesh, or None"
-        )
-    ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-    local = ranks_per_node(ranks, local_world_size)
-    chain = build_chain(len(ranks), [local])
-    backend: str = dist.get_backend(process_group)
-    if ":" in backend or "," in backend:  # one backend per device type, as in "cpu:gloo,cuda:nccl"
-        backend = dict(part.split(":") for part in backend.split(","))[device.type]
-    return Comm(chain, ranks.index(dist.get_rank()), ranks, local, backend, timeout)
+    chain = build_chain(len(members.ranks), [members.local])
+    rank = members.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
+    return Comm(chain, rank, members.ranks, members.local, members.backend, timedelta(seconds=hang_timeout))

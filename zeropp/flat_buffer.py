@@ -1,8 +1,8 @@
 """One flat buffer: the parameters of a unit that share a dtype, as one contiguous stretch of memory.
 
-[Note: storage] Parameters are views of the buffer's storage for good. Releasing shrinks that storage to nothing and
-gathering grows it back, so that every alias autograd has saved sees the gathered values again; replacing ``.data``
-would leave them behind.
+[Note: storage] While gathered, parameters are views of the buffer's storage. Releasing shrinks that storage to nothing
+and gathering grows it back, so that every alias autograd has saved sees the gathered values again; a new storage would
+leave them behind.
 
 [Note: versions] Shrinking under autograd's eyes must not go unnoticed. At weight version v a gathered parameter's
 version counter is 2v, a released one's 2v+1: a saved tensor that is reached while its unit is away, or after an
@@ -11,6 +11,7 @@ optimizer step, is refused by autograd instead of read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +24,12 @@ from zeropp.layout import BufferLayout
 from zeropp_kernels.reference import pack_
 
 __all__ = ["FlatBuffer"]
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The value of every element of every released parameter."""
+    return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 class FlatBuffer:
@@ -80,8 +87,9 @@ class FlatBuffer:
                 self.grad = torch.zeros_like(self.shard)
             self.flat = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
             self._gather_views = self.gather_path.views(self.flat)
-            for view, parameter in zip(self.views(self.flat), self.parameters, strict=True):
-                parameter.data = view
+            self._present = self.views(self.flat)
+            nothing = _nothing(self.compute_dtype, self.device)
+            self._absent = [nothing.expand(view.shape) for view in self._present]
         self.cover()
         self.shrink()
 
@@ -105,14 +113,18 @@ class FlatBuffer:
 
     def uncover(self) -> None:
         """Let the model see the values."""
-        bump_versions(self.parameters, 2 * self.version)
         unguard(self.parameters)
+        for parameter, values in zip(self.parameters, self._present, strict=True):
+            parameter.data = values
+        bump_versions(self.parameters, 2 * self.version)
 
     def cover(self) -> None:
-        """Let no one read the values any more."""
+        """Let no one read the values any more; see `zeropp.guard`."""
+        unguard(self.parameters)
+        for parameter, nothing in zip(self.parameters, self._absent, strict=True):
+            parameter.data = nothing
+        bump_versions(self.parameters, 2 * self.version + 1)
         guard(self.parameters)
-        with torch._C.DisableTorchFunctionSubclass():
-            bump_versions(self.parameters, 2 * self.version + 1)
 
     def shrink(self) -> None:
         """Free the memory of the values; every reader must be done."""

@@ -1,8 +1,9 @@
 """What a parameter is while its values are elsewhere.
 
-A released parameter keeps its identity, shape and dtype, but its storage is empty: torch would read through a null
-pointer. So it takes on a cached subclass of its own class whose ``__torch_function__`` answers metadata, fetches the
-unit when the model is running, and otherwise raises with the remedy.
+A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of its
+own class whose ``__torch_function__`` answers metadata, fetches the unit when the model is running, and otherwise
+raises with the remedy. The few ways into a tensor that torch does not report, ``torch.tensor(p)`` and ``vmap`` among
+them, find NaN: the parameter's data is then a single NaN seen at every index.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _GETTERS = (
     "_post_accumulate_grad_hooks", "is_maia", "is_mtia",
 )  # fmt: skip
 _METHODS = (
-    "size", "numel", "nelement", "dim", "ndimension", "stride", "storage_offset", "is_floating_point", "is_complex",
-    "is_signed", "element_size", "is_contiguous", "register_hook", "register_post_accumulate_grad_hook", "get_device",
-    "is_shared", "is_pinned", "__len__", "type", "is_same_size", "is_inference", "has_names", "is_conj", "is_neg",
+    "size", "numel", "nelement", "dim", "ndimension", "is_floating_point", "is_complex",
+    "is_signed", "element_size", "register_hook", "register_post_accumulate_grad_hook", "get_device",
+    "is_shared", "is_pinned", "__len__", "is_same_size", "is_inference", "has_names", "is_conj", "is_neg",
     "is_distributed",
 )  # fmt: skip
 
@@ -45,6 +46,7 @@ def _metadata_functions() -> frozenset[object]:
 
 
 _METADATA = _metadata_functions()
+_LAYOUT = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _COPY = torch.Tensor.copy_
@@ -69,19 +71,20 @@ class Keeper(Protocol):
 class _Tag:
     """Tie from a parameter to its name and keeper; weak, so that a parameter keeps no engine alive."""
 
-    __slots__ = ("keeper", "name")
+    __slots__ = ("keeper", "layout", "name")
 
-    def __init__(self, name: str, keeper: Keeper) -> None:
+    def __init__(self, name: str, keeper: Keeper, parameter: nn.Parameter, strides: tuple[int, ...]) -> None:
         self.name = name
         self.keeper = weakref.ref(keeper)
+        self.layout = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
 
 _GUARDS: dict[type[nn.Parameter], type[nn.Parameter]] = {}
 
 
-def register(parameter: nn.Parameter, name: str, keeper: Keeper) -> None:
-    """Tell the guard who keeps a parameter, and how it is called."""
-    parameter._zeropp_tag = _Tag(name, keeper)  # type: ignore[attr-defined]
+def register(parameter: nn.Parameter, name: str, keeper: Keeper, strides: tuple[int, ...]) -> None:
+    """Tell the guard who keeps a parameter, how it is called, and the strides it has when its values are there."""
+    parameter._zeropp_tag = _Tag(name, keeper, parameter, strides)  # type: ignore[attr-defined]
 
 
 def keeper_of(parameter: torch.Tensor) -> Keeper | None:
@@ -106,7 +109,12 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     if hasattr(cls, "_zeropp_own_class"):
         return cls
     if cls not in _GUARDS:
-        namespace = {"_zeropp_own_class": cls, "__torch_function__": classmethod(_intercept), "__repr__": _describe}
+        namespace = {
+            "_zeropp_own_class": cls,
+            "__torch_function__": classmethod(_intercept),
+            "__repr__": _describe,
+            "__format__": lambda parameter, spec: format(_describe(parameter), spec),
+        }
         _GUARDS[cls] = types.new_class(f"Released{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))
     return _GUARDS[cls]
 
@@ -137,17 +145,19 @@ def _intercept(
 ) -> object:
     kwargs = kwargs or {}
     with torch._C.DisableTorchFunctionSubclass():
-        if func in _METADATA:
+        if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
+            if func in _LAYOUT:
+                return func(tag.layout, *args[1:], **kwargs)
             keeper = tag.keeper()
             if keeper is None:
                 raise RuntimeError(
                     f"parameter {tag.name!r} is partitioned, and the ZeroOptimizer that holds its values is gone; "
                     "keep the optimizer as long as the model, or save zeropp.full_state(model) before dropping it"
                 )
-            if func is _GET_GRAD or func is _SET_GRAD:
+            if func in (_GET_GRAD, _SET_GRAD):
                 return _gradient_access(func, args, kwargs, tag.name, keeper)
             if func is _COPY and parameter is args[0] and keeper.take_loaded(parameter, args[1]):
                 return parameter
@@ -160,7 +170,7 @@ def _gradient_access(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, keeper: Keeper
 ) -> object:
     """A partitioned gradient is not in ``.grad``: answering None would make clipping and logging silently wrong."""
-    if keeper.has_pending_gradients() and not (func is _SET_GRAD and args[1] is None):
+    if keeper.has_pending_gradients() and not (func == _SET_GRAD and args[1] is None):
         raise RuntimeError(
             f"the gradient of {name!r} is partitioned over the ranks and not in .grad; use "
             "optimizer.clip_grad_norm_(max_norm) to clip, optimizer.grad_norm to log, and optimizer.zero_grad() to "

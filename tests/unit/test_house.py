@@ -35,6 +35,7 @@ ROOMS = {
     "layout": 1,
     "streams": 1,
     "codecs": 2,
+    "members": 2,
     "placement": 2,
     "units": 2,
     "guard": 2,

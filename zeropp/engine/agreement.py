@@ -7,9 +7,10 @@ and when a rank gives up waiting.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from zeropp._compat import default_store
@@ -30,16 +31,26 @@ class Agreement:
     def __init__(self, comm: Comm, hang_timeout: float) -> None:
         self.comm = comm
         self.hang_timeout = hang_timeout
+        self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
         self._incident = f"zeropp/hang/{next(_ENGINES)}/{comm.ranks}"
 
     def wait(self, wait: Callable[[float], bool], doing: str) -> None:
         """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed."""
+        with self.watching(doing):
+            if not wait(self.hang_timeout):
+                raise self.failure(doing)
+
+    @contextlib.contextmanager
+    def watching(self, doing: str) -> Iterator[None]:
+        """Turn an error of a collective into the common error; at once if the ranks have lost each other before."""
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
         try:
-            done = wait(self.hang_timeout)
+            yield
         except RuntimeError as error:
+            if self.lost is not None:
+                raise
             raise self.failure(f"{doing} ({str(error).splitlines()[0]})") from error
-        if not done:
-            raise self.failure(doing)
 
     def exchange(self, kind: int, values: list[int], doing: str) -> list[list[int]]:
         """Every rank's values; all ranks must be at the same kind of exchange.
@@ -48,10 +59,8 @@ class Agreement:
             RuntimeError: some rank did not come within ``hang_timeout``, or is at another kind of exchange.
         """
         row = [kind, *values, *[0] * (_WIDTH - len(values))]  # one width, or ranks at different kinds could not talk
-        try:
+        with self.watching(doing):
             rows = self.comm.all_gather_ints(row)
-        except RuntimeError as error:
-            raise self.failure(doing) from error
         if any(row[0] != kind for row in rows):
             others = [rank for rank, row in enumerate(rows) if row[0] != kind]
             raise self.failure(f"{doing}, while ranks {others} are somewhere else in the program")
@@ -59,21 +68,20 @@ class Agreement:
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's picklable value; for the end of a learned phase and for reports."""
-        try:
+        with self.watching(doing):
             return self.comm.all_gather_objects(value)
-        except RuntimeError as error:
-            raise self.failure(doing) from error
 
     def failure(self, doing: str) -> RuntimeError:
         """The error to raise when waiting is over: what this rank waits for, and what the others say."""
         comm = self.comm
         accounts = self._collect(f"rank {comm.rank} was {doing}")
-        return RuntimeError(
+        self.lost = (
             f"the ranks are no longer in step (hang_timeout {self.hang_timeout:g} s): {accounts}. No weight was "
             "changed by this step. Every rank must run the same modules in the same order; look for code that "
             "depends on the rank or on its data, or for a rank that failed earlier. Slow is not hung: if a rank was "
             'only late, raise {"zeropp": {"hang_timeout": seconds}}'
         )
+        return RuntimeError(self.lost)
 
     def _collect(self, own: str) -> str:
         comm = self.comm

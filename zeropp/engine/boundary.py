@@ -63,7 +63,8 @@ class Boundary:
         """
         engine = self.engine
         self._vector = self._assemble()
-        engine.comm.sum(self._vector)
+        with engine.agreement.watching("at the boundary reduction"):
+            engine.comm.sum(self._vector)
         for buffer in engine.trainable[:1]:
             assert buffer.grad is not None
             poison = torch.where(torch.isfinite(self._vector[0]), 0.0, torch.nan)
@@ -107,8 +108,8 @@ class Boundary:
         shards = [buffer.grad for buffer in engine.trainable if buffer.grad is not None and buffer.has_grad]
         squares = torch.zeros((), dtype=torch.float64, device=engine.device)
         if shards:
-            norms = torch.stack([norm.double() for norm in torch._foreach_norm(shards)])
-            squares = norms.square().sum()
+            # In float64: squares of large finite gradients overflow float32, and would look like a bad step.
+            squares = torch.stack(torch._foreach_norm(shards, 2, torch.float64)).square().sum()
         issued = engine.issued.value
         flags = [float(issued), float(issued * issued // _HALF), float(issued * issued % _HALF)]
         flags += [float(any(b.has_unsent_gradients() for b in unit.trainable)) for unit in engine.units]

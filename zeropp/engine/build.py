@@ -23,6 +23,7 @@ from zeropp.engine.state import install_state_hooks
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of, register
 from zeropp.layout import build_layout, dense_strides
+from zeropp.members import Group, find_members, to_process_group, world_group
 from zeropp.placement import stage3_placement
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
@@ -30,15 +31,21 @@ from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, n
 __all__ = ["Group", "buffer_groups", "build_engine", "compute_dtype", "together", "unit_options"]
 
 _T = TypeVar("_T")
-Group = dist.ProcessGroup | dist.DeviceMesh | None
 
 
-def together(group: Group, what: str, work: Callable[[], _T]) -> _T:
+def together(group: Group, what: str, work: Callable[[], _T], *, same: bool = False) -> _T:
     """Do local work that may fail, and fail on every rank if it failed on any.
+
+    Args:
+        group: ranks that do the work.
+        what: for the message.
+        work: local; its result must have a telling repr if ``same``.
+        same: every rank must come to the same result.
 
     Raises:
         Exception: this rank's own error, as it was.
         RuntimeError: another rank failed; with its rank and message.
+        ValueError: results differ.
     """
     result: _T | None = None
     error: Exception | None = None
@@ -46,20 +53,41 @@ def together(group: Group, what: str, work: Callable[[], _T]) -> _T:
         result = work()
     except Exception as caught:
         error = caught
-    if isinstance(group, dist.DeviceMesh):
-        group = group.get_group() if group.ndim == 1 else None
-    if dist.is_initialized() and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
-        accounts: list[str | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(accounts, error and f"{type(error).__name__}: {error}", group=group)
-        failed = [(rank, text) for rank, text in enumerate(accounts) if text is not None]
-        if failed and error is None:
-            raise RuntimeError(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
+    accounts = _exchange(group, (error and f"{type(error).__name__}: {error}", repr(result) if same else ""))
     if error is not None:
         raise error
+    for rank, (failure, value) in enumerate(accounts):
+        if failure is not None:
+            raise RuntimeError(f"{what} failed on rank {rank}: {failure}")
+        if value != accounts[0][1]:
+            raise ValueError(
+                f"{what}: ranks 0 and {rank} disagree, {accounts[0][1]} and {value}. Give every rank the same "
+                "configuration and the same LOCAL_WORLD_SIZE"
+            )
     return result  # type: ignore[return-value]
 
 
-def build_engine(model: nn.Module, config: Config, group: Group, scale: float | None) -> Engine:
+def _exchange(group: Group, account: _T) -> list[_T]:
+    """Everyone's account, over the group the user gave; over the world, if what was given is none."""
+    if not dist.is_initialized():
+        return [account]
+    try:
+        process_group = to_process_group(group)
+    except TypeError:
+        process_group = world_group()  # the others may have given None, and wait there
+    except ValueError:
+        return [account]  # nobody waits for a rank that is no member
+    size = dist.get_world_size(process_group)
+    if size <= 1 or dist.get_backend(process_group) == "fake":
+        return [account]
+    accounts = [account] * size
+    dist.all_gather_object(accounts, account, group=process_group)
+    return accounts
+
+
+def build_engine(
+    model: nn.Module, config: Config, group: Group, scale: float | None, others: Callable[[], list[str]]
+) -> Engine:
     """Partition a model in place.
 
     Collective over the group. Rank 0's weights and buffers become everyone's.
@@ -69,14 +97,18 @@ def build_engine(model: nn.Module, config: Config, group: Group, scale: float | 
         config: checked to be supported.
         group: ranks to partition over.
         scale: factor on gradients summed over ranks; None for what the configuration says.
+        others: further lines that must be the same on every rank.
 
     Raises:
         TypeError, ValueError: the model or the group cannot be used; the message says why and what to do.
     """
     device = together(group, "checking the model", lambda: _check_model(model, config))
     extension = config.zeropp
-    comm = make_comm(group, device, extension.local_world_size, extension.hang_timeout)
-    _check_agreement(model, config, comm)
+    members = together(
+        group, "finding nodes", lambda: find_members(group, device, extension.local_world_size), same=True
+    )
+    comm = make_comm(members, extension.hang_timeout)
+    _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
     specs = form_units(model, comm.world, unit_options(config))
     units = _make_units(model, specs, config, comm)
     for unit in units:
@@ -99,8 +131,8 @@ def build_engine(model: nn.Module, config: Config, group: Group, scale: float | 
     )
     for unit in units:
         for buffer in unit.buffers:
-            for name, parameter in zip(buffer.names, buffer.parameters, strict=True):
-                register(parameter, name, engine)
+            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                register(parameter, slot.name, engine, slot.strides)
     _install_sites(model, engine, specs)
     _install_gradient_hooks(engine)
     install_state_hooks(model, engine)
@@ -196,13 +228,15 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
     return next(iter(devices))
 
 
-def _check_agreement(model: nn.Module, config: Config, comm: Comm) -> None:
-    """Every rank must bring the same parameters and the same configuration."""
-    own = [
+def _describe(model: nn.Module) -> list[str]:
+    return [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()
     ]
-    own.append(f"configuration {config.model_dump_json()}")
+
+
+def _check_agreement(own: list[str], comm: Comm) -> None:
+    """Every rank must bring the same parameters, configuration and optimizer."""
     tables = comm.all_gather_objects(own)
     for rank, table in enumerate(tables):
         if table != tables[0]:
@@ -210,8 +244,8 @@ def _check_agreement(model: nn.Module, config: Config, comm: Comm) -> None:
             rows = zip(table + ["nothing"] * width, tables[0] + ["nothing"] * width, strict=False)
             there, here = next((a, b) for a, b in rows if a != b)
             raise ValueError(
-                f"ranks 0 and {rank} bring different models or configurations: rank 0 has {here!r} where rank {rank} "
-                f"has {there!r}. Build the same model with the same configuration on every rank"
+                f"ranks 0 and {rank} bring different models, configurations or optimizers: rank 0 has {here!r} where "
+                f"rank {rank} has {there!r}. Build the same model, configuration and optimizer on every rank"
             )
 
 

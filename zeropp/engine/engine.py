@@ -101,6 +101,7 @@ class Engine:
         self.pending_gradients = False
         self.after_backward: Callable[[], None] = lambda: None
         self.used = [[False] * sum(len(b.parameters) for b in unit.trainable) for unit in self.units]
+        self._backwards = 0  # finished or given up
         self._outstanding: list[PhaseKey] = []
         self._backward_uses: dict[int, int] = {}  # unit in backward -> calls whose inputs will tell its end
         self._whole: dict[int, None] = {}  # units that no output announces: fetched for the whole backward
@@ -130,6 +131,8 @@ class Engine:
         """A site's forward is over: release its units, unless the plan keeps them."""
         if unannounced and self.phase is Phase.FORWARD:
             self._whole.update(dict.fromkeys(unit.index for unit in site.units))
+        if failed and self.agreement.lost is not None:
+            return self.recover()
         for unit in site.units:
             unit.holds -= 1
             self.schedule.settle(unit)
@@ -164,6 +167,9 @@ class Engine:
 
     def backward_reached(self, call: BackwardCall) -> None:
         """Backward arrives at a site's outputs: fetch its units."""
+        if call.reached == self._backwards:
+            return  # by another of its outputs
+        call.reached = self._backwards
         self._begin_backward()
         for unit in call.site.units:
             self._use_in_backward(unit)
@@ -172,6 +178,8 @@ class Engine:
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""
+        if call.reached != self._backwards:
+            return
         for unit in call.site.frozen:
             if self._backward_uses.get(unit.index, 0) > 0:
                 self._backward_uses[unit.index] -= 1
@@ -210,6 +218,7 @@ class Engine:
         self.schedule.settle(unit)
 
     def _end_backward(self) -> None:
+        self._backwards += 1
         self._let_touched_go()
         left = [self.units[index] for index in self._backward_uses]
         self._backward_uses.clear()
@@ -266,18 +275,24 @@ class Engine:
             raise RuntimeError(f"{what} was called in the middle of a {self.phase.value}; call it between passes")
 
     def recover(self) -> None:
-        """After an error in forward or backward: release everything, so that the next step can run."""
+        """After an error in forward or backward: release everything, so that the next step can run.
+
+        Once the ranks have lost each other there is no next step, and nothing to wait for.
+        """
         self.hooks.reset()
+        self._backwards += 1
         self._backward_uses.clear()
         self._whole.clear()
         self._touched.clear()
         self._outstanding.clear()
+        self.phase = Phase.IDLE
+        if self.agreement.lost is not None:
+            return
         self.reductions.forget()
         self.schedule.abort()
         self._cover_persistent()
         for buffer in self.buffers:
             buffer.drop_unsent()
-        self.phase = Phase.IDLE
 
     def weights_changed(self, *, everything: bool = False) -> None:
         """Main weights have new values: what is gathered is out of date, what is kept is gathered again.

@@ -70,21 +70,28 @@ class BackwardCall:
     def __init__(self, driver: weakref.ref[Driver], site: Site) -> None:
         self._driver = driver
         self.site = site
-        self.reached = False
+        self.reached = -1  # the backward that has reached it; a retained graph may see several
         self.tracked = False  # whether the inputs tell when this call's backward is over
 
     def __call__(self, gradient: Tensor) -> None:
         """Backward has the gradient of an output."""
         driver = self._driver()
-        if driver is not None and not self.reached:
-            self.reached = True
+        if driver is not None:
             driver.backward_reached(self)
 
     def inputs_done(self, gradients: object) -> None:
         """Backward has the gradients of all inputs."""
         driver = self._driver()
-        if driver is not None and self.reached:
+        if driver is not None:
             driver.backward_left(self)
+
+
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+
+def _kept_tensors(module: nn.Module) -> list[Tensor]:
+    """Differentiable tensors that a module has put on itself, a loss perhaps, in place of returning them."""
+    return differentiable([value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES])
 
 
 @dataclass
@@ -164,7 +171,7 @@ class SiteHooks:
             failed = sys.exc_info()[1] is not frame.error
             unannounced = False
             if frame.call is not None and not failed:
-                outputs = differentiable(output)
+                outputs = differentiable(output) or _kept_tensors(module)
                 for tensor in outputs:
                     tensor.register_hook(frame.call)
                 unannounced = not outputs and (site.trainable or bool(differentiable((args, kwargs))))

@@ -12,35 +12,30 @@ from zeropp.engine.engine import Engine
 __all__ = ["refuse_changes"]
 
 
-class _Refusal:
-    """Stands in for a method of one module, and for pickling of whatever holds it."""
+_MOVING = (
+    "a model managed by zeropp cannot be moved or cast (.to, .cuda, .cpu, .half, .bfloat16, .float, .double): its "
+    "values live in partitions. Move and cast it before wrapping; for another compute dtype set "
+    '{"bf16": {"enabled": true}}'
+)
+_PICKLING = (
+    "a model managed by zeropp cannot be pickled or deep-copied: this rank holds only a part of it. Save "
+    "zeropp.full_state(model) or model.state_dict() instead, both collective"
+)
 
-    def __init__(self, message: str) -> None:
-        self.message = message
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
-        raise RuntimeError(self.message)
+def _refuse(message: str) -> Callable[..., object]:
+    def refuse(*args: object, **kwargs: object) -> object:
+        raise RuntimeError(message)
 
-    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        raise RuntimeError(
-            "a model managed by zeropp cannot be pickled or deep-copied: this rank holds only a part of it. Save "
-            "zeropp.full_state(model) or model.state_dict() instead, both collective"
-        )
-
-    def __deepcopy__(self, memo: object) -> object:
-        return self.__reduce_ex__(4)
+    return refuse
 
 
 def refuse_changes(model: nn.Module, engine: Engine) -> None:
-    """Replace, on these module objects only, what would move or cast parameters; and route ``zero_grad``."""
-    refusal = _Refusal(
-        "a model managed by zeropp cannot be moved or cast (.to, .cuda, .cpu, .half, .bfloat16, .float, .double): its "
-        "values live in partitions. Move and cast it before wrapping; for another compute dtype set "
-        '{"bf16": {"enabled": true}}'
-    )
+    """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``."""
     for module in model.modules():
-        module.__dict__["_apply"] = refusal
-        engine.on_close(_restorer(module, "_apply"))
+        for name, message in (("_apply", _MOVING), ("__reduce_ex__", _PICKLING)):
+            module.__dict__[name] = _refuse(message)
+            engine.on_close(_restorer(module, name))
     ref = weakref.ref(engine)
 
     def zero_grad(set_to_none: bool = True) -> None:

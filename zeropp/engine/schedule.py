@@ -79,16 +79,16 @@ class Schedule:
         """
         self.key, self._then = key, then
         self._learned = []
-        latest = self.sequences.latest(key)
-        if latest is None:
+        expected = self.sequences.expected(key)
+        if expected is None:
             self._begin_learning()
             code = zlib.crc32(repr(key).encode())
             rows = self.agreement.exchange(_BEGIN, [code], f"starting {key}")
             if any(row != [code] for row in rows):
                 raise self.agreement.failure(f"starting {key}")
         else:
-            self._follow(latest, 0)
-        self.reductions.begin(latest)
+            self._follow(expected, 0)
+        self.reductions.begin(expected)
 
     def use(self, unit: Unit) -> None:
         """Have the unit gathered, and what the plan wants fetched with it. The caller holds the unit already."""
@@ -149,7 +149,7 @@ class Schedule:
     # Following.
 
     def _follow(self, sequence: Sequence, position: int) -> None:
-        lookahead = self.sequences.latest(self._then)
+        lookahead = self.sequences.expected(self._then)
         uses, ahead = sequence.uses[position:], lookahead.uses if lookahead else ()
         unwanted = self.held.difference(uses, ahead)  # kept for a phase that did not come
         self.held -= unwanted
@@ -177,15 +177,19 @@ class Schedule:
         while self._position < stop:
             position = self._position
             used = self._sequence.uses[position]
+            dropped = self._plan.drop[position - self._base]
+            self._drop([index for index in dropped if index != used])  # before what they make room for
             self._start(position + 1)
             self.held.add(used)
             if used != own or position + 1 < stop:
                 self._kept.add(used)  # for others; this rank may still come to use it
             self._position += 1
-            dropped = self._plan.drop[position - self._base]
-            self.held.difference_update(dropped)
-            for index in dropped:
-                self.settle(self.units[index])
+            self._drop([index for index in dropped if index == used])
+
+    def _drop(self, indices: list[int]) -> None:
+        self.held.difference_update(indices)
+        for index in indices:
+            self.settle(self.units[index])
 
     def _issue(self, index: int) -> None:
         unit = self.units[index]

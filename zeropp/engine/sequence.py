@@ -38,28 +38,44 @@ class Sequence:
             return None
 
 
+@dataclass
+class _Variants:
+    """Known orders of one kind of phase, and which of them tends to follow which."""
+
+    known: list[Sequence] = field(default_factory=list)
+    last: Sequence | None = None
+    successors: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+
+    def expected(self) -> Sequence | None:
+        """The order that came after the last one the time before; graphs that alternate are foreseen so."""
+        return next((after for before, after in self.successors if before is self.last), self.last)
+
+    def add(self, sequence: Sequence) -> None:
+        sequence = next((other for other in self.known if other == sequence), sequence)
+        self.known = [sequence, *(other for other in self.known if other is not sequence)][:_VARIANTS]
+        if self.last is not None:
+            kept = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
+            self.successors = [*kept, (self.last, sequence)]
+        self.last = sequence
+
+
 class Sequences:
-    """Known sequences for each kind of phase."""
+    """Known sequences for each kind of phase; the same on every rank."""
 
     def __init__(self) -> None:
-        self._known: dict[PhaseKey, list[Sequence]] = {}
+        self._known: dict[PhaseKey, _Variants] = {}
 
     def variants(self, key: PhaseKey) -> list[Sequence]:
         """Known orders, the most recently followed first."""
-        return self._known.get(key, [])
+        return self._known[key].known if key in self._known else []
 
-    def latest(self, key: PhaseKey | None) -> Sequence | None:
-        """The order followed last."""
-        variants = self._known.get(key, []) if key is not None else []
-        return variants[0] if variants else None
+    def expected(self, key: PhaseKey | None) -> Sequence | None:
+        """The order that the next phase of this kind is most likely to have."""
+        return self._known[key].expected() if key is not None and key in self._known else None
 
     def remember(self, key: PhaseKey, sequence: Sequence) -> None:
-        """Put a sequence first."""
-        variants = self._known.setdefault(key, [])
-        if sequence in variants:
-            variants.remove(sequence)
-        variants.insert(0, sequence)
-        del variants[_VARIANTS:]
+        """Note that a phase had this order."""
+        self._known.setdefault(key, _Variants()).add(sequence)
 
     def forget_backwards(self) -> None:
         """Learn backwards anew: gradients came that no known one expects."""
@@ -67,20 +83,23 @@ class Sequences:
 
 
 class IssueHash:
-    """Running hash of (kind, unit, version) of everything issued, small enough to be summed exactly over ranks.
+    """Running hash of (unit, version) of everything issued, for each kind of collective.
 
-    24 bits, so that sums over thousands of ranks of the value and of each half of its square are exact in float64.
+    Gathers keep one order on every rank, and so do reductions, but a rank may be further with the one than with the
+    other. The value has 24 bits, so that sums over thousands of ranks of it and of each half of its square are exact in
+    float64.
     """
 
     _PRIME = (1 << 24) - 3
 
     def __init__(self) -> None:
-        self.value = 1
+        self._running: dict[int, int] = {}
 
     def add(self, kind: int, unit: int, version: int) -> None:
         """Take in one issued collective."""
-        self.value = (self.value * 65599 + kind * 8191 + unit * 131 + version + 1) % self._PRIME
+        self._running[kind] = (self._running.get(kind, 1) * 65599 + unit * 131 + version + 1) % self._PRIME
 
-    def reset(self) -> None:
-        """Start again, at a boundary."""
-        self.value = 1
+    @property
+    def value(self) -> int:
+        """All kinds together."""
+        return sum(value * (kind + 1) * 8191 for kind, value in self._running.items()) % self._PRIME

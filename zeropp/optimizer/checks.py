@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_optimizer", "describe_optimizer"]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -34,3 +34,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"the optimizer already has state for {len(optimizer.state)} parameters; wrap it before its first step, "
             "and restore states with load_state_dict afterwards"
         )
+
+
+def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
+    """What must be the same on every rank: the class, and each group's parameters and plain settings."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    lines = [f"optimizer {type(optimizer).__name__}"]
+    for index, group in enumerate(optimizer.param_groups):
+        plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple, type(None)))}
+        lines.append(f"group {index} of {[names[id(parameter)] for parameter in group['params']]} with {plain}")
+    return lines

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from zeropp.config import ConfigSource, load_config
 from zeropp.engine.boundary import Boundary, Verdict
-from zeropp.engine.build import Group, build_engine, together
+from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
-from zeropp.optimizer.checks import check_optimizer
+from zeropp.members import Group
+from zeropp.optimizer.checks import check_optimizer, describe_optimizer
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.slices import make_slices
 from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
@@ -67,7 +68,9 @@ class ZeroOptimizer(Optimizer):
 
         self.config = together(process_group, "preparing ZeroOptimizer", prepare)
         self.inner = optimizer
-        self.engine: Engine = build_engine(model, self.config, process_group, gradient_scale)
+        self.engine: Engine = build_engine(
+            model, self.config, process_group, gradient_scale, lambda: describe_optimizer(optimizer, model)
+        )
         self.boundary = Boundary(self.engine)
         self.engine.after_backward = self._make_after_backward()
         self.defaults = optimizer.defaults
@@ -150,7 +153,7 @@ class ZeroOptimizer(Optimizer):
         self.engine.require_idle("clip_grad_norm_")
         self.boundary.verdict()  # the step's one host read: gradients kept back by no_sync must be in first
         norm = self.boundary.norm_tensor()
-        self._scale_gradients(norm, max_norm)
+        self.boundary.accept_scaling(self._scale_gradients(norm, max_norm))
         return norm
 
     @torch.no_grad()
@@ -169,6 +172,8 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         self.engine.require_idle("step")
         verdict = self.boundary.verdict()
+        norm = self.boundary.norm_tensor()
+        self.boundary.invalidate()  # a second step asks again: every rank must come to it
         self._backwards = 0
         self.grad_norm = verdict.norm
         self.step_was_skipped = not verdict.finite
@@ -179,7 +184,7 @@ class ZeroOptimizer(Optimizer):
         for piece in self._slices:
             piece.show_gradient(verdict.used[piece.unit][piece.position])
         if self.config.gradient_clipping > 0:
-            self._scale_gradients(self.boundary.norm_tensor(), self.config.gradient_clipping)
+            self._scale_gradients(norm, self.config.gradient_clipping)
         self.engine.settle_refresh()
         # Past the profiling wrapper of torch, whose hooks already run around this method.
         getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
@@ -256,12 +261,12 @@ class ZeroOptimizer(Optimizer):
         if self._backwards >= self._accumulation_steps:
             self.boundary.exchange()
 
-    def _scale_gradients(self, norm: Tensor, max_norm: float) -> None:
+    def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for buffer in self.engine.trainable:
             assert buffer.grad is not None
             buffer.grad.mul_(factor.to(buffer.grad.dtype))
-        self.boundary.accept_scaling(factor)
+        return factor
 
     def _refuse_unused(self, verdict: Verdict) -> None:
         if self.config.zero.ignore_unused_parameters:

@@ -1,0 +1,251 @@
+"""The same training twice: partitioned over ranks, and in one process in plain torch on the same global batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.models import MODELS, Lion
+
+__all__ = [
+    "OPTIMIZERS",
+    "Recipe",
+    "Trained",
+    "assert_close",
+    "build",
+    "check",
+    "compare",
+    "continue_zero",
+    "make_optimizer",
+    "micro_batch",
+    "train_plain",
+    "train_zero",
+]
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 3e-2, "lr_decay": 0.1}),
+    "Lion": (Lion, {"lr": 3e-3}),
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training run, the same on the ranks and in the reference.
+
+    Attributes:
+        model: key of MODELS.
+        dtype: of the model's parameters.
+        accumulation: micro-batches in one step.
+        how: "optimizer.backward", "loss.backward", or "no_sync" (all micro-batches but the last inside it), or
+            "no_sync mixed" (only the second inside it), or "no_sync only" (all of them inside).
+        clip: None, or the bound that the configuration sets.
+        clip_call: None, or the bound given to ``clip_grad_norm_``.
+        optimizer: key of OPTIMIZERS.
+        evaluate: between steps, also run the model in eval mode or under no_grad, and compare those losses.
+        zero: entries of the zero_optimization block; by default everything is partitioned.
+        extension: entries of the zeropp block.
+        top: entries at the top level of the configuration.
+        steps: optimizer steps.
+    """
+
+    model: str = "gpt"
+    dtype: torch.dtype = torch.float64
+    accumulation: int = 1
+    how: str = "optimizer.backward"
+    clip: float | None = None
+    clip_call: float | None = None
+    optimizer: str = "AdamW"
+    evaluate: bool = False
+    zero: dict[str, object] = field(default_factory=dict)
+    extension: dict[str, object] = field(default_factory=dict)
+    top: dict[str, object] = field(default_factory=dict)
+    steps: int = 10
+
+    def config(self) -> dict[str, object]:
+        """For ZeroOptimizer; small units are really partitioned unless the recipe says otherwise."""
+        config: dict[str, object] = {
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **self.zero},
+            "zeropp": {"unit_min_blocks": 0, "hang_timeout": 30, **self.extension},
+            **self.top,
+        }
+        if self.clip is not None:
+            config["gradient_clipping"] = self.clip
+        if self.how == "optimizer.backward":
+            config["gradient_accumulation_steps"] = self.accumulation
+        return config
+
+
+@dataclass
+class Trained:
+    """What a run leaves.
+
+    Attributes:
+        losses: of each micro-batch, in order; evaluation losses among them.
+        norms: gradient norm of each step before clipping.
+        state: whole main weights and buffers at the end.
+        parameters: names of parameters, tied ones under each name.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, Tensor]
+    parameters: list[str]
+
+
+def micro_batch(recipe: Recipe, step: int, micro: int, rank: int) -> tuple[Tensor, ...]:
+    """One rank's micro-batch; differs for every step, micro-batch and rank."""
+    generator = torch.Generator().manual_seed(1 + step * 1009 + micro * 101 + rank)
+    batch = MODELS[recipe.model].batch(generator)
+    return tuple(tensor.to(recipe.dtype) if tensor.is_floating_point() else tensor for tensor in batch)
+
+
+def build(recipe: Recipe, seed: int = 7) -> nn.Module:
+    """The model as rank 0 makes it."""
+    torch.manual_seed(seed)
+    return MODELS[recipe.model].build().to(recipe.dtype)
+
+
+def make_optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups: matrices, and the rest at twice the rate and without decay. Frozen parameters stay in."""
+    cls, settings = OPTIMIZERS[recipe.optimizer]
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.03}, {"params": others, "lr": 2 * settings["lr"]}]
+    return cls(groups, **settings)
+
+
+def evaluations(recipe: Recipe, model: nn.Module, step: int, rank: int) -> list[float]:
+    """Losses in between: no_grad in training mode, and eval mode with grad mode on and off."""
+    if not recipe.evaluate:
+        return []
+    loss, batch, found = MODELS[recipe.model].loss, micro_batch(recipe, step, 90, rank), []
+    with torch.no_grad():
+        found.append(loss(model, batch).item())
+    model.eval()
+    if step % 2:
+        found.append(loss(model, batch).item())
+    with torch.inference_mode() if step % 3 == 2 else torch.no_grad():
+        found.append(loss(model, batch).item())
+    model.train()
+    return found
+
+
+def train_zero(recipe: Recipe, group: Any = None, rank: int | None = None) -> Trained:
+    """The run on this rank; other ranks than 0 start from other weights, which must not matter."""
+    rank = dist.get_rank() if rank is None else rank
+    model = build(recipe, seed=7 + 100 * rank)
+    inner = make_optimizer(recipe, model)
+    optimizer = zeropp.ZeroOptimizer(inner, model, recipe.config(), process_group=group)
+    run = continue_zero(recipe, model, optimizer, range(recipe.steps), rank)
+    optimizer.close()
+    return run
+
+
+def continue_zero(
+    recipe: Recipe, model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: range, rank: int
+) -> Trained:
+    """Train on; the optimizer may be new."""
+    losses: list[float] = []
+    norms: list[float] = []
+    loss_of = MODELS[recipe.model].loss
+    for step in steps:
+        optimizer.zero_grad()
+        for micro in range(recipe.accumulation):
+            with accumulating(recipe, optimizer, micro):
+                loss = loss_of(model, micro_batch(recipe, step, micro, rank))
+                losses.append(loss.item())
+                if recipe.how == "optimizer.backward":
+                    optimizer.backward(loss)
+                else:
+                    (loss / recipe.accumulation).backward()
+        if recipe.clip_call is not None:
+            norms.append(optimizer.clip_grad_norm_(recipe.clip_call).item())
+        optimizer.step()
+        if recipe.clip_call is None:
+            norms.append(optimizer.grad_norm)
+        losses += evaluations(recipe, model, step, rank)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    return Trained(losses, norms, zeropp.full_state(model), names)
+
+
+@contextlib.contextmanager
+def accumulating(recipe: Recipe, optimizer: zeropp.ZeroOptimizer, micro: int) -> Iterator[None]:
+    """Inside no_sync where the recipe says so."""
+    inside = {
+        "no_sync": micro < recipe.accumulation - 1,
+        "no_sync mixed": micro == 1,
+        "no_sync only": True,
+    }.get(recipe.how, False)
+    with optimizer.no_sync() if inside else contextlib.nullcontext():
+        yield
+
+
+def train_plain(recipe: Recipe, world: int, scale: float | None = None) -> list[Trained]:
+    """The reference, one result for each rank; they differ in losses only.
+
+    Args:
+        scale: factor on gradients summed over ranks; None for the mean.
+    """
+    model = build(recipe)
+    optimizer = make_optimizer(recipe, model)
+    losses: list[list[float]] = [[] for _ in range(world)]
+    norms = []
+    loss_of = MODELS[recipe.model].loss
+    for step in range(recipe.steps):
+        optimizer.zero_grad()
+        for micro in range(recipe.accumulation):
+            for rank in range(world):
+                loss = loss_of(model, micro_batch(recipe, step, micro, rank))
+                losses[rank].append(loss.item())
+                (loss * ((1 / world if scale is None else scale) / recipe.accumulation)).backward()
+        bound = min(recipe.clip or float("inf"), recipe.clip_call or float("inf"))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), bound).item())
+        optimizer.step()
+        for rank in range(world):
+            losses[rank] += evaluations(recipe, model, step, rank)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    return [Trained(own, norms, state, names) for own in losses]
+
+
+def check(recipe: Recipe, world: int, *, nodes: int = 1, tolerance: float = 1e-9) -> None:
+    """Run a recipe on ranks and in the reference, and compare losses, norms and weights of every rank."""
+    runs = run_ranks(world, train_zero, recipe, local_world_size=world // nodes)
+    for rank, (run, plain) in enumerate(zip(runs, train_plain(recipe, world), strict=True)):
+        compare(run, plain, tolerance, f"rank {rank}")
+
+
+def compare(
+    run: Trained, plain: Trained, tolerance: float, where: str = "", *, names: Iterable[str] | None = None
+) -> None:
+    """Losses, norms (relative) and weights within a tolerance; `names`: parameters to compare, all by default."""
+    assert_close(run.losses, plain.losses, tolerance, f"{where}: losses")
+    assert_close(run.norms, plain.norms, tolerance, f"{where}: gradient norms")
+    assert run.state.keys() == plain.state.keys(), where
+    assert run.parameters == plain.parameters, where
+    for name in run.parameters if names is None else names:
+        assert run.state[name].shape == plain.state[name].shape, f"{where}: {name}"
+        assert_close(run.state[name], plain.state[name], tolerance, f"{where}: {name}")
+
+
+def assert_close(found: Any, expected: Any, tolerance: float, what: str) -> None:
+    """Elementwise |found - expected| <= tolerance * max(1, |expected|); NaN is never close."""
+    a, b = torch.as_tensor(found, dtype=torch.float64), torch.as_tensor(expected, dtype=torch.float64)
+    assert a.shape == b.shape, f"{what}: {tuple(a.shape)} against {tuple(b.shape)}"
+    if a.numel():
+        error = ((a - b).abs() / b.abs().clamp(min=1)).max().item()
+        assert error <= tolerance, f"{what}: off by {error:.3g}, more than {tolerance:g}"

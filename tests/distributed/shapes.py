@@ -1,0 +1,194 @@
+"""Small models whose way through their blocks is an argument, and the plain run that they are compared with.
+
+A *route* is a tuple of stages; a stage is a tuple of block numbers, called in that order on the same input and summed.
+So ``((0,), (1, 2))`` is ``b1(b0(x)) + b2(b0(x))``, and ``((0,), (2, 1))`` the same function in another order of calls.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from zeropp.unit import Unit, UnitState
+
+__all__ = [
+    "Block",
+    "Pair",
+    "Route",
+    "Routed",
+    "chain",
+    "gathers",
+    "make_config",
+    "shards",
+    "share",
+    "worst",
+]
+
+WIDTH = 8
+Route = tuple[tuple[int, ...], ...]
+
+
+class Block(nn.Module):
+    """A residual block with a weight and a bias."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.lin = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.lin(x))
+
+
+class Routed(nn.Module):
+    """Equal blocks, run as the route says; each block is a unit of its own."""
+
+    def __init__(self, count: int = 4, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
+
+    def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
+        for stage in chain(len(self.blocks)) if route is None else route:
+            if stage:
+                x = sum((self.blocks[index](x) for index in stage), torch.zeros_like(x))
+        return x
+
+
+def chain(*stages: int) -> Route:
+    """One block after the other: ``chain(3)`` is blocks 0, 1, 2; ``chain(0, 2)`` is blocks 0 and 2."""
+    return tuple((index,) for index in (range(stages[0]) if len(stages) == 1 else stages))
+
+
+def make_config(**settings: object) -> dict[str, object]:
+    """Stage 3, every parameter partitioned, every block a unit.
+
+    Args:
+        settings: keys of the zero block (``persist``, ``live``, ``reuse`` and ``prefetch`` for the long names), of the
+            zeropp block (``hang_timeout``, ``unit_min_blocks``), or of the top level.
+    """
+    short = {
+        "persist": "stage3_param_persistence_threshold",
+        "live": "stage3_max_live_parameters",
+        "reuse": "stage3_max_reuse_distance",
+        "prefetch": "stage3_prefetch_bucket_size",
+    }
+    zero: dict[str, object] = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    own: dict[str, object] = {"unit_min_blocks": 0, "hang_timeout": 20}
+    top: dict[str, object] = {}
+    for key, value in settings.items():
+        if key in short:
+            zero[short[key]] = value
+        elif key in ("hang_timeout", "unit_min_blocks", "unit_numel", "local_world_size"):
+            own[key] = value
+        elif key in ("ignore_unused_parameters", "log_trace_cache_warnings", "overlap_comm"):
+            zero[key] = value
+        else:
+            top[key] = value
+    return {"zero_optimization": zero, "zeropp": own, **top}
+
+
+class Pair:
+    """A partitioned model on every rank, and beside it the same model, whole, that sees every rank's batch.
+
+    SGD with momentum and weight decay tells a parameter without gradient from one whose gradient is zero.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: dict[str, object],
+        *,
+        dtype: torch.dtype = torch.float64,
+        lr: float = 0.1,
+    ) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.dtype = dtype
+        self.model = model.to(dtype)
+        share(self.model)
+        self.plain = copy.deepcopy(self.model)
+        settings = {"lr": lr, "momentum": 0.9, "weight_decay": 0.05}
+        self.optimizer = zeropp.ZeroOptimizer(
+            torch.optim.SGD(self.model.parameters(), **settings), self.model, config
+        )
+        self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), **settings)
+        self.steps = 0
+
+    @property
+    def engine(self) -> object:
+        return self.optimizer.engine
+
+    def batch(self, rank: int, width: int = WIDTH) -> Tensor:
+        """The input of a rank at the running step."""
+        generator = torch.Generator().manual_seed(1000 * self.steps + rank)
+        return torch.randn(3, width, generator=generator, dtype=torch.float64).to(self.dtype)
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.plain_optimizer.zero_grad()
+
+    def backward(self, *routes: object) -> float:
+        """Forward and backward; one route for all ranks, or one each. Returns this rank's loss."""
+        each = routes if len(routes) > 1 else routes * self.world
+        for rank in range(self.world):
+            out = self.plain(self.batch(rank), each[rank])
+            (out.square().mean() / self.world).backward()
+        loss = self.model(self.batch(self.rank), each[self.rank]).square().mean()
+        loss.backward()
+        return float(loss)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.plain_optimizer.step()
+        self.steps += 1
+
+    def train(self, *routes: object) -> None:
+        """One whole step."""
+        self.zero_grad()
+        self.backward(*routes)
+        self.step()
+
+    def difference(self) -> float:
+        """Largest difference between the partitioned weights and the plain ones."""
+        return worst(zeropp.full_state(self.model), self.plain.state_dict())
+
+    def check(self, bound: float = 1e-12) -> None:
+        found = self.difference()
+        assert found <= bound, f"weights differ by {found} after {self.steps} steps"
+
+
+def share(model: nn.Module) -> None:
+    """Rank 0's values for everyone, so that the plain copies agree."""
+    if dist.is_initialized():
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+
+
+def worst(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Largest absolute difference of two state dicts with the same keys."""
+    assert left.keys() == right.keys(), (sorted(left), sorted(right))
+    return max(float((left[key].double() - right[key].double()).abs().max()) for key in left)
+
+
+def shards(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:
+    """Copies of this rank's pieces."""
+    return [buffer.shard.clone() for buffer in optimizer.engine.buffers]
+
+
+def gathers(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
+    """How often each unit has been gathered so far, over the first hop of its path."""
+    found: dict[str, int] = {}
+    for row in optimizer.engine.comm.ledger.rows:
+        if row.kind == "gather":
+            found[row.unit] = max(found.get(row.unit, 0), row.calls)
+    return found
+
+
+def live(units: Sequence[Unit], *, held: bool) -> int:
+    """Elements of gathered units that the call stack or an unfinished gradient holds, or of the others."""
+    return sum(
+        u.numel for u in units if not u.persistent and u.state is not UnitState.SHARDED and (u.holds > 0) is held
+    )

@@ -1,0 +1,454 @@
+"""What cannot be used is refused on every rank, within seconds, with what to do instead.
+
+A case is a function that each rank runs; it gets a fresh model and returns the arguments for ``ZeroOptimizer``. Cases
+share calls to the pool, so each one also shows that the refusals before it left nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import Routed, make_config
+
+SECONDS = 8.0  # on a busy machine; each takes some milliseconds
+
+
+@dataclass(frozen=True)
+class Args:
+    optimizer: object
+    model: object
+    config: object = None
+    group: object = None
+
+
+Case = Callable[[nn.Module, int], Args]
+
+
+def sgd(model: nn.Module, **settings: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **settings)
+
+
+def plain(model: nn.Module, **settings: object) -> Args:
+    return Args(sgd(model), model, make_config(**settings))
+
+
+def only_on(bad: int, rank: int, case: Case, model: nn.Module) -> Args:
+    return case(model, rank) if rank == bad else plain(model)
+
+
+class Lamb(torch.optim.Optimizer):
+    """A user's own optimizer under a known name."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data.add_(p.grad / (p.grad.norm() + 1e-6) * p.data.norm(), alpha=-group["lr"])
+
+
+class Trusting(torch.optim.Optimizer):
+    """The same under a name that nobody knows: only a trial step can tell."""
+
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    step = Lamb.step
+
+
+class Broken(torch.optim.Optimizer):
+    def __init__(self, parameters: object) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: object = None) -> None:
+        raise KeyError("momentum")
+
+
+def stepped(model: nn.Module, rank: int) -> Args:
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return Args(optimizer, model, make_config())
+
+
+def distributed(model: nn.Module, rank: int) -> Args:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.extra = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh))
+    return plain(model)
+
+
+def with_meta(model: nn.Module, rank: int) -> Args:
+    model.extra = nn.Parameter(torch.empty(4, device="meta"))
+    return plain(model)
+
+
+def with_sparse(model: nn.Module, rank: int) -> Args:
+    model.emb = nn.Embedding(5, 4, sparse=True)
+    return plain(model)
+
+
+def with_complex(model: nn.Module, rank: int) -> Args:
+    model.extra = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+    return plain(model)
+
+
+def wrapped_twice(model: nn.Module, rank: int) -> Args:
+    model.held = zeropp.ZeroOptimizer(sgd(model), model, make_config())  # keeps it alive
+    return Args(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1), model, make_config())
+
+
+def wrapped_twice_own(model: nn.Module, rank: int) -> Args:
+    optimizer = sgd(model)
+    model.held = zeropp.ZeroOptimizer(sgd(model), model, make_config())
+    return Args(optimizer, model, make_config())
+
+
+def zero_of_zero(model: nn.Module, rank: int) -> Args:
+    model.held = zeropp.ZeroOptimizer(sgd(model), model, make_config())
+    return Args(model.held, model, make_config())
+
+
+def two_meshes(model: nn.Module, rank: int) -> Args:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("pp", "dp"))
+    return Args(sgd(model), model, make_config(), mesh)
+
+
+def zero(model: nn.Module, **settings: object) -> Args:
+    return Args(sgd(model), model, {"zero_optimization": {"stage": 3, **settings}})
+
+
+def by(make: Callable[..., torch.optim.Optimizer]) -> Case:
+    return lambda m, r: Args(make(m.parameters()), m, make_config())
+
+
+def muon(model: nn.Module, rank: int) -> Args:
+    return Args(torch.optim.Muon([p for p in model.parameters() if p.dim() == 2]), model, make_config())
+
+
+# Name: (case, type of the error, pattern in its message). All ranks bring the same mistake.
+EVERYWHERE: dict[str, tuple[Case, str, str]] = {
+    "model is a list": (lambda m, r: Args(sgd(m), [m]), "TypeError", "model is a list; expected a torch.nn.Module"),
+    "model is None": (lambda m, r: Args(sgd(m), None), "TypeError", "model is a NoneType"),
+    "model is a class": (lambda m, r: Args(sgd(m), Routed), "TypeError", "model is a"),
+    "optimizer is a class": (lambda m, r: Args(torch.optim.SGD, m), "TypeError", "optimizer is a type; expected"),
+    "swapped": (lambda m, r: Args(m, sgd(m)), "TypeError", "optimizer is a Routed; expected a torch.optim.Optimizer"),
+    "config is a list": (lambda m, r: Args(sgd(m), m, [3]), "ConfigError|TypeError", "list"),
+    "config is a number": (lambda m, r: Args(sgd(m), m, 3), "ConfigError|TypeError", "int"),
+    "no such file": (lambda m, r: Args(sgd(m), m, "no/such/file.json"), "ConfigError|OSError", "no/such/file"),
+    "unknown key": (lambda m, r: plain(m, gradient_cliping=1.0), "ConfigError", "gradient_clipping"),
+    "unknown zero key": (lambda m, r: zero(m, stage3_max_live_parameter=1), "ConfigError", "max_live_parameters"),
+    "wrong value": (lambda m, r: plain(m, gradient_clipping="much"), "ConfigError", "gradient_clipping"),
+    "stage 0": (lambda m, r: zero(m, stage=0), "ConfigError", "stage.*not in this version; set stage 3"),
+    "stage 1": (lambda m, r: zero(m, stage=1), "ConfigError", "stage.*not in this version; set stage 3"),
+    "stage 2": (lambda m, r: zero(m, stage=2), "ConfigError", "stage.*not in this version; set stage 3"),
+    "fp16": (lambda m, r: plain(m, fp16={"enabled": True}), "ConfigError", "fp16.*not in this version"),
+    "offload": (lambda m, r: zero(m, offload_param={"device": "cpu"}), "ConfigError", "offload.*not in this version"),
+    "group is a string": (lambda m, r: Args(sgd(m), m, make_config(), "dp"), "TypeError", "process_group is a str"),
+    "group is a list": (lambda m, r: Args(sgd(m), m, make_config(), [0, 1]), "TypeError", "process_group is a list"),
+    "mesh of two dimensions": (two_meshes, "ValueError", r"DeviceMesh of 2 dimensions.*mesh\['dp'\]"),
+    "no parameters": (lambda m, r: Args(sgd(m), nn.ReLU()), "ValueError", "no parameters|does not belong"),
+    "foreign parameters": (lambda m, r: Args(sgd(Routed()), m), "ValueError", "not belong to the model; make the opt"),
+    "optimizer with state": (stepped, "ValueError", "already has state.*load_state_dict"),
+    "wrapped twice": (wrapped_twice, "ValueError", "already managed by a ZeroOptimizer|does not belong"),
+    "wrapped twice, old optimizer": (wrapped_twice_own, "ValueError", "managed by a ZeroOptimizer; wrap a model once"),
+    "optimizer wrapped twice": (zero_of_zero, "ValueError", "ZeroOptimizer already; give it the plain"),
+    "meta parameter": (with_meta, "ValueError", "'extra' is on the meta device.*to_empty"),
+    "all on meta": (lambda m, r: plain(nn.Linear(3, 3, device="meta")), "ValueError", "on the meta device.*to_empty"),
+    "DTensor": (distributed, "TypeError", "'extra' is a DTensor.*plain"),
+    "sparse embedding": (with_sparse, "ValueError", "'emb' makes sparse gradients.*sparse=False"),
+    "complex": (with_complex, "ValueError", "'extra' is complex.*view_as_real"),
+    "DDP": (lambda m, r: plain(DistributedDataParallel(m)), "TypeError", "DistributedDataParallel.*model.module"),
+    "DataParallel": (lambda m, r: plain(nn.DataParallel(m)), "TypeError", "DataParallel.*model.module"),
+    "Muon": (muon, "TypeError", "Muon.*not in this version.*AdamW"),
+    "Adafactor": (by(torch.optim.Adafactor), "TypeError", "Adafactor.*not in this version.*AdamW"),
+    "LBFGS": (by(torch.optim.LBFGS), "TypeError", "LBFGS.*not in this version"),
+    "SparseAdam": (by(torch.optim.SparseAdam), "TypeError", "SparseAdam.*sparse"),
+    "own LAMB": (by(Lamb), "TypeError", "Lamb.*not in this version"),
+    "own LAMB, other name": (by(Trusting), "TypeError", "Trusting.*differs.*not elementwise"),
+    "broken optimizer": (by(Broken), "TypeError", "Broken.*momentum"),
+}
+
+
+def with_shape(model: nn.Module, rank: int) -> Args:
+    model.blocks[1].lin.weight = nn.Parameter(torch.ones(8, 9 if rank == 1 else 8))
+    return plain(model)
+
+
+def with_dtype(model: nn.Module, rank: int) -> Args:
+    if rank == 1:
+        model.blocks[1].double()
+    return plain(model)
+
+
+def with_name(model: nn.Module, rank: int) -> Args:
+    setattr(model, f"extra{rank}", nn.Parameter(torch.ones(3)))
+    return plain(model)
+
+
+def with_count(model: nn.Module, rank: int) -> Args:
+    if rank == 0:
+        model.extra = nn.Parameter(torch.ones(3))
+    return plain(model)
+
+
+def with_frozen(model: nn.Module, rank: int) -> Args:
+    model.blocks[2].lin.bias.requires_grad_(rank == 0)
+    return Args(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), model, make_config())
+
+
+def with_groups(model: nn.Module, rank: int) -> Args:
+    """The optimizer has fewer parameters on rank 1, which would update only half of what it owns."""
+    parameters = list(model.parameters())
+    return Args(torch.optim.SGD(parameters[: len(parameters) - 2 * rank], lr=0.1), model, make_config())
+
+
+def with_lr(model: nn.Module, rank: int) -> Args:
+    return plain(model, gradient_clipping=1.0 + rank)
+
+
+def with_tie(model: nn.Module, rank: int) -> Args:
+    if rank == 1:
+        model.blocks[1].lin.weight = model.blocks[0].lin.weight
+    return plain(model)
+
+
+# Name: (case, pattern that every rank's message has). Every rank alone would be right.
+DIFFERENT: dict[str, tuple[Case, str]] = {
+    "shape": (with_shape, r"blocks\.1\.lin\.weight \(8, 8\).*rank 1.*\(8, 9\).*same model"),
+    "dtype": (with_dtype, r"blocks\.1\.lin\.weight.*float32.*float64"),
+    "name": (with_name, "extra0.*extra1"),
+    "count": (with_count, "extra"),
+    "frozen": (with_frozen, r"blocks\.2\.lin\.bias.*trainable.*frozen"),
+    "optimizer": (with_groups, "(?i)optimizer"),
+    "configuration": (with_lr, "configuration"),
+    "tied": (with_tie, r"blocks\.1\.lin\.weight"),
+}
+
+
+def bad_on_one(name: str) -> Case:
+    case = EVERYWHERE[name][0]
+    return lambda m, r: only_on(1, r, case, m)
+
+
+# The mistake is on rank 1; the others, which made none, must hear of it.
+ON_ONE = [
+    "model is None", "swapped", "unknown key", "stage 2", "group is a string", "no parameters", "foreign parameters",
+    "meta parameter", "sparse embedding", "own LAMB", "no such file",
+]  # fmt: skip
+
+
+def attempt(case: Case) -> tuple[str, str, float]:
+    """Type, message and seconds of the error."""
+    model = Routed()
+    before = {name: (p.shape, type(p)) for name, p in model.named_parameters()}
+    args = case(model, dist.get_rank())
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        zeropp.ZeroOptimizer(args.optimizer, args.model, args.config, process_group=args.group)
+    except Exception as error:
+        names = "|".join(cls.__name__ for cls in type(error).__mro__)
+        result = (names, " ".join(str(error).split()), time.monotonic() - start)
+    else:
+        return "nothing", "", time.monotonic() - start
+    for name, parameter in model.named_parameters():
+        if name in before and type(parameter) is not before[name][1] and not hasattr(model, "held"):
+            return "damage", f"{name} is a {type(parameter).__name__} after the refusal", 0.0
+    return result
+
+
+def try_everywhere(name: str) -> tuple[str, str, float]:
+    return attempt(EVERYWHERE[name][0])
+
+
+def try_different(name: str) -> tuple[str, str, float]:
+    return attempt(DIFFERENT[name][0])
+
+
+def try_on_one(name: str) -> tuple[str, str, float]:
+    return attempt(bad_on_one(name))
+
+
+def check(results: list[tuple[str, str, float]], kinds: str, pattern: str) -> None:
+    for rank, (names, message, seconds) in enumerate(results):
+        assert set(kinds.split("|")) & set(names.split("|")), f"rank {rank}: {names}: {message}"
+        assert re.search(pattern, message), f"rank {rank}: {message}"
+        assert seconds < SECONDS, f"rank {rank} took {seconds:.1f} s"
+
+
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_a_mistake_on_every_rank(name: str) -> None:
+    _, kinds, pattern = EVERYWHERE[name]
+    check(run_ranks(2, try_everywhere, name, timeout=40), kinds, pattern)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_bring_different_things(name: str) -> None:
+    check(run_ranks(2, try_different, name, timeout=40), "ValueError", DIFFERENT[name][1])
+
+
+@pytest.mark.parametrize("name", ON_ONE)
+def test_a_mistake_on_one_rank(name: str) -> None:
+    _, kinds, pattern = EVERYWHERE[name]
+    good, bad = run_ranks(2, try_on_one, name, timeout=40)
+    check([bad], kinds, pattern)
+    check([good], "RuntimeError|ValueError", r"rank.? 1|ranks 0 and 1")
+    assert re.search(pattern, good[1]) or "different" in good[1], f"rank 0 does not say why: {good[1]}"
+
+
+def nodes(value: str | None, everywhere: bool, settings: dict[str, object]) -> tuple[str, str, float]:
+    """LOCAL_WORLD_SIZE is ``value``, on the last rank only unless ``everywhere``; None takes it away."""
+    if everywhere or dist.get_rank() == dist.get_world_size() - 1:
+        if value is None:
+            del os.environ["LOCAL_WORLD_SIZE"]
+        else:
+            os.environ["LOCAL_WORLD_SIZE"] = value
+    return attempt(lambda m, r: plain(m, **settings))
+
+
+NODES: dict[str, tuple[int, str | None, dict[str, object], str]] = {
+    "missing": (2, None, {}, "LOCAL_WORLD_SIZE is ''.*torchrun.*local_world_size"),
+    "no number": (2, "two", {}, "LOCAL_WORLD_SIZE is 'two'.*torchrun.*local_world_size"),
+    "zero": (2, "0", {}, "LOCAL_WORLD_SIZE is '0'"),
+    "uneven": (4, "3", {}, "same number of ranks.*LOCAL_WORLD_SIZE.*local_world_size"),
+    "uneven in the config": (4, "4", {"local_world_size": 3}, "same number of ranks.*local_world_size"),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_are_never_guessed(name: str) -> None:
+    world, value, settings, pattern = NODES[name]
+    check(run_ranks(world, nodes, value, True, settings, timeout=40), "ValueError", pattern)
+
+
+@pytest.mark.parametrize("value", [None, "2"], ids=["missing", "other"])
+def test_nodes_that_one_rank_sees_differently(value: str | None) -> None:
+    """One rank alone would make other process groups, and everyone would wait for it."""
+    results = run_ranks(4, nodes, value, False, {}, timeout=40)
+    check(results, "ValueError|RuntimeError", "LOCAL_WORLD_SIZE|local_world_size")
+
+
+def no_member() -> tuple[str, str, float]:
+    group = dist.new_group([0])
+    return attempt(lambda m, r: Args(sgd(m), m, make_config(hang_timeout=5), group))
+
+
+def test_a_group_without_this_rank() -> None:
+    member, outsider = run_ranks(2, no_member, timeout=40)
+    assert member[0] == "nothing"
+    check([outsider], "TypeError|ValueError", "this rank.*(belong|member)")
+
+
+def local_only() -> tuple[str, str, float]:
+    """The world is never joined: one rank each, as a program that forgot to start torch.distributed."""
+    start = time.monotonic()
+    model = nn.Linear(3, 3, device="meta")
+    with pytest.raises(ValueError, match="meta device") as caught:
+        zeropp.ZeroOptimizer(sgd(model), model, make_config())
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+
+def test_refusals_need_no_process_group() -> None:
+    check(run_ranks(1, local_only, init=False), "ValueError", "to_empty")
+
+
+# Wrong calls after wrapping.
+
+
+class Stepping(nn.Module):
+    """Calls something of its optimizer inside its own forward, or in a hook of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.inside: Callable[[], object] = lambda: None
+        self.in_backward: Callable[[], object] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        self.inside()
+        y.register_hook(lambda _: (self.in_backward(), None)[1])
+        return self.lin(y)
+
+
+CALLS: dict[str, Callable[[zeropp.ZeroOptimizer, nn.Module], object]] = {
+    "step": lambda o, m: o.step(),
+    "zero_grad": lambda o, m: o.zero_grad(),
+    "clip_grad_norm_": lambda o, m: o.clip_grad_norm_(1.0),
+    "no_sync": lambda o, m: o.no_sync().__enter__(),
+    "state_dict": lambda o, m: m.state_dict(),
+    "load_state_dict": lambda o, m: m.load_state_dict(Stepping().state_dict()),
+    "full_state": lambda o, m: zeropp.full_state(m),
+}
+
+
+def call_inside(name: str) -> list[str]:
+    """The message of one call inside forward, one inside backward; then a step that works."""
+    model = Stepping()
+    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config(hang_timeout=5))
+    messages = []
+    for place in ("inside", "in_backward"):
+        setattr(model, place, lambda: CALLS[name](optimizer, model))
+        try:
+            model(torch.ones(2, 8)).sum().backward()
+        except RuntimeError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+        setattr(model, place, lambda: None)
+        optimizer.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return messages
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_in_the_middle_of_a_pass(name: str) -> None:
+    for forward, backward in run_ranks(2, call_inside, name, timeout=40):
+        assert "in the middle of a forward" in forward, forward
+        assert "in the middle of a backward" in backward, backward
+
+
+def late_calls() -> list[str]:
+    model = Routed()
+    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config())
+    messages = []
+    for call in (
+        lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+        lambda: model.to(torch.float64),
+        lambda: model.load_state_dict({**model.state_dict(), "blocks.0.lin.bias": torch.ones(3)}),
+        lambda: model.load_state_dict({}),
+    ):
+        try:
+            call()
+        except RuntimeError as error:
+            messages.append(str(error))
+        else:
+            messages.append("")
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return messages
+
+
+def test_calls_that_come_too_late() -> None:
+    for add, move, shape, missing in run_ranks(2, late_calls):
+        assert "before" in add
+        assert "before wrapping" in move
+        assert "size mismatch for blocks.0.lin.bias" in shape
+        assert "Missing key" in missing

@@ -1,0 +1,194 @@
+"""Bytes on the wire: the ledger against formulas made from the layout, and the device's counters against the ledger."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import Block, make_config
+from tests.netns import private_network
+from zeropp.comm import Ledger
+from zeropp.layout import BLOCK
+
+SCRIPT = Path(__file__).with_name("step_bytes.py")
+
+
+class Uneven(nn.Module):
+    """Blocks of different widths, so that no two units have the same bytes, and a frozen one."""
+
+    widths = (12, 24, 40)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in self.widths)
+        self.frozen = nn.Linear(40, 40, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, width in zip(self.blocks, self.widths, strict=True):
+            x = block(nn.functional.pad(x, (0, width - x.shape[-1])))
+        return self.frozen(x)
+
+
+Traffic = dict[tuple[str, str, str, str], tuple[int, int]]  # unit, kind, hop, link -> calls, bytes sent
+
+
+def traffic(ledger: Ledger) -> Traffic:
+    return {(r.unit, r.kind, r.hop, r.link): (r.calls, r.bytes) for r in ledger.rows}
+
+
+def one_step(settings: dict[str, object], warm: int, micro: int = 1) -> tuple[Traffic, dict[str, list[int]], list[int]]:
+    """The ledger of one step; each unit's parameter sizes; sizes of the boundary vector's parts."""
+    model = Uneven()
+    config = make_config(reuse=0, gradient_accumulation_steps=micro, **settings)
+    optimizer = zeropp.ZeroOptimizer(
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), model, config
+    )
+    ledger = optimizer.engine.comm.ledger
+    for _ in range(warm + 1):
+        optimizer.engine.settle_refresh()
+        dist.barrier()
+        ledger.reset()
+        optimizer.zero_grad()
+        for _ in range(micro):
+            optimizer.backward(model(torch.randn(2, 12)).square().mean())
+        optimizer.step()
+    optimizer.engine.settle_refresh()
+    sizes = {unit.name: [p.numel() for p in unit.parameters] for unit in optimizer.engine.units}
+    trainable = sum(len(buffer.parameters) for buffer in optimizer.engine.trainable)
+    return traffic(ledger), sizes, [len(optimizer.engine.units), trainable]
+
+
+def padded(sizes: list[int], world: int) -> int:
+    """DESIGN: every parameter starts on a block, and every rank's piece is a whole number of blocks."""
+    blocks = sum(-(-size // BLOCK) for size in sizes)
+    return -(-blocks // world) * world * BLOCK
+
+
+def formula(
+    world: int,
+    local: int,
+    sizes: dict[str, list[int]],
+    itemsize: int,
+    wire: int,
+    persistent: set[str],
+    frozen: set[str],
+    backwards: int = 1,
+) -> Traffic:
+    """Bytes one rank sends: n-1 pieces on a gather hop, (n-1)/n of the message on a reduce hop."""
+    nodes = world // local
+    gather = [(world, local, nodes, "cross"), (local, 1, local, "local")]
+    if local in (1, world):
+        gather = [(world, 1, world, "local" if local == world else "cross")]
+    found: Traffic = {}
+    for unit, parameters in sizes.items():
+        numel = padded(parameters, world)
+        calls = 1 if unit in persistent else 2 * backwards
+        for outer, inner, n, link in gather:
+            piece = numel // outer * itemsize
+            found[unit, "gather", f"{outer}->{inner}", link] = (calls, calls * (n - 1) * piece)
+            if unit not in frozen:
+                message = numel // inner * wire
+                found[unit, "reduce", f"{inner}->{outer}", link] = (backwards, backwards * message // n * (n - 1))
+    return found
+
+
+# World, ranks per node, settings, bytes an element takes in gathers and in reductions, warm-up steps.
+CASES = {
+    "two": (2, 2, {}, 4, 4, 2),
+    "two-no-prefetch": (2, 2, {"prefetch": 0}, 4, 4, 2),
+    "two-while-learning": (2, 2, {}, 4, 4, 0),
+    "two-nodes-of-one": (2, 1, {}, 4, 4, 2),
+    "one-by-four": (4, 4, {}, 4, 4, 1),
+    "two-by-two": (4, 2, {}, 4, 4, 1),
+    "two-by-two-bf16": (4, 2, {"bf16": {"enabled": True}}, 2, 2, 1),
+    "two-by-two-fp32-wire": (4, 2, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}, 2, 4, 1),
+    "four-by-one": (4, 1, {"bf16": {"enabled": True}}, 2, 2, 1),
+}
+
+
+def named(found: Traffic, *, control: bool) -> Traffic:
+    return {key: value for key, value in found.items() if (key[1] == "control") is control}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_ledger_follows_the_formulas(name: str) -> None:
+    world, local, settings, itemsize, wire, warm = CASES[name]
+    for rank, (found, sizes, _) in enumerate(run_ranks(world, one_step, settings, warm, local_world_size=local)):
+        frozen = {unit for unit in sizes if unit.startswith("frozen")}
+        assert len(sizes) == 4 and len(frozen) == 1
+        wanted = formula(world, local, sizes, itemsize, wire, set(), frozen)
+        assert named(found, control=False) == wanted, f"rank {rank}"
+
+
+@pytest.mark.parametrize(("world", "local"), [(2, 2), (4, 2)])
+def test_persistent_units_are_gathered_once_a_step(world: int, local: int) -> None:
+    """Frozen persistent weights never change, so nothing of them travels."""
+    settings = {"persist": 700}
+    for found, sizes, _ in run_ranks(world, one_step, settings, 2, local_world_size=local):
+        persistent = {unit for unit in sizes if unit.startswith("persistent")}
+        frozen = {unit for unit in sizes if unit.startswith("frozen")}
+        assert persistent and len(sizes) > len(persistent)
+        wanted = formula(world, local, sizes, 4, 4, persistent, frozen)
+        assert named(found, control=False) == wanted
+
+
+def test_accumulation_reduces_every_micro_batch() -> None:
+    for found, sizes, _ in run_ranks(2, one_step, {}, 2, 3):
+        frozen = {unit for unit in sizes if unit.startswith("frozen")}
+        assert named(found, control=False) == formula(2, 2, sizes, 4, 4, set(), frozen, backwards=3)
+
+
+def test_control_traffic_is_one_small_vector_a_step() -> None:
+    """Squared norm, hash in three numbers, one flag for each unit and each trainable parameter: float64."""
+    for found, _, (units, trainable) in run_ranks(4, one_step, {}, 2, local_world_size=2):
+        ((_, calls_bytes),) = named(found, control=True).items()
+        nbytes = 8 * (4 + units + trainable)
+        assert calls_bytes == (1, 2 * 3 * nbytes // 4)
+
+
+def totals(settings: dict[str, object]) -> tuple[dict[str, int], int, list[int]]:
+    model = Uneven()
+    optimizer = zeropp.ZeroOptimizer(
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), model, make_config(**settings)
+    )
+    model(torch.randn(2, 12)).sum().backward()
+    optimizer.step()
+    report = zeropp.comm_report(model)
+    links = Counter[str]()
+    for row in report.rows:
+        links[row.link] += row.bytes
+    assert report.bytes_by_link() == dict(links)
+    assert f"{report.total_bytes:,}" in str(report)
+    calls = [row.calls for row in report.rows]
+    return report.bytes_by_link(), report.total_bytes, calls
+
+
+def test_the_report_adds_up() -> None:
+    for links, total, calls in run_ranks(4, totals, {}, local_world_size=2):
+        assert sum(links.values()) == total
+        assert links["cross"] > 0 and links["local"] > links["cross"] / 2 and min(calls) > 0
+    assert run_ranks(1, totals, {}, init=False) == [({}, 0, [])]
+
+
+# Ranks, ranks per node, dtype.
+DEVICE_CASES = {"two-fp32": (2, 2, "fp32"), "two-by-two-bf16": (4, 2, "bf16")}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("name", DEVICE_CASES)
+def test_the_device_carries_what_the_ledger_says(name: str) -> None:
+    """5 M parameters, so that headers and the boundary's vector stay below half a per cent."""
+    ranks, local, dtype = DEVICE_CASES[name]
+    with private_network() as network:
+        done = network.torchrun(SCRIPT, str(local), "3", dtype, ranks=ranks)
+    found = json.loads(done.stdout.strip().splitlines()[-1])
+    assert found["ledger"] > 50e6
+    assert found["device"] == pytest.approx(found["ledger"], rel=0.005)

@@ -1,0 +1,161 @@
+"""A delay before any collective, copy or wait, on one rank or on all, changes no bit of the result."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.harness import run_ranks
+from tests.distributed.models import Block
+from tests.distributed.parity import Recipe, Trained, train_zero
+from zeropp import streams
+from zeropp.comm import Comm, _Hop
+from zeropp.flat_buffer import FlatBuffer
+from zeropp.optimizer.wrapper import ZeroOptimizer
+
+# Where a rank can be slow: (class, method, before or after it).
+PLACES: dict[str, tuple[type, str]] = {
+    "gather hop": (_Hop, "all_gather"),
+    "reduce hop": (_Hop, "exchange"),
+    "boundary sum": (Comm, "sum"),
+    "agreement": (Comm, "all_gather_ints"),
+    "gather copy": (FlatBuffer, "gather"),
+    "gradient copy": (FlatBuffer, "pack_gradients"),
+    "gradient sum": (FlatBuffer, "reduce"),
+    "no_sync copy": (FlatBuffer, "keep_gradients"),
+    "showing values": (FlatBuffer, "uncover"),
+    "hiding values": (FlatBuffer, "cover"),
+    "freeing": (FlatBuffer, "shrink"),
+    "queueing": (streams.ThreadStream, "run"),
+    "wait": (streams._ThreadEvent, "wait"),
+    "completion": (streams._ThreadEvent, "finish"),
+    "computing": (Block, "forward"),
+    "step": (ZeroOptimizer, "step"),
+}
+
+
+class Delays:
+    """Sleeps of 5 to 50 ms, the first time and then by chance, drawn apart on each rank, until the budget is spent."""
+
+    def __init__(self, seed: int, often: float, budget: float) -> None:
+        self.random = random.Random(seed * 64 + dist.get_rank())
+        self.often, self.budget = often, budget
+        self.slept = 0
+
+    def maybe(self) -> None:
+        if self.budget > 0 and (not self.slept or self.random.random() < self.often):
+            seconds = self.random.uniform(0.005, 0.05)
+            self.budget -= seconds
+            self.slept += 1
+            time.sleep(seconds)
+
+    def around(self, method: Callable[..., Any], after: bool) -> Callable[..., Any]:
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                self.maybe()
+            result = method(*args, **kwargs)
+            if after:
+                self.maybe()
+            return result
+
+        return slow
+
+
+@contextlib.contextmanager
+def slowed(places: list[str], ranks: list[int], seed: int, often: float, budget: float) -> Iterator[Delays]:
+    """Delays before (even seeds) or after (odd seeds) each of the places."""
+    delays = Delays(seed, often, budget)
+    with contextlib.ExitStack() as stack:
+        for place in places if dist.get_rank() in ranks else []:
+            cls, name = PLACES[place]
+            stack.enter_context(mock.patch.object(cls, name, delays.around(getattr(cls, name), seed % 2 == 1)))
+        yield delays
+
+
+def differences(base: Trained, other: Trained) -> list[str]:
+    """What differs in any bit."""
+    found = [f"loss {i}" for i, (a, b) in enumerate(zip(base.losses, other.losses, strict=True)) if a != b]
+    found += [f"norm {i}" for i, (a, b) in enumerate(zip(base.norms, other.norms, strict=True)) if a != b]
+    return found + [name for name, value in base.state.items() if not torch.equal(value, other.state[name])]
+
+
+def train_slowed(
+    recipe: Recipe, cases: list[tuple[list[str], list[int], int]], often: float, budget: float
+) -> list[tuple[int, list[str]]]:
+    """For each case (places, ranks, seed): how often this rank slept, and what differs from the run at full speed."""
+    base = train_zero(recipe)
+    results = []
+    for places, ranks, seed in cases:
+        with slowed(places, ranks, seed, often, budget) as delays:
+            run = train_zero(recipe)
+        results.append((delays.slept, differences(base, run)))
+    return results
+
+
+def check_delays(
+    world: int, nodes: int, recipe: Recipe, cases: list[tuple[list[str], list[int], int]], budget: float = 0.5
+) -> None:
+    runs = run_ranks(world, train_slowed, recipe, cases, 0.4, budget, local_world_size=world // nodes, timeout=100)
+    for rank, results in enumerate(runs):
+        for case, (slept, found) in zip(cases, results, strict=True):
+            assert not found, f"rank {rank}, {case}: {found}"
+            assert slept or rank not in case[1], f"rank {rank}, {case}: nothing was delayed"
+
+
+TIGHT: dict[str, object] = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 100}
+RECIPE = Recipe("gpt", torch.float32, steps=3, accumulation=2, how="no_sync", zero=TIGHT, clip=1.0)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_one_place_on_one_rank(place: str) -> None:
+    check_delays(2, 1, RECIPE, [([place], [0], 0), ([place], [1], 1)], budget=0.3)
+
+
+@pytest.mark.parametrize("model", ["repeated blocks", "frozen middle, segments recomputed", "tied segments, reentrant"])
+def test_everywhere_on_all_ranks(model: str) -> None:
+    places = [place for place in PLACES if place != "no_sync copy"]
+    for nodes in (1, 2):
+        recipe = Recipe(model, steps=3, evaluate=True, zero={"stage3_param_persistence_threshold": 100 * (nodes - 1)})
+        check_delays(2 * nodes, nodes, recipe, [(places, list(range(2 * nodes)), 2), (places, [0], 3)])
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("model", ["gpt", "repeated blocks", "encoder", "tied segments, reentrant", "modes"])
+def test_every_place_everywhere(model: str, place: str) -> None:
+    for zero in ({}, TIGHT, {"stage3_max_live_parameters": 0}, {"stage3_param_persistence_threshold": 10**6}):
+        recipe = Recipe(model, steps=3, accumulation=3, how="no_sync mixed", evaluate=True, zero=zero)
+        whole = zero.get("stage3_param_persistence_threshold", 0) == 10**6
+        if place in ("freeing", "agreement") and whole:
+            continue  # nothing is freed
+        check_delays(2, 1, recipe, [([place], [0], 4), ([place], [1], 5), ([place], [0, 1], 6)], budget=1.0)
+        check_delays(4, 2, recipe, [([place], [seed % 4], seed) for seed in range(4)], budget=1.0)
+
+
+# The tests above must notice what they are there for.
+
+
+def train_impatiently(recipe: Recipe) -> list[str]:
+    base = train_zero(recipe)
+    original = streams.ThreadStream.run
+
+    def run(self: streams.ThreadStream, work: Callable[[], None]) -> Any:
+        event = original(self, work)
+        if self._thread.name.endswith("reduce"):
+            return streams._DONE  # sabotage: as if the reduction had been waited for
+        return event
+
+    with mock.patch.object(streams.ThreadStream, "run", run), slowed(["reduce hop"], [0, 1], 0, 0.5, 1.0):
+        return differences(base, train_zero(recipe))
+
+
+def test_a_missing_wait_shows() -> None:
+    assert all(run_ranks(2, train_impatiently, Recipe(steps=3, zero=TIGHT)))

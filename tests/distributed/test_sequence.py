@@ -1,0 +1,528 @@
+"""All ranks issue the same collectives in the same order, whatever each of them computes; or all of them stop."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import Block, Pair, Route, Routed, chain, gathers, make_config, shards
+
+ALL = chain(4)
+
+
+# Ranks that differ, within what is allowed.
+
+
+def follow(steps: list[list[Route]], settings: dict[str, object], zero_grad: bool = True) -> int:
+    """Train along per-step, per-rank routes beside a plain model; rounds of agreement in the last step."""
+    pair = Pair(Routed(), make_config(**settings))
+    rounds = 0
+    for routes in steps:
+        rounds = -agreements(pair.optimizer)
+        if zero_grad:
+            pair.zero_grad()
+        pair.backward(*routes)
+        pair.step()
+        pair.check()
+        rounds += agreements(pair.optimizer)
+    return rounds
+
+
+def agreements(optimizer: zeropp.ZeroOptimizer) -> int:
+    return sum(row.calls for row in optimizer.engine.comm.ledger.rows if row.unit == "<agreement>")
+
+
+BRANCHES = [((0, 1), (2, 3)), ((1, 0), (3, 2))]
+
+
+@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}], ids=["default", "bare", "live0"])
+def test_gradients_finished_in_opposite_orders(settings: dict[str, object]) -> None:
+    """Two equal units swapped between ranks would corrupt both without any error."""
+    assert run_ranks(2, follow, [BRANCHES] * 3, settings) == [0, 0]
+
+
+def test_opposite_orders_after_a_common_one() -> None:
+    run_ranks(2, follow, [[BRANCHES[0]], [BRANCHES[0]], BRANCHES, BRANCHES[::-1]], {})
+
+
+def test_opposite_orders_on_four_ranks() -> None:
+    routes = [((0, 1), (2, 3)), ((1, 0), (2, 3)), ((0, 1), (3, 2)), ((1, 0), (3, 2))]
+    run_ranks(4, follow, [routes] * 2 + [routes[::-1]], {}, local_world_size=2)
+
+
+PARTS = [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}, {"persist": 1000}]
+
+
+@pytest.mark.parametrize("settings", PARTS, ids=["default", "bare", "live0", "persistent"])
+def test_parts_of_a_known_sequence(settings: dict[str, object]) -> None:
+    """A rank joins gathers and reductions of what it skips, without a message more."""
+    steps = [
+        [ALL],
+        [ALL, chain(0, 3)],
+        [chain(0, 2), chain(1, 3)],
+        [((3,),), ALL],
+        [((0,),), ALL],
+        [chain(1, 2), chain(1, 2)],
+    ]
+    assert run_ranks(2, follow, steps, settings) == [0, 0]
+
+
+def test_used_on_one_rank_only_counts_zero_elsewhere() -> None:
+    routes = [ALL, chain(0, 3), chain(0, 3), chain(0, 2, 3)]
+    run_ranks(4, follow, [routes] * 3, {})
+
+
+def test_unused_module_keeps_its_weights_and_momentum() -> None:
+    """Not updated by the gradient of the step before, nor decayed: as with ``grad is None`` in plain torch."""
+    run_ranks(2, follow, [[ALL], [ALL], [chain(0, 1)], [chain(2, 3)], [ALL]], {})
+
+
+def test_gradients_stay_until_zero_grad() -> None:
+    run_ranks(2, follow, [[ALL], [chain(0, 1)], [ALL, chain(0, 3)]], {}, zero_grad=False)
+
+
+KNOWN = {"first": chain(0, 1), "last": chain(2, 3)}
+
+
+@pytest.mark.parametrize("known", KNOWN)
+@pytest.mark.parametrize("persist", [0, 1000], ids=["partitioned", "persistent"])
+def test_first_use_after_several_steps(persist: int, known: str) -> None:
+    """Where the last blocks are known, backward reaches the new ones after their unit has been sent."""
+    run_ranks(2, follow, [[KNOWN[known]]] * 3 + [[ALL]] * 2 + [[KNOWN[known]]], {"persist": persist})
+
+
+@pytest.mark.parametrize("known", KNOWN)
+def test_late_gradient_on_one_rank(known: str) -> None:
+    """Whole weights need no gather, so one rank may use them first; its gradient is found at the boundary."""
+    steps = [[KNOWN[known]]] * 3 + [[KNOWN[known], ALL]] * 2 + [[ALL]]
+    run_ranks(2, follow, steps, {"persist": 1000})
+
+
+class Detached(Routed):
+    """Blocks from ``cut`` on run in forward, but no gradient reaches them."""
+
+    def forward(self, x: Tensor, cut: int) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            y = block(x)
+            x = x + y.detach() if index >= cut else y
+        return x
+
+
+def detached(settings: dict[str, object]) -> None:
+    pair = Pair(Detached(), make_config(**settings))
+    for cut in (2, 2, 4, 2, 4):
+        pair.train(cut)
+        pair.check()
+
+
+@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
+def test_gradient_that_comes_late(settings: dict[str, object]) -> None:
+    run_ranks(2, detached, settings)
+
+
+# Phases that alternate.
+
+
+def gathered_by(pair: Pair, routes: list[Route], training: bool) -> Counter[str]:
+    before = Counter(gathers(pair.optimizer))
+    if training:
+        pair.train(*routes)
+    else:
+        pair.model.eval()
+        with torch.no_grad():
+            pair.model(pair.batch(pair.rank), routes[pair.rank % len(routes)])
+        pair.model.train()
+    return Counter(gathers(pair.optimizer)) - before
+
+
+def alone(route: Route, training: bool, settings: dict[str, object]) -> Counter[str]:
+    """Gathers of the third pass of one kind, when nothing else runs."""
+    pair = Pair(Routed(6), make_config(**settings))
+    found = Counter[str]()
+    for _ in range(3):
+        found = gathered_by(pair, [route], training)
+    return found
+
+
+def alternate(
+    passes: list[tuple[Route, bool]], settings: dict[str, object], rounds: int
+) -> tuple[list[Counter[str]], list[Counter[str]], int]:
+    """Gathers of each pass in the last round, of each pass alone, and agreements in the last round."""
+    alones = [alone(route, training, settings) for route, training in passes]
+    pair = Pair(Routed(6), make_config(**settings))
+    last: list[Counter[str]] = []
+    talked = 0
+    for _ in range(rounds):
+        talked = -agreements(pair.optimizer)
+        last = [gathered_by(pair, [route], training) for route, training in passes]
+        talked += agreements(pair.optimizer)
+    pair.check()
+    return last, alones, talked
+
+
+LIMITS = [{}, {"reuse": 0, "prefetch": 0}, {"reuse": 0}]
+LIMIT_NAMES = ["default", "bare", "prefetch"]
+
+
+@pytest.mark.parametrize("settings", LIMITS, ids=LIMIT_NAMES)
+def test_train_and_eval_alternate(settings: dict[str, object]) -> None:
+    """Both orders are known: nothing is learned again, and nothing is gathered in vain."""
+    for last, alones, talked in run_ranks(2, alternate, [(chain(6), True), (chain(6), False)], settings, 3):
+        assert last == alones
+        assert talked == 0
+
+
+@pytest.mark.parametrize("settings", LIMITS, ids=LIMIT_NAMES)
+def test_two_branches_alternate(settings: dict[str, object]) -> None:
+    """A flag that is the same on all ranks chooses between two halves of the model."""
+    passes = [(chain(0, 1, 2), True), (chain(3, 4, 5), True)]
+    for last, alones, _ in run_ranks(2, alternate, passes, settings, 4):
+        for found, needed in zip(last, alones, strict=True):
+            assert found <= needed, f"gathered {found}, alone {needed}"
+
+
+@pytest.mark.parametrize("settings", LIMITS, ids=LIMIT_NAMES)
+def test_two_branches_with_a_common_stem_alternate(settings: dict[str, object]) -> None:
+    """Behind the stem the branch is a guess: a wrong one may fetch the other branch's two units, once."""
+    passes = [(chain(0, 1, 2, 5), True), (chain(0, 3, 4, 5), True)]
+    wrong = [Counter({"blocks.3": 1, "blocks.4": 1}), Counter({"blocks.1": 1, "blocks.2": 1})]
+    for last, alones, _ in run_ranks(2, alternate, passes, settings, 4):
+        for found, needed, guessed in zip(last, alones, wrong, strict=True):
+            assert found <= needed + guessed, f"gathered {found}, alone {needed}"
+
+
+def relearned(log: bool) -> list[list[str]]:
+    """Messages of each of five steps along two alternating branches."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("zeropp").addHandler(handler)
+    try:
+        pair = Pair(Routed(), make_config(log_trace_cache_warnings=log))
+        found = []
+        for route in (chain(0, 1), chain(2, 3), chain(0, 1), chain(2, 3), chain(0, 1)):
+            pair.train(route)
+            pair.check()
+            found.append(messages.copy())
+            messages.clear()
+        return found
+    finally:
+        logging.getLogger("zeropp").removeHandler(handler)
+
+
+def test_relearning_happens_once_and_is_logged_on_demand() -> None:
+    for steps in run_ranks(2, relearned, True):
+        assert [bool(step) for step in steps] == [False, True, False, False, False]
+        assert any("blocks.2" in message and "learning it anew" in message for message in steps[1])
+    for steps in run_ranks(2, relearned, False):
+        assert steps == [[]] * 5
+
+
+# A rank that leaves.
+
+
+class Leaver:
+    """What the last rank does in place of a step; everyone else trains."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.optimizer, self.model = pair.optimizer, pair.model
+
+    def forward(self, route: Route = ALL) -> Tensor:
+        loss: Tensor = self.model(self.pair.batch(0), route).square().mean()
+        return loss
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.forward().backward()
+        self.optimizer.step()
+
+    def no_forward(self) -> None:
+        """Goes straight to the step, as after a batch that was thrown away."""
+        self.optimizer.zero_grad()
+        self.optimizer.step()
+
+    def second_step(self) -> None:
+        """Steps again, with the gradients of the step before."""
+        self.optimizer.step()
+
+    def silent(self) -> None:
+        """Does something else for longer than the others wait, and comes back."""
+        time.sleep(5)
+        self.train()
+
+    def other_module(self) -> None:
+        """Calls a block that no rank has used before."""
+        self.forward(chain(0, 4)).backward()
+        self.optimizer.step()
+
+    def two_forwards(self) -> None:
+        """One pass too many."""
+        with torch.no_grad():
+            self.forward()
+        self.train()
+
+    def no_backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.forward()
+        self.optimizer.step()
+
+    def no_sync(self) -> None:
+        with self.optimizer.no_sync():
+            self.forward().backward()
+        self.optimizer.step()
+
+    def skipped_step(self) -> None:
+        """Does not step; its weights are old in the step after, which must not count."""
+        self.optimizer.zero_grad()
+        self.forward().backward()
+        self.train()
+
+    def saves(self) -> None:
+        """``state_dict`` gathers every unit, on one rank only."""
+        self.model.state_dict()
+        self.train()
+
+
+def leave(how: str, settings: dict[str, object]) -> tuple[str, float, bool, bool]:
+    """Three common steps, then the last rank leaves; error, seconds, whether weights changed, whether one was late."""
+    pair = Pair(Routed(5), make_config(hang_timeout=3, **settings))
+    for _ in range(3):
+        pair.train(ALL)
+    before = shards(pair.optimizer)
+    dist.barrier()
+    start = time.monotonic()
+    leaver = Leaver(pair)
+    stepped = False
+    try:
+        if pair.rank == pair.world - 1:
+            getattr(leaver, how)()
+        else:
+            leaver.train()
+            stepped = True
+            before = shards(pair.optimizer)
+            leaver.train()
+    except RuntimeError as error:
+        message = str(error)
+    else:
+        message = ""
+    seconds = time.monotonic() - start
+    after = shards(pair.optimizer)
+    return message, seconds, not all(map(torch.equal, before, after)), stepped
+
+
+LEAVES = [
+    "no_forward", "second_step", "silent", "other_module", "two_forwards", "no_backward", "no_sync", "skipped_step",
+    "saves",
+]  # fmt: skip
+GRACE = 5  # seconds beside hang_timeout: for the ranks' accounts of the failure, and for slow machines
+
+
+def check_left(results: list[tuple[str, float, bool, bool]], how: str) -> None:
+    for rank, (message, seconds, changed, stepped) in enumerate(results):
+        assert "no longer in step" in message, f"rank {rank} said {message!r}"
+        assert f"rank {rank} was" in message
+        assert "hang_timeout" in message
+        assert not changed, f"rank {rank} changed weights, then said {message!r}"
+        assert seconds < 3 + GRACE + (5 if how == "silent" else 0), f"rank {rank} took {seconds:.1f} s"
+        assert not stepped or how == "skipped_step", f"rank {rank} stepped alone"
+
+
+@pytest.mark.parametrize("how", LEAVES)
+def test_a_rank_that_leaves_stops_every_rank(how: str) -> None:
+    check_left(run_ranks(2, leave, how, {}), how)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("settings", [{"persist": 1000}, {"reuse": 0, "prefetch": 0}], ids=["persistent", "bare"])
+@pytest.mark.parametrize("how", LEAVES)
+def test_a_rank_that_leaves_four(how: str, settings: dict[str, object]) -> None:
+    if how == "other_module" and "persist" in settings:
+        pytest.skip("whole weights need no gather: this is no departure")
+    check_left(run_ranks(4, leave, how, settings, local_world_size=2), how)
+
+
+def hung_gather(settings: dict[str, object]) -> tuple[str, float]:
+    """Rank 1 never calls the model; the others say which unit they wait for."""
+    pair = Pair(Routed(), make_config(hang_timeout=1, **settings))
+    for _ in range(2):
+        pair.train(ALL)
+    start = time.monotonic()
+    if pair.rank == 1:
+        time.sleep(6)
+        return "", 0.0
+    with pytest.raises(RuntimeError) as caught:
+        pair.train(ALL)
+    return str(caught.value), time.monotonic() - start
+
+
+def test_the_unit_that_is_waited_for_is_named() -> None:
+    message, seconds = run_ranks(2, hung_gather, {"reuse": 0, "prefetch": 0})[0]
+    assert "rank 0 was waiting for the gather of unit 'blocks.0'" in message
+    assert "ranks [1] said nothing" in message
+    assert seconds < 1 + GRACE
+
+
+# Unused parameters are an error on demand.
+
+
+def strict() -> tuple[str, bool]:
+    pair = Pair(Routed(), make_config(ignore_unused_parameters=False))
+    pair.train(ALL, chain(0, 1))
+    pair.check()
+    before = shards(pair.optimizer)
+    pair.zero_grad()
+    pair.backward(chain(0, 1), chain(1, 2))
+    with pytest.raises(RuntimeError) as caught:
+        pair.optimizer.step()
+    unchanged = all(map(torch.equal, before, shards(pair.optimizer)))
+    pair.train(ALL)
+    pair.plain_optimizer.zero_grad()
+    pair.check()
+    return str(caught.value), unchanged
+
+
+def test_unused_parameters_stop_training_by_name() -> None:
+    for message, unchanged in run_ranks(2, strict):
+        assert "blocks.3.lin.weight" in message and "blocks.3.lin.bias" in message
+        assert "blocks.2" not in message  # one rank used it
+        assert "ignore_unused_parameters" in message
+        assert unchanged
+
+
+# Errors of the user's own code, on every rank.
+
+
+class Refusing(torch.autograd.Function):
+    """Identity whose backward fails."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError("told to fail in backward")
+
+
+class Fragile(Routed):
+    """Fails on demand: before a block, inside it, after it, in backward, or inside with the model going on."""
+
+    fail: tuple[str, int] | None = None
+
+    def forward(self, x: Tensor, route: Route | None = None) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            how, where = self.fail or ("", -1)
+            if index == where and how == "before":
+                raise ArithmeticError("told to fail before a block")
+            if index == where and how == "caught":
+                try:
+                    block("no tensor")
+                except TypeError:
+                    continue
+            x = block("no tensor" if index == where and how == "inside" else x)
+            if index == where and how == "backward":
+                x = Refusing.apply(x)
+        return x
+
+
+def fail_and_go_on(how: str, where: int, at: int, settings: dict[str, object]) -> None:
+    """A failure at one of four steps; the weights then follow a plain model that never saw that step."""
+    pair = Pair(Fragile(), make_config(**settings))
+    for step in range(4):
+        if step == at:
+            pair.model.fail = how, where
+            pair.optimizer.zero_grad()
+            with pytest.raises((ArithmeticError, TypeError)):
+                pair.model(pair.batch(pair.rank)).square().mean().backward()
+            pair.model.fail = None
+            pair.optimizer.zero_grad()
+            assert pair.engine.live_numel == 0, "units are still gathered after the error"
+        pair.train(None)
+        pair.check()
+    assert pair.engine.live_numel == sum(u.numel for u in pair.engine.units if u.index in pair.engine.schedule.held)
+
+
+FAILURES = [("before", 2), ("inside", 0), ("inside", 3), ("backward", 3), ("backward", 1)]
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["first", "later"])
+@pytest.mark.parametrize(("how", "where"), FAILURES)
+def test_an_error_on_every_rank_and_the_next_step(how: str, where: int, at: int) -> None:
+    run_ranks(2, fail_and_go_on, how, where, at, {})
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("settings", [{"reuse": 0, "prefetch": 0}, {"persist": 1000}, {"overlap_comm": False}])
+@pytest.mark.parametrize(("how", "where"), FAILURES)
+def test_an_error_on_every_rank_and_the_next_step_settings(how: str, where: int, settings: dict[str, object]) -> None:
+    run_ranks(4, fail_and_go_on, how, where, 2, settings, local_world_size=2)
+
+
+def caught_inside() -> None:
+    """The model itself survives a block that fails."""
+    pair = Pair(Fragile(), make_config())
+    for fail in (None, ("caught", 1), ("caught", 1), None):
+        pair.model.fail = pair.plain.fail = fail
+        pair.train(None)
+        pair.check()
+
+
+def test_an_error_that_the_model_catches() -> None:
+    run_ranks(2, caught_inside)
+
+
+def kept_gradients() -> None:
+    """A failure in the second micro-batch; the first one's gradients were reduced, and zero_grad drops them."""
+    pair = Pair(Fragile(), make_config(gradient_accumulation_steps=2))
+    pair.train(None)
+    pair.check()
+    pair.zero_grad()
+    pair.model(pair.batch(pair.rank)).square().mean().backward()
+    pair.model.fail = "backward", 1
+    with pytest.raises(ArithmeticError):
+        pair.model(pair.batch(pair.rank)).square().mean().backward()
+    pair.model.fail = None
+    pair.train(None)
+    pair.check()
+
+
+def test_an_error_in_a_later_micro_batch() -> None:
+    run_ranks(2, kept_gradients)
+
+
+class Twice(nn.Module):
+    """A block called twice around another, and one called inside a loop whose length is an argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor, loops: int) -> Tensor:
+        x = self.blocks[0](x)
+        for _ in range(loops):
+            x = self.blocks[1](x)
+        return self.blocks[0](x)
+
+
+def loops() -> None:
+    pair = Pair(Twice(), make_config(reuse=0, prefetch=0))
+    for routes in ((1,), (1,), (3,), (1, 3), (2, 1)):
+        pair.train(*routes)
+        pair.check()
+
+
+def test_a_block_called_a_varying_number_of_times() -> None:
+    run_ranks(2, loops)

@@ -1,0 +1,74 @@
+"""Who takes part: the process group a user means, its ranks, and how they lie on nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeropp.topology import ranks_per_node
+
+__all__ = ["Group", "Members", "find_members", "to_process_group", "world_group"]
+
+Group = dist.ProcessGroup | dist.DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in a run."""
+
+    ranks: tuple[int, ...]  # global rank of each member
+    local: int  # members per node
+    backend: str
+
+
+def find_members(group: Group, device: torch.device, local_world_size: int | None) -> Members:
+    """Members of a group, and how they lie on nodes. Local; the same on every rank if all is well.
+
+    Args:
+        group: ranks to partition over: a process group, a one-dimensional DeviceMesh, or None for the world (one rank,
+            if torch.distributed is not initialised).
+        device: where the model lives; decides the backend.
+        local_world_size: ranks per node, or None for LOCAL_WORLD_SIZE.
+
+    Raises:
+        ValueError: mesh of more than one dimension, unknown or uneven nodes, a group this rank does not belong to.
+        TypeError: something else was given.
+    """
+    if group is None and not dist.is_initialized():
+        return Members((0,), 1, "none")
+    process_group = to_process_group(group)
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"process_group has ranks {list(ranks)}, this is rank {dist.get_rank()}; only members wrap")
+    backend: str = dist.get_backend(process_group)
+    if ":" in backend or "," in backend:  # one backend per device type, as in "cpu:gloo,cuda:nccl"
+        backend = dict(part.split(":") for part in backend.split(","))[device.type]
+    return Members(ranks, ranks_per_node(ranks, local_world_size), backend)
+
+
+def to_process_group(group: Group) -> dist.ProcessGroup:
+    """The process group meant by a group, a one-dimensional mesh, or None."""
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"got a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; expected one. Give the dimension "
+                "to partition over, as in mesh['dp']"
+            )
+        return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        raise ValueError("process_group is one that this rank is no member of; only its members wrap a model")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group is a {type(group).__name__}; expected a ProcessGroup this rank belongs to, a "
+            "one-dimensional DeviceMesh, or None"
+        )
+    return group or world_group()
+
+
+def world_group() -> dist.ProcessGroup:
+    """The default process group."""
+    world = dist.group.WORLD
+    assert world is not None  # torch.distributed is initialised
+    return world
