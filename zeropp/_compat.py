@@ -49,13 +49,29 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, description: str) -> dist.ProcessGroup:
-    """A process group of ascending global ranks; only its members call."""
-    group: dist.ProcessGroup = dist.new_group(
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str) -> dist.ProcessGroup:
+    """A process group of ascending global ranks; only its members call.
+
+    ``dist.new_group`` numbers groups by how many a rank has, so that ranks with different histories, or a group made
+    after another was destroyed, meet under a wrong or a used name and hang. Here the caller gives the name.
+
+    Args:
+        ranks: members.
+        backend: as in ``dist.new_group``.
+        timeout: of its collectives.
+        name: never used before in this job, the same on every member.
+    """
+    c10d = dist.distributed_c10d
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
         list(ranks),
+        dist.Backend(backend),
+        default_store(),
+        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
         timeout=timeout,
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=description,
+        group_desc=name,
     )
-    return group
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    made: dist.ProcessGroup = group
+    return made

@@ -219,7 +219,7 @@ class Comm:
     """The process groups of one engine."""
 
     def __init__(
-        self, chain: Chain, rank: int, ranks: tuple[int, ...], local: int, backend: str, timeout: timedelta
+        self, chain: Chain, rank: int, ranks: tuple[int, ...], local: int, backend: str, timeout: timedelta, job: str
     ) -> None:
         """Make every group the chain needs; collective over the members.
 
@@ -230,7 +230,9 @@ class Comm:
             local: members per node.
             backend: of the groups that carry weights and gradients.
             timeout: after which a collective that does not finish is an error.
+            job: unique prefix of the groups' names, the same on every member.
         """
+        self.job = job
         self.chain = chain
         self.rank = rank
         self.ranks = ranks
@@ -241,13 +243,13 @@ class Comm:
         self.world_group: dist.ProcessGroup | None = None
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         if chain.world > 1:
-            self.world_group = self._make(ranks, backend, "zeropp world")
+            self.world_group = self._make(ranks, backend, "world")
             for outer, inner in chain.hops(chain.world, 1):
                 members = tuple(ranks[r] for r in chain.hop_ranks(rank, outer, inner))
                 for kind in ("gather", "reduce"):
-                    self._groups[kind, outer, inner] = self._make(members, backend, f"zeropp {kind} {outer}->{inner}")
+                    self._groups[kind, outer, inner] = self._make(members, backend, f"{kind} {outer}->{inner}")
             control = "gloo" if backend != "fake" else "fake"
-            self.control_group = self._make(ranks, control, "zeropp control")
+            self.control_group = self._make(ranks, control, "control")
 
     @property
     def world(self) -> int:
@@ -309,16 +311,18 @@ class Comm:
                 dist.destroy_process_group(group)
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
-        return new_group(ranks, backend, self.timeout, description)
+        first = self.ranks.index(ranks[0])  # several groups of one kind exist side by side
+        return new_group(ranks, backend, self.timeout, f"{self.job} {description} {first}")
 
 
-def make_comm(members: Members, hang_timeout: float) -> Comm:
+def make_comm(members: Members, hang_timeout: float, job: str) -> Comm:
     """Make the process groups of a run. Collective over the members.
 
     Args:
         members: from :func:`find_members`.
         hang_timeout: seconds after which a collective that does not finish is an error.
+        job: unique name, the same on every member.
     """
     chain = build_chain(len(members.ranks), [members.local])
     rank = members.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
-    return Comm(chain, rank, members.ranks, members.local, members.backend, timedelta(seconds=hang_timeout))
+    return Comm(chain, rank, members.ranks, members.local, members.backend, timedelta(seconds=hang_timeout), job)

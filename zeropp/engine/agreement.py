@@ -8,7 +8,6 @@ and when a rank gives up waiting.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
@@ -20,7 +19,6 @@ __all__ = ["Agreement"]
 
 _T = TypeVar("_T")
 _WIDTH = 8  # integers in an exchange
-_ENGINES = itertools.count()  # every rank makes its engines in the same order
 
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
 
@@ -32,7 +30,7 @@ class Agreement:
         self.comm = comm
         self.hang_timeout = hang_timeout
         self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
-        self._incident = f"zeropp/hang/{next(_ENGINES)}/{comm.ranks}"
+        self._incident = f"{comm.job}/hang"
 
     def wait(self, wait: Callable[[float], bool], doing: str) -> None:
         """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,7 +108,8 @@ def build_engine(
     members = together(
         group, "finding nodes", lambda: find_members(group, device, extension.local_world_size), same=True
     )
-    comm = make_comm(members, extension.hang_timeout)
+    job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
+    comm = make_comm(members, extension.hang_timeout, job)
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
     specs = form_units(model, comm.world, unit_options(config))
     units = _make_units(model, specs, config, comm)
