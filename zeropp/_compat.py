@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str)
         list(ranks),
         dist.Backend(backend),
         default_store(),
-        c10d.GroupName(name) if hasattr(c10d, "GroupName") else name,
+        cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
         timeout=timeout,
         group_desc=name,
     )

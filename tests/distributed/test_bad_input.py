@@ -80,13 +80,6 @@ class Broken(torch.optim.Optimizer):
         raise KeyError("momentum")
 
 
-def stepped(model: nn.Module, rank: int) -> Args:
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    return Args(optimizer, model, make_config())
-
-
 def distributed(model: nn.Module, rank: int) -> Args:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model.extra = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh))
@@ -164,7 +157,6 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "mesh of two dimensions": (two_meshes, "ValueError", r"DeviceMesh of 2 dimensions.*mesh\['dp'\]"),
     "no parameters": (lambda m, r: Args(sgd(m), nn.ReLU()), "ValueError", "no parameters|does not belong"),
     "foreign parameters": (lambda m, r: Args(sgd(Routed()), m), "ValueError", "not belong to the model; make the opt"),
-    "optimizer with state": (stepped, "ValueError", "already has state.*load_state_dict"),
     "wrapped twice": (wrapped_twice, "ValueError", "already managed by a ZeroOptimizer|does not belong"),
     "wrapped twice, old optimizer": (wrapped_twice_own, "ValueError", "managed by a ZeroOptimizer; wrap a model once"),
     "optimizer wrapped twice": (zero_of_zero, "ValueError", "ZeroOptimizer already; give it the plain"),

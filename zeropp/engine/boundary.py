@@ -101,7 +101,7 @@ class Boundary:
     def norm_tensor(self) -> Tensor:
         """The norm as a scalar on the model's device; after :meth:`verdict`."""
         assert self._vector is not None
-        return self._vector[0].sqrt()
+        return _rounded(self._vector[0].sqrt())
 
     def _assemble(self) -> Tensor:
         engine = self.engine
@@ -146,10 +146,16 @@ class Boundary:
     def _interpret(self, values: list[float]) -> Verdict:
         flags = iter(values[4 + len(self.engine.units) :])
         used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.used]
-        return Verdict(values[0] ** 0.5 if values[0] >= 0 else float("nan"), used)
+        return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), used)
 
     def _grad_versions(self) -> list[int]:
         return [buffer.grad._version for buffer in self.engine.trainable if buffer.grad is not None]
+
+
+def _rounded(norm: Tensor) -> Tensor:
+    """To 40 bits, past what the order of summation changes: how units are cut must not show in clipped gradients."""
+    mantissa, exponent = torch.frexp(norm)
+    return torch.ldexp(torch.round(mantissa * 2.0**40) / 2.0**40, exponent)
 
 
 def _poll(event: torch.cuda.Event, timeout: float) -> bool:

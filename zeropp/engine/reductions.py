@@ -33,6 +33,7 @@ class Reductions:
         self.scale = scale
         self.sync = True  # False inside no_sync: gradients stay on this rank
         self.stalled: Callable[[], bool] = lambda: False
+        self.reused: set[int] = set()  # units used more than once in one forward
         self._counts: list[list[int]] = [[0] * sum(len(b.parameters) for b in unit.trainable) for unit in units]
         self._missing: list[int] = [len(counts) for counts in self._counts]
         self._expected: dict[int, tuple[int, ...]] | None = None
@@ -68,6 +69,8 @@ class Reductions:
         self._missing[index] -= 1
         if self._missing[index] > 0:
             return False
+        if self._expected is None and index in self.reused:
+            return True  # there may be more to come; at the end of this backward it will be known
         self._ready.append(index)
         if not self.sync:
             self._keep(index)

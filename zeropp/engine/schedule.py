@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import zlib
+from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from functools import partial
 
@@ -115,6 +116,7 @@ class Schedule:
         """Finish a phase: join what only others needed."""
         if self._sequence is None:
             self._agree_on(None)
+            self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
             sequence = Sequence(tuple(self._learned), *self.reductions.end_learning())
             self.sequences.remember(self.key, sequence)
         else:

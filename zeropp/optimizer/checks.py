@@ -13,7 +13,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
     Raises:
         TypeError: no optimizer, or no model.
-        ValueError: foreign parameters, state from earlier steps, or already wrapped.
+        ValueError: foreign parameters, or already wrapped.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
@@ -29,11 +29,6 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                     f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
                     "model; make the optimizer from model.parameters() of the very model that is wrapped"
                 )
-    if optimizer.state:
-        raise ValueError(
-            f"the optimizer already has state for {len(optimizer.state)} parameters; wrap it before its first step, "
-            "and restore states with load_state_dict afterwards"
-        )
 
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:

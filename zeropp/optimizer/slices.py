@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.layout import Fragment
 from zeropp.unit import Unit
 
-__all__ = ["Slice", "make_slices"]
+__all__ = ["Slice", "make_slices", "move_state"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,8 @@ class Slice:
         name: of the model's parameter.
         unit: index of its unit.
         position: of the parameter among the unit's trainable ones.
+        start: first element of the parameter, in storage order.
+        strides: of the parameter.
         parameter: 1-D leaf in the main dtype, a view of the main shard.
         gradient: view of the gradient shard.
     """
@@ -28,6 +32,8 @@ class Slice:
     name: str
     unit: int
     position: int
+    start: int
+    strides: tuple[int, ...]
     parameter: nn.Parameter
     gradient: Tensor
 
@@ -55,4 +61,25 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     assert buffer.grad is not None
     stop = fragment.offset + fragment.stop - fragment.start
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
-    return Slice(buffer.names[fragment.slot], unit, position, parameter, buffer.grad[fragment.offset : stop])
+    slot = buffer.layout.slots[fragment.slot]
+    gradient = buffer.grad[fragment.offset : stop]
+    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, gradient)
+
+
+def move_state(optimizer: Optimizer, parameter: nn.Parameter, pieces: list[Slice]) -> None:
+    """Cut the state an optimizer has for a parameter the way the parameter was cut.
+
+    Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise optimizers.
+    """
+    state = optimizer.state.pop(parameter, None)
+    if not state:
+        return
+    for piece in pieces:
+        own = optimizer.state[piece.parameter]
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+                dense = torch.empty_strided(value.shape, piece.strides, dtype=value.dtype, device=value.device)
+                row = dense.copy_(value).as_strided((dense.numel(),), (1,))
+                own[key] = row[piece.start : piece.start + piece.parameter.numel()].clone()
+            else:
+                own[key] = value.clone() if isinstance(value, Tensor) else value

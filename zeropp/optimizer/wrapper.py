@@ -18,7 +18,7 @@ from zeropp.engine.engine import Engine
 from zeropp.members import Group
 from zeropp.optimizer.checks import check_optimizer, describe_optimizer
 from zeropp.optimizer.elementwise import check_elementwise
-from zeropp.optimizer.slices import make_slices
+from zeropp.optimizer.slices import make_slices, move_state
 from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
@@ -48,7 +48,7 @@ class ZeroOptimizer(Optimizer):
         """Wrap ``optimizer`` and ``model``. Collective: every rank of the group calls it.
 
         Args:
-            optimizer: elementwise, over parameters of ``model``, without state yet.
+            optimizer: elementwise, over parameters of ``model``; state it has is cut like the parameters.
             model: on its device; rank 0's values become everyone's.
             config: DeepSpeed-style dict, path to JSON, or a loaded Config; None for stage 3 with defaults.
             process_group: ranks to partition over: a group, a one-dimensional DeviceMesh, or the world.
@@ -76,6 +76,8 @@ class ZeroOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self._by_parameter = make_slices(self.engine.units)
         self._slices = [piece for pieces in self._by_parameter.values() for piece in pieces]
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            move_state(optimizer, parameter, self._by_parameter.get(id(parameter), []))
         for group in optimizer.param_groups:
             group["params"] = [s.parameter for p in group["params"] for s in self._by_parameter.get(id(p), [])]
         # Hooks are shared with the wrapped optimizer and run here, once a step.
