@@ -37,7 +37,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 3e-2, "lr_decay": 0.1}),
+    # A larger eps than the default 1e-10, which would turn the rounding noise of key biases into steps.
+    "Adagrad": (torch.optim.Adagrad, {"lr": 3e-2, "lr_decay": 0.1, "eps": 1e-6}),
     "Lion": (Lion, {"lr": 3e-3}),
 }
 

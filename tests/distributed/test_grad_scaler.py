@@ -1,4 +1,4 @@
-"""torch's GradScaler: an overflow on one rank skips the step on all, scales stay equal, norms are of unscaled gradients."""
+"""torch's GradScaler: an overflow on one rank skips on all, scales stay equal, norms are of unscaled gradients."""
 
 from __future__ import annotations
 

@@ -48,46 +48,43 @@ class Boundary:
         self.engine = engine
         self.reads = 0
         self._vector: Tensor | None = None
-        self._versions: list[int] = []
         self._verdict: Verdict | None = None
 
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
         self._vector, self._verdict = None, None
 
-    def exchange(self) -> None:
-        """Sum the vector over ranks; on a card, nothing waits. A non-finite norm then shows on every rank.
+    def spread_overflow(self, target: Tensor) -> None:
+        """Let every rank's gradients show that some rank's are not finite; on a card, nothing waits.
 
-        One element of each rank's gradients gains 0 or, if the norm is not finite, NaN: torch's GradScaler looks at
-        this rank's gradients only, and must come to the same answer everywhere.
+        torch's GradScaler looks at this rank's gradients alone and must come to the same answer everywhere, before the
+        vector is exchanged in ``step``: it may still scale them.
+
+        Args:
+            target: one gradient that the optimizer sees on this rank; gains 0, or NaN.
         """
-        engine = self.engine
-        self._vector = self._assemble()
-        with engine.agreement.watching("at the boundary reduction"):
-            engine.comm.sum(self._vector)
-        for buffer in engine.trainable[:1]:
-            assert buffer.grad is not None
-            poison = torch.where(torch.isfinite(self._vector[0]), 0.0, torch.nan)
-            for fragment in buffer.layout.fragments(buffer.piece)[:1]:
-                buffer.grad[fragment.offset] += poison
-        self._versions = self._grad_versions()
-        self._verdict = None
+        total = torch.zeros((), dtype=torch.float64, device=self.engine.device)
+        for shard in self._shards():
+            total += shard.sum(dtype=torch.float64)
+        flag = torch.where(torch.isfinite(total), 0.0, torch.nan)
+        with self.engine.agreement.watching("sharing whether gradients are finite"):
+            self.engine.comm.sum(flag)
+        target[:1] += flag.to(target.dtype)
 
     def verdict(self) -> Verdict:
-        """The result, exchanged anew if gradients were edited since; the one place that waits for the device.
+        """The result, once per step; the one place that waits for the device.
 
         Raises:
             RuntimeError: the ranks did not issue the same collectives.
         """
-        if self._vector is None or self._versions != self._grad_versions():
-            self.exchange()
         if self._verdict is None:
+            self._exchange()
             values = self._read()
             while late := self._late(values):
                 for index in late:
                     self.engine.reductions.send_again(index)
                 self.engine.schedule.sequences.forget_backwards()
-                self.exchange()
+                self._exchange()
                 values = self._read()
             self._verdict = self._interpret(values)
         return self._verdict
@@ -96,7 +93,14 @@ class Boundary:
         """The wrapper multiplied all gradients by ``factor``: the norm follows, the verdict stays."""
         assert self._vector is not None
         self._vector[0] *= factor.square()
-        self._versions = self._grad_versions()
+
+    def _exchange(self) -> None:
+        self._vector = self._assemble()
+        with self.engine.agreement.watching("at the boundary reduction"):
+            self.engine.comm.sum(self._vector)
+
+    def _shards(self) -> list[Tensor]:
+        return [buffer.grad for buffer in self.engine.trainable if buffer.grad is not None and buffer.has_grad]
 
     def norm_tensor(self) -> Tensor:
         """The norm as a scalar on the model's device; after :meth:`verdict`."""
@@ -105,7 +109,7 @@ class Boundary:
 
     def _assemble(self) -> Tensor:
         engine = self.engine
-        shards = [buffer.grad for buffer in engine.trainable if buffer.grad is not None and buffer.has_grad]
+        shards = self._shards()
         squares = torch.zeros((), dtype=torch.float64, device=engine.device)
         if shards:
             # In float64: squares of large finite gradients overflow float32, and would look like a bad step.
@@ -147,9 +151,6 @@ class Boundary:
         flags = iter(values[4 + len(self.engine.units) :])
         used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.used]
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), used)
-
-    def _grad_versions(self) -> list[int]:
-        return [buffer.grad._version for buffer in self.engine.trainable if buffer.grad is not None]
 
 
 def _rounded(norm: Tensor) -> Tensor:

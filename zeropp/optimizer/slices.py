@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ from zeropp.flat_buffer import FlatBuffer
 from zeropp.layout import Fragment
 from zeropp.unit import Unit
 
-__all__ = ["Slice", "make_slices", "move_state"]
+__all__ = ["Slice", "make_slices", "move_state", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +22,13 @@ class Slice:
 
     Attributes:
         name: of the model's parameter.
-        unit: index of its unit.
+        unit: index of its unit; -1 for a stand-in.
         position: of the parameter among the unit's trainable ones.
         start: first element of the parameter, in storage order.
         strides: of the parameter.
         parameter: 1-D leaf in the main dtype, a view of the main shard.
         gradient: view of the gradient shard.
+        arrived: whether that holds a gradient of this step.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Slice:
     strides: tuple[int, ...]
     parameter: nn.Parameter
     gradient: Tensor
+    arrived: Callable[[], bool]
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
@@ -63,7 +66,13 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
     gradient = buffer.grad[fragment.offset : stop]
-    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, gradient)
+    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, gradient, lambda: buffer.has_grad)
+
+
+def stand_in(device: torch.device) -> Slice:
+    """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    return Slice("<nothing>", -1, 0, 0, (), parameter, torch.zeros(1, device=device), lambda: False)
 
 
 def move_state(optimizer: Optimizer, parameter: nn.Parameter, pieces: list[Slice]) -> None:

@@ -18,7 +18,7 @@ from zeropp.engine.engine import Engine
 from zeropp.members import Group
 from zeropp.optimizer.checks import check_optimizer, describe_optimizer
 from zeropp.optimizer.elementwise import check_elementwise
-from zeropp.optimizer.slices import make_slices, move_state
+from zeropp.optimizer.slices import make_slices, move_state, stand_in
 from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
@@ -76,6 +76,10 @@ class ZeroOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self._by_parameter = make_slices(self.engine.units)
         self._slices = [piece for pieces in self._by_parameter.values() for piece in pieces]
+        if not self._slices:
+            self._slices = [stand_in(self.engine.device)]
+            optimizer.param_groups[0]["params"].append(self._slices[0].parameter)
+            self._by_parameter[id(self._slices[0].parameter)] = self._slices
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             move_state(optimizer, parameter, self._by_parameter.get(id(parameter), []))
         for group in optimizer.param_groups:
@@ -184,7 +188,7 @@ class ZeroOptimizer(Optimizer):
             return loss
         self._refuse_unused(verdict)
         for piece in self._slices:
-            piece.show_gradient(verdict.used[piece.unit][piece.position])
+            piece.show_gradient(piece.unit < 0 or verdict.used[piece.unit][piece.position])
         if self.config.gradient_clipping > 0:
             self._scale_gradients(norm, self.config.gradient_clipping)
         self.engine.settle_refresh()
@@ -259,9 +263,13 @@ class ZeroOptimizer(Optimizer):
         if not self.engine.reductions.sync:
             return
         for piece in self._slices:
-            piece.show_gradient(True)
+            piece.show_gradient(piece.arrived())
         if self._backwards >= self._accumulation_steps:
-            self.boundary.exchange()
+            witness = next((piece for piece in self._slices if piece.arrived()), self._slices[0])
+            if not witness.arrived():
+                witness.gradient.zero_()  # nothing here: what it holds is of another step
+                witness.show_gradient(True)
+            self.boundary.spread_overflow(witness.gradient)
 
     def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
