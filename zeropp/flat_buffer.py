@@ -49,6 +49,7 @@ class FlatBuffer:
         names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
+        main_dtype: torch.dtype,
         gather_path: GatherPath,
         reduce_path: ReducePath,
     ) -> None:
@@ -58,8 +59,8 @@ class FlatBuffer:
         self.layout = layout
         self.trainable = parameters[0].requires_grad
         self.device = parameters[0].device
-        self.compute_dtype = compute_dtype = gather_path.codec.dtype
-        self.main_dtype = torch.promote_types(compute_dtype, torch.float32) if self.trainable else compute_dtype
+        self.compute_dtype = gather_path.codec.dtype
+        self.main_dtype = main_dtype
         self.gather_path = gather_path
         self.reduce_path = reduce_path
         self.version = 0
@@ -174,8 +175,12 @@ class FlatBuffer:
 
     def has_unsent_gradients(self) -> bool:
         """Whether this rank holds gradients that no reduction has taken."""
+        return self.trainable and (self.local is not None or self.has_stray_gradients())
+
+    def has_stray_gradients(self) -> bool:
+        """Whether gradients came that the known sequence did not expect; ``no_sync`` keeps its own elsewhere."""
         with torch._C.DisableTorchFunctionSubclass():
-            return self.trainable and (self.local is not None or any(p.grad is not None for p in self.parameters))
+            return any(parameter.grad is not None for parameter in self.parameters)
 
     def drop_gradients(self) -> None:
         """Forget gradients, sent or not."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from zeropp.topology import ranks_per_node
 
-__all__ = ["Group", "Members", "find_members", "to_process_group", "world_group"]
+__all__ = ["Group", "Members", "find_members", "group_size", "to_process_group", "world_group"]
 
 Group = dist.ProcessGroup | dist.DeviceMesh | None
 
@@ -65,6 +65,11 @@ def to_process_group(group: Group) -> dist.ProcessGroup:
             "one-dimensional DeviceMesh, or None"
         )
     return group or world_group()
+
+
+def group_size(group: Group) -> int:
+    """Ranks in a group; 1 if torch.distributed is not initialised."""
+    return dist.get_world_size(to_process_group(group)) if dist.is_initialized() else 1
 
 
 def world_group() -> dist.ProcessGroup:

@@ -147,11 +147,14 @@ def test_accumulation_reduces_every_micro_batch() -> None:
 
 
 def test_control_traffic_is_one_small_vector_a_step() -> None:
-    """Squared norm, hash in three numbers, one flag for each unit and each trainable parameter: float64."""
+    """Squared norm, hash in three numbers, two flags, one for each unit and each trainable parameter: float64.
+
+    And, after the last backward, one number that tells whether all gradients are finite.
+    """
     for found, _, (units, trainable) in run_ranks(4, one_step, {}, 2, local_world_size=2):
         ((_, calls_bytes),) = named(found, control=True).items()
-        nbytes = 8 * (4 + units + trainable)
-        assert calls_bytes == (1, 2 * 3 * nbytes // 4)
+        nbytes = 8 * (5 + units + trainable)
+        assert calls_bytes == (2, 2 * 3 * nbytes // 4 + 2 * 3 * 4 // 4)
 
 
 def totals(settings: dict[str, object]) -> tuple[dict[str, int], int, list[int]]:

@@ -25,7 +25,8 @@ def test_counts_the_bytes_of_a_gather() -> None:
         assert network.counters().sent_bytes == 0
         network.torchrun(SCRIPT, str(shard_nbytes), ranks=2)
         sent = network.counters().sent_bytes
-    assert sent == pytest.approx(2 * shard_nbytes, rel=0.02)
+    # Headers, the launcher's own talk, and what TCP sends again on a loaded machine.
+    assert 2 * shard_nbytes <= sent <= 2 * shard_nbytes * 1.06
 
 
 def test_failure_shows_the_output_and_leaves_nothing() -> None:

@@ -328,3 +328,42 @@ def test_two_models_side_by_side() -> None:
     for rank, runs in enumerate(run_ranks(2, train_two_models, recipe)):
         for run in runs:
             compare(run, plain[rank], 1e-9)
+
+
+def train_by_triple(triple: dict[str, int]) -> float:
+    """One step whose accumulation follows from the batch sizes; the weight afterwards."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    config = {"zero_optimization": {"stage": 3}, **triple}
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, config)
+    for _ in range(4):
+        optimizer.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    return float(zeropp.full_state(model)["weight"])
+
+
+def test_accumulation_follows_from_the_batch_sizes() -> None:
+    """train_batch_size 16 = 2 a rank x 2 ranks x 4 steps: the sum of four quarters."""
+    triple = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
+    assert run_ranks(2, train_by_triple, triple) == [0.0, 0.0]
+    for failure in run_ranks(2, train_by_triple, triple | {"gradient_accumulation_steps": 3}, catch=True):
+        assert failure.is_a(zeropp.ConfigError)
+
+
+def step_behind_the_back() -> tuple[float, float]:
+    model = nn.Linear(1, 1, bias=False)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = zeropp.ZeroOptimizer(inner, model, Recipe().config())
+    before = float(zeropp.full_state(model)["weight"])
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(RuntimeError, match="call step\\(\\) on that one"):
+        inner.step()
+    optimizer.clip_grad_norm_(0.1)
+    model.zero_grad()  # nothing is left to step with
+    optimizer.step()
+    return before, float(zeropp.full_state(model)["weight"])
+
+
+def test_no_step_behind_the_back_and_none_after_zero_grad() -> None:
+    for before, after in run_ranks(2, step_behind_the_back):
+        assert before == after

@@ -82,7 +82,7 @@ def test_frozen_weights_have_no_gradients_and_buffers_of_their_own() -> None:
     assert plan.terms["main_weights"] == plan.terms["gradients"] == (2 + 4) * BLOCK // 2 * 4
     assert [(u.gathered, u.message) for u in plan.units] == [(6 * BLOCK * 4, 2 * BLOCK * 4), (4096, 4096)]
     half = memory(model, config(bf16={"enabled": True}), 2)
-    assert half.terms["frozen_weights"] == 4 * BLOCK // 2 * 2, "kept as they are computed with"
+    assert half.terms["frozen_weights"] == 4 * BLOCK // 2 * 4, "kept in their own dtype"
 
 
 def test_all_frozen() -> None:
@@ -201,21 +201,20 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
     model = nn.ModuleList(Layer(*layer) for layer in [*layers, (1000, False, False), (1000, False, False)])
     plan = memory(model, config(persistent=persistent, bf16={"enabled": bf16}), world)
     expected = dict.fromkeys(plan.terms, 0)
-    whole: dict[tuple[int, bool], list[int]] = {}  # persistent ones share buffers
-    alone: list[tuple[int, bool, int]] = []
+    whole: dict[tuple[int, int, bool], list[int]] = {}  # persistent ones share buffers
+    alone: list[tuple[int, int, bool, int]] = []
     for numel, frozen, double in [*layers, (1000, False, False), (1000, False, False)]:
-        size = 2 if bf16 else 8 if double else 4
+        own = 8 if double else 4
+        size = 2 if bf16 else own
+        main = own if frozen else max(size, 4)
         if numel <= persistent:
-            whole.setdefault((size, frozen), []).append(numel)
+            whole.setdefault((size, main, frozen), []).append(numel)
         else:
-            alone.append((size, frozen, padded([numel], world)))
-    buffers = alone + [(size, frozen, padded(numels, world)) for (size, frozen), numels in whole.items()]
-    for size, frozen, numel in buffers:
-        if frozen:
-            expected["frozen_weights"] += numel // world * size
-        else:
-            expected["main_weights"] += numel // world * max(size, 4)
-            expected["gradients"] += numel // world * max(size, 4)
-    expected["persistent_weights"] = sum(padded(numels, world) * size for (size, frozen), numels in whole.items())
+            alone.append((size, main, frozen, padded([numel], world)))
+    buffers = alone + [(*key, padded(numels, world)) for key, numels in whole.items()]
+    for _, main, frozen, numel in buffers:
+        for term in ["frozen_weights"] if frozen else ["main_weights", "gradients"]:
+            expected[term] += numel // world * main
+    expected["persistent_weights"] = sum(padded(numels, world) * size for (size, _, _), numels in whole.items())
     assert plan.terms == expected
-    assert plan.largest_unit == max(size * numel for size, _, numel in alone)
+    assert plan.largest_unit == max(size * numel for size, _, _, numel in alone)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import torch.distributed as dist
+
 from zeropp._compat import default_store
 from zeropp.comm import Comm
 
@@ -85,8 +87,14 @@ class Agreement:
         comm = self.comm
         if comm.world == 1 or comm.backend == "fake":
             return own
-        store = default_store()
         keys = [f"{self._incident}/{rank}" for rank in range(comm.world)]
+        try:
+            return self._ask_around(default_store(), keys, own)
+        except RuntimeError:  # the process that keeps the store is gone, perhaps the very one that failed
+            return f"{own}; the others cannot be asked, since the job's store is gone"
+
+    def _ask_around(self, store: dist.Store, keys: list[str], own: str) -> str:
+        comm = self.comm
         store.set(keys[comm.rank], own)
         until = time.monotonic() + _GRACE
         while time.monotonic() < until and not store.check(keys):

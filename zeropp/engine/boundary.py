@@ -83,7 +83,8 @@ class Boundary:
             while late := self._late(values):
                 for index in late:
                     self.engine.reductions.send_again(index)
-                self.engine.schedule.sequences.forget_backwards()
+                if values[4 + len(self.engine.units)]:
+                    self.engine.schedule.sequences.forget_backwards()
                 self._exchange()
                 values = self._read()
             self._verdict = self._interpret(values)
@@ -117,6 +118,7 @@ class Boundary:
         issued = engine.issued.value
         flags = [float(issued), float(issued * issued // _HALF), float(issued * issued % _HALF)]
         flags += [float(any(b.has_unsent_gradients() for b in unit.trainable)) for unit in engine.units]
+        flags.append(float(any(b.has_stray_gradients() for b in engine.trainable)))
         flags += [float(used) for unit_flags in engine.used for used in unit_flags]
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         return torch.cat([squares[None], host.to(engine.device, non_blocking=True)])
@@ -148,7 +150,7 @@ class Boundary:
             )
 
     def _interpret(self, values: list[float]) -> Verdict:
-        flags = iter(values[4 + len(self.engine.units) :])
+        flags = iter(values[5 + len(self.engine.units) :])
         used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.used]
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), used)
 

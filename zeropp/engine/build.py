@@ -167,9 +167,10 @@ def compute_dtype(parameter: torch.Tensor, config: Config) -> torch.dtype:
 class BufferKey:
     """What the parameters of one flat buffer have in common."""
 
-    dtype: torch.dtype
+    dtype: torch.dtype  # gathered
     trainable: bool
-    wire_dtype: torch.dtype
+    main_dtype: torch.dtype  # of the shard
+    wire_dtype: torch.dtype  # of gradient messages
 
 
 def buffer_groups(
@@ -179,7 +180,9 @@ def buffer_groups(
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
         dtype = compute_dtype(parameters[name], config)
-        key = BufferKey(dtype, parameters[name].requires_grad, _wire_dtype(dtype, config))
+        trainable = parameters[name].requires_grad
+        main = torch.promote_types(dtype, torch.float32) if trainable else parameters[name].dtype
+        key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, config))
         groups.setdefault(key, []).append(name)
     return groups
 
@@ -266,7 +269,7 @@ def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, comm: C
             layout = build_layout(rows, comm.world)
             gather_path = comm.gather_path(placement, PlainCodec(key.dtype))
             reduce_path = comm.reduce_path(placement, PlainCodec(key.wire_dtype))
-            buffers.append(FlatBuffer(spec.name, names, members, layout, gather_path, reduce_path))
+            buffers.append(FlatBuffer(spec.name, names, members, layout, key.main_dtype, gather_path, reduce_path))
         units.append(Unit(index, spec.name, buffers, persistent=spec.persistent))
     return units
 

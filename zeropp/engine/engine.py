@@ -75,7 +75,7 @@ class Engine:
         self.persistent = [unit for unit in self.units if unit.persistent]
         self.agreement = Agreement(comm, hang_timeout)
         self.issued = IssueHash()
-        sends = overlap and comm.world > 1 and comm.backend != "fake"
+        sends = comm.world > 1 and comm.backend != "fake"
         self.gather_stream = make_stream("gather", device, sends=sends, overlap=overlap)
         self.reduce_stream = make_stream("reduce", device, sends=sends, overlap=overlap)
         self.reductions = Reductions(self.units, self.reduce_stream, self.agreement, self.issued, scale)
@@ -100,6 +100,7 @@ class Engine:
         self.phase = Phase.IDLE
         self.pending_gradients = False
         self.after_backward: Callable[[], None] = lambda: None
+        self.after_zero_grad: Callable[[], None] = lambda: None
         self.used = [[False] * sum(len(b.parameters) for b in unit.trainable) for unit in self.units]
         self._backwards = 0  # finished or given up
         self._outstanding: list[PhaseKey] = []
@@ -116,6 +117,7 @@ class Engine:
     def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """A site's forward begins: fetch its units. See :class:`zeropp.engine.hooks.Driver`."""
         changed = None
+        self.loading = False  # a load that failed half-way has left it on
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
             self.recover()  # the last backward failed before its end
         if self.phase is Phase.IDLE:
@@ -288,8 +290,8 @@ class Engine:
         self.phase = Phase.IDLE
         if self.agreement.lost is not None:
             return
+        self.schedule.abort()  # first: nothing of the failed phase may be issued any more
         self.reductions.forget()
-        self.schedule.abort()
         self._cover_persistent()
         for buffer in self.buffers:
             buffer.drop_unsent()
@@ -388,6 +390,7 @@ class Engine:
             buffer.drop_gradients()
         for flags in self.used:
             flags[:] = [False] * len(flags)
+        self.after_zero_grad()
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""

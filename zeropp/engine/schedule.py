@@ -174,7 +174,12 @@ class Schedule:
             self._started += 1
 
     def _advance(self, stop: int, own: int | None) -> None:
-        """Go through the uses before position ``stop``; ``own`` is the unit this rank uses at the last one."""
+        """Go through the uses before position ``stop``.
+
+        Args:
+            stop: where to end.
+            own: the unit this rank uses at the last position; None at the end of a phase, where it uses no more.
+        """
         assert self._plan is not None and self._sequence is not None
         while self._position < stop:
             position = self._position
@@ -183,8 +188,8 @@ class Schedule:
             self._drop([index for index in dropped if index != used])  # before what they make room for
             self._start(position + 1)
             self.held.add(used)
-            if used != own or position + 1 < stop:
-                self._kept.add(used)  # for others; this rank may still come to use it
+            if own is not None and (used != own or position + 1 < stop):
+                self._kept.add(used)  # gathered for others; this rank may still come to use it
             self._position += 1
             self._drop([index for index in dropped if index == used])
 
@@ -237,7 +242,7 @@ class Schedule:
         current = self._sequence
         self._start(max(row[2] for row in rows))
         reached = max(row[1] for row in rows)
-        self._advance(reached, own=None)
+        self._advance(reached, own=unit.index)
         prefix = current.uses[:reached]
         for other in self.sequences.variants(self.key):
             if other.uses[:reached] == prefix and all(other.find(row[3], reached) is not None for row in rows):

@@ -112,6 +112,7 @@ class _Saving:
             )
         if self.outermost is None or prefix == "":
             self.outermost = module
+            self.gathered.clear()  # of a call that failed
 
     def end(self, module: nn.Module) -> None:
         """After a module's state_dict, children included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["check_optimizer", "describe_optimizer"]
+__all__ = ["check_optimizer", "describe_optimizer", "refuse_inner_step"]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -39,3 +39,14 @@ def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
         plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple, type(None)))}
         lines.append(f"group {index} of {[names[id(parameter)] for parameter in group['params']]} with {plain}")
     return lines
+
+
+def refuse_inner_step(*args: object, **kwargs: object) -> None:
+    """In place of the wrapped optimizer's ``step``, which would change weights behind the engine's back."""
+    raise RuntimeError(
+        "this optimizer is wrapped by a ZeroOptimizer; call step() on that one, or the new weights would never be "
+        "gathered"
+    )
+
+
+refuse_inner_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers on either optimizer look for it

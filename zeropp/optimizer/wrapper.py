@@ -15,8 +15,8 @@ from zeropp.config import ConfigSource, load_config
 from zeropp.engine.boundary import Boundary, Verdict
 from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
-from zeropp.members import Group
-from zeropp.optimizer.checks import check_optimizer, describe_optimizer
+from zeropp.members import Group, group_size
+from zeropp.optimizer.checks import check_optimizer, describe_optimizer, refuse_inner_step
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.slices import make_slices, move_state, stand_in
 from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
@@ -62,6 +62,7 @@ class ZeroOptimizer(Optimizer):
         def prepare() -> Any:
             loaded = load_config(config)
             loaded.require_supported()
+            loaded.resolve_batch(group_size(process_group))
             check_optimizer(optimizer, model)
             check_elementwise(optimizer)
             return loaded
@@ -71,8 +72,10 @@ class ZeroOptimizer(Optimizer):
         self.engine: Engine = build_engine(
             model, self.config, process_group, gradient_scale, lambda: describe_optimizer(optimizer, model)
         )
+        self._accumulation_steps = self.config.resolve_batch(self.engine.comm.world)[2] or 1
         self.boundary = Boundary(self.engine)
-        self.engine.after_backward = self._make_after_backward()
+        self.engine.after_backward = _weakly(self._after_backward)
+        self.engine.after_zero_grad = _weakly(self._after_zero_grad)
         self.defaults = optimizer.defaults
         self._by_parameter = make_slices(self.engine.units)
         self._slices = [piece for pieces in self._by_parameter.values() for piece in pieces]
@@ -92,6 +95,7 @@ class ZeroOptimizer(Optimizer):
         self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
+        optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False
@@ -157,6 +161,7 @@ class ZeroOptimizer(Optimizer):
             The norm before clipping, a scalar on the model's device.
         """
         self.engine.require_idle("clip_grad_norm_")
+        self.boundary.invalidate()  # the user may have edited gradients since
         self.boundary.verdict()  # the step's one host read: gradients kept back by no_sync must be in first
         norm = self.boundary.norm_tensor()
         self.boundary.accept_scaling(self._scale_gradients(norm, max_norm))
@@ -202,6 +207,8 @@ class ZeroOptimizer(Optimizer):
         """Forget gradients. Memory of the shards stays, whatever ``set_to_none`` says."""
         self.engine.require_idle("zero_grad")
         self.engine.zero_grad()
+
+    def _after_zero_grad(self) -> None:
         self.boundary.invalidate()
         for piece in self._slices:
             piece.show_gradient(False)
@@ -242,20 +249,6 @@ class ZeroOptimizer(Optimizer):
 
     # Inside.
 
-    @property
-    def _accumulation_steps(self) -> int:
-        return self.config.gradient_accumulation_steps or 1
-
-    def _make_after_backward(self) -> Callable[[], None]:
-        ref = weakref.ref(self)
-
-        def after_backward() -> None:
-            wrapper = ref()
-            if wrapper is not None:
-                wrapper._after_backward()
-
-        return after_backward
-
     @torch.no_grad()
     def _after_backward(self) -> None:
         self._backwards += 1
@@ -295,3 +288,15 @@ class ZeroOptimizer(Optimizer):
                 "Use them, freeze them with requires_grad_(False) before wrapping, or set "
                 '{"zero_optimization": {"ignore_unused_parameters": true}}'
             )
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method, unless its object is gone: the engine must not keep its wrapper alive."""
+    ref = weakref.WeakMethod(method)
+
+    def call() -> None:
+        target = ref()
+        if target is not None:
+            target()
+
+    return call

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from zeropp.config import ConfigSource, load_config
@@ -84,12 +83,11 @@ def memory(model: nn.Module, config: ConfigSource, world: int) -> MemoryPlan:
             )
             gathered += layout.numel * key.dtype.itemsize
             if key.trainable:
-                main = torch.promote_types(key.dtype, torch.float32).itemsize
-                terms["main_weights"] += layout.piece_numel * main
-                terms["gradients"] += layout.piece_numel * main
+                terms["main_weights"] += layout.piece_numel * key.main_dtype.itemsize
+                terms["gradients"] += layout.piece_numel * key.main_dtype.itemsize
                 message += layout.numel * key.wire_dtype.itemsize
             else:
-                terms["frozen_weights"] += layout.piece_numel * key.dtype.itemsize
+                terms["frozen_weights"] += layout.piece_numel * key.main_dtype.itemsize
         if spec.persistent:
             terms["persistent_weights"] += gathered
         units.append(UnitMemory(spec.name, spec.persistent, gathered, message))
