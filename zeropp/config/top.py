@@ -44,8 +44,8 @@ class Config(OutsideKeys):
     no batch size is given."""
 
     managed_gradient_accumulation: bool = True
-    """Finds the last micro-batch of a step by counting. False leaves that to the caller: each `step()`
-    steps."""
+    """Counts backward passes to know the last one of a step. With ZeroOptimizer every `step()` steps, counted or
+    not, which is what DeepSpeed's engine needs False for."""
 
     gradient_clipping: NonNegative = 0.0
     """Largest norm of all gradients together; larger gradients are scaled down to it. 0 clips nothing."""
