@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,13 +23,13 @@ from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of, register
-from zeropp.layout import build_layout, dense_strides
+from zeropp.layout import BufferLayout, build_layout, dense_strides
 from zeropp.members import Group, find_members, to_process_group, world_group
 from zeropp.placement import stage3_placement
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
 
-__all__ = ["Group", "buffer_groups", "build_engine", "compute_dtype", "together", "unit_options"]
+__all__ = ["Group", "build_engine", "planned_buffers", "together", "unit_options"]
 
 _T = TypeVar("_T")
 
@@ -173,18 +173,19 @@ class BufferKey:
     wire_dtype: torch.dtype  # of gradient messages
 
 
-def buffer_groups(
-    parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config
-) -> dict[BufferKey, list[str]]:
-    """Names of the parameters in each flat buffer of a unit: one per dtype, trainable and frozen apart."""
+def planned_buffers(
+    parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
+) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
+    """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
-        dtype = compute_dtype(parameters[name], config)
-        trainable = parameters[name].requires_grad
+        dtype, trainable = compute_dtype(parameters[name], config), parameters[name].requires_grad
         main = torch.promote_types(dtype, torch.float32) if trainable else parameters[name].dtype
-        key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, config))
-        groups.setdefault(key, []).append(name)
-    return groups
+        groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
+    for key, names in groups.items():
+        rows = [(n, tuple(parameters[n].shape), parameters[n].stride()) for n in names]
+        layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
+        yield key, names, layout
 
 
 def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
@@ -260,13 +261,8 @@ def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, comm: C
     for index, spec in enumerate(specs):
         placement = stage3_placement(comm.chain, comm.rank, comm.local, persistent=spec.persistent)
         buffers = []
-        for key, names in buffer_groups(parameters, spec, config).items():
+        for key, names, layout in planned_buffers(parameters, spec, config, comm.world):
             members = [parameters[name] for name in names]
-            rows = [
-                (name, tuple(p.shape), dense_strides(p.shape, p.stride()))
-                for name, p in zip(names, members, strict=True)
-            ]
-            layout = build_layout(rows, comm.world)
             gather_path = comm.gather_path(placement, PlainCodec(key.dtype))
             reduce_path = comm.reduce_path(placement, PlainCodec(key.wire_dtype))
             buffers.append(FlatBuffer(spec.name, names, members, layout, key.main_dtype, gather_path, reduce_path))

@@ -135,12 +135,12 @@ def make_plan(
     """
     walk = _Walk([*uses, *lookahead], numel, limits, set(live), set())
     issue, drop = [], []
-    for now, unit in enumerate(uses):
+    for step, unit in enumerate(uses):
         issued = [] if unit in walk.held else [unit]
         walk.held.discard(unit)
         walk.ahead.discard(unit)
-        fetched, dropped = walk.prefetch(now)
-        victims = walk.keep(now)
+        fetched, dropped = walk.prefetch(step)
+        victims = walk.keep(step)
         issue.append((*issued, *fetched))
         gone = [other for other in (*victims, *dropped) if other != unit]
         drop.append((*gone, *(() if unit in walk.held else (unit,))))

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeropp.config import ConfigSource, load_config
-from zeropp.engine.build import buffer_groups, unit_options
-from zeropp.layout import build_layout, dense_strides
+from zeropp.engine.build import planned_buffers, unit_options
 from zeropp.units import form_units
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
@@ -75,12 +74,7 @@ def memory(model: nn.Module, config: ConfigSource, world: int) -> MemoryPlan:
     units = []
     for spec in form_units(model, world, unit_options(settings)):
         gathered = message = 0
-        for key, names in buffer_groups(parameters, spec, settings).items():
-            shapes = [parameters[name] for name in names]
-            layout = build_layout(
-                [(n, tuple(p.shape), dense_strides(p.shape, p.stride())) for n, p in zip(names, shapes, strict=True)],
-                world,
-            )
+        for key, _, layout in planned_buffers(parameters, spec, settings, world):
             gathered += layout.numel * key.dtype.itemsize
             if key.trainable:
                 terms["main_weights"] += layout.piece_numel * key.main_dtype.itemsize
