@@ -21,12 +21,15 @@ def namespaces() -> str:
 
 def test_counts_the_bytes_of_a_gather() -> None:
     shard_nbytes = 16 << 20
-    with private_network() as network:
-        assert network.counters().sent_bytes == 0
-        network.torchrun(SCRIPT, str(shard_nbytes), ranks=2)
-        sent = network.counters().sent_bytes
-    # Headers, the launcher's own talk, and what TCP sends again on a loaded machine.
-    assert 2 * shard_nbytes <= sent <= 2 * shard_nbytes * 1.06
+    seen = []
+    for _ in range(3):  # a late receiver makes TCP send segments again: the least counts
+        with private_network() as network:
+            assert network.counters().sent_bytes == 0
+            network.torchrun(SCRIPT, str(shard_nbytes), ranks=2)
+            seen.append(network.counters().sent_bytes)
+        if seen[-1] <= 2 * shard_nbytes * 1.02:
+            break
+    assert 2 * shard_nbytes <= min(seen) <= 2 * shard_nbytes * 1.02, seen
 
 
 def test_failure_shows_the_output_and_leaves_nothing() -> None:
