@@ -1,7 +1,8 @@
-"""The one small reduction at the end of an optimizer step's last backward.
+"""The two small reductions around an optimizer step, and the one host read.
 
-It carries the squared gradient norm (whose being finite is the overflow flag), which parameters were used anywhere,
-which units still hold gradients on some rank, and whether all ranks issued the same collectives.
+After the last backward one number tells every rank whether all gradients are finite, before torch's GradScaler looks.
+In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still hold
+gradients on some rank, and whether all ranks issued the same collectives.
 """
 
 from __future__ import annotations
