@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeropp._compat import all_gather_single, new_group
 from zeropp.codecs import PlainCodec
-from zeropp.members import Members
+from zeropp.members import Members, gather_objects
 from zeropp.placement import HopSpec, Placement
 from zeropp.topology import Chain, build_chain
 
@@ -296,9 +296,7 @@ class Comm:
         """Every rank's picklable value; blocks the host. For checks while wrapping and for error reports."""
         if self.world == 1 or self.backend == "fake":
             return [value] * self.world
-        values = [value] * self.world
-        dist.all_gather_object(values, value, group=self.control_group)
-        return values
+        return gather_objects(value, self.control_group)
 
     def close(self) -> None:
         """Destroy the groups. They are not used again."""

@@ -24,7 +24,7 @@ from zeropp.engine.state import install_state_hooks
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of, register
 from zeropp.layout import BufferLayout, build_layout, dense_strides
-from zeropp.members import Group, find_members, to_process_group, world_group
+from zeropp.members import Group, find_members, gather_objects, to_process_group, world_group
 from zeropp.placement import stage3_placement
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
@@ -81,9 +81,7 @@ def _exchange(group: Group, account: _T) -> list[_T]:
     size = dist.get_world_size(process_group)
     if size <= 1 or dist.get_backend(process_group) == "fake":
         return [account]
-    accounts = [account] * size
-    dist.all_gather_object(accounts, account, group=process_group)
-    return accounts
+    return gather_objects(account, process_group)
 
 
 def build_engine(
