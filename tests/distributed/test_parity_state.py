@@ -246,3 +246,25 @@ def test_ranks_may_belong_to_different_numbers_of_groups() -> None:
     runs = run_ranks(4, train_after_other_groups, recipe, timeout=40)
     for rank, plain in enumerate(train_plain(recipe, 4)):
         assert_close(runs[rank], plain.losses, 1e-9, f"rank {rank}")
+
+
+def wrap_without_numpy() -> int:
+    """torch's object collectives need NumPy, which an environment with the extra 'examples' alone does not have."""
+
+    def unavailable(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Numpy is not available")
+
+    kept = dist.all_gather_object
+    dist.all_gather_object = unavailable
+    try:
+        model = torch.nn.Linear(3, 3)
+        optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return len(zeropp.full_state(model))
+    finally:
+        dist.all_gather_object = kept
+
+
+def test_wrapping_and_training_need_no_numpy() -> None:
+    assert run_ranks(2, wrap_without_numpy) == [2, 2]
