@@ -1,6 +1,6 @@
 """Step time, bytes and memory of zeropp beside DDP and FSDP2: same model, data, seeds and fused AdamW.
 
-    python bench/step_time.py --ranks 2 --dtype fp32 --rounds 8 --save fp32
+    python bench/step_time.py --ranks 2 --dtype fp32 --rounds 8 --bound 0.90 --save fp32
     python bench/step_time.py --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp --layers 20 --d-model 2048 ...
 
 Two jobs on a shared machine, one after the other, differ by more than the systems do. So the systems live in the
@@ -50,6 +50,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4, help="windows a rank")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bound", type=float, help="largest zeropp / FSDP2 to end with exit code 0; default: none")
     parser.add_argument("--no-memory", action="store_true", help="leave out the extra run a system that measures it")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # where rank 0 of the child writes
@@ -111,6 +112,9 @@ def supervise(args: argparse.Namespace) -> None:
     if args.save:
         for path in report.save(measured, text, ROOT / "bench" / "results", args.save):
             print("written:", path.relative_to(ROOT))
+    found = report.ratio(measured)
+    if args.bound and found is not None and found > args.bound:
+        raise SystemExit(f"zeropp took {found:.3f} of FSDP2's step, more than {args.bound}")
 
 
 def work(args: argparse.Namespace) -> None:

@@ -26,6 +26,14 @@ def problems(measured: dict) -> list[str]:
     return found
 
 
+def ratio(measured: dict) -> float | None:
+    """Median step of zeropp over median step of FSDP2; None where one of them did not run."""
+    systems = measured["systems"]
+    if REFERENCE not in systems or "zeropp" not in systems:
+        return None
+    return statistics.median(systems["zeropp"]["step_s"]) / statistics.median(systems[REFERENCE]["step_s"])
+
+
 def _loss_problems(measured: dict) -> list[str]:
     """Systems that train different models cannot be compared for speed."""
     tolerance = LOSS_TOLERANCE[measured["settings"]["dtype"]]
@@ -129,6 +137,10 @@ def _notes(measured: dict) -> list[str]:
         else f"Sent: {reason}."
     )
     notes.append("Peak: each system in a job of its own, above what the process used before the model.")
+    found = ratio(measured)
+    if found is not None and measured["settings"]["bound"]:
+        bound = measured["settings"]["bound"]
+        notes.append(f"zeropp / FSDP2: {found:.3f}, bound {bound:.2f}: {'met' if found <= bound else 'NOT MET'}.")
     zeropp = measured["systems"].get("zeropp")
     if zeropp:
         gathers = zeropp["gathers_per_step"]

@@ -105,11 +105,14 @@ class FlatBuffer:
 
     # Values: grow, gather, uncover; cover, shrink.
 
-    def gather(self) -> None:
-        """Bring the values together; on the gather stream."""
+    def grow(self) -> None:
+        """Have memory for the values."""
         storage = self.flat.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
+
+    def gather(self) -> None:
+        """Bring the values together; on the gather stream."""
         self.gather_path.run(self.shard, self._gather_views, self.unit)
 
     def uncover(self) -> None:

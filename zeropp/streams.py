@@ -33,8 +33,12 @@ class Stream(Protocol):
         """Queue ``work`` behind earlier work and behind what the caller has issued."""
         ...
 
+    def allocate(self, work: Callable[[], None]) -> None:
+        """Allocate memory for work that will be queued."""
+        ...
+
     def free(self, work: Callable[[], None]) -> None:
-        """Free memory that queued work allocated, once what the caller has issued no longer reads it."""
+        """Free such memory, once what the caller has issued no longer reads it."""
         ...
 
     def close(self) -> None:
@@ -63,6 +67,10 @@ class InlineStream:
         with torch.no_grad():
             work()
         return _DONE
+
+    def allocate(self, work: Callable[[], None]) -> None:
+        """Allocate now."""
+        work()
 
     def free(self, work: Callable[[], None]) -> None:
         """Free now."""
@@ -114,6 +122,13 @@ class ThreadStream:
         self._tasks.put((work, event))
         return event
 
+    def allocate(self, work: Callable[[], None]) -> None:
+        """Allocate now, in the caller: what glibc frees in another thread's arena goes back to the system.
+
+        Page faults for memory that comes anew at every gather took 3 % of a step.
+        """
+        work()
+
     def free(self, work: Callable[[], None]) -> None:
         """Free now: the caller has waited for the work that filled the memory, and on CPU its readers are done."""
         work()
@@ -163,6 +178,11 @@ class CudaStream:
             event = torch.cuda.Event()
             event.record(self._stream)
         return _CudaEvent(event)
+
+    def allocate(self, work: Callable[[], None]) -> None:
+        """Allocate in this stream's order."""
+        with torch.cuda.stream(self._stream):
+            work()
 
     def free(self, work: Callable[[], None]) -> None:
         """Free in this stream's order: its allocations are reused by its own later work only."""

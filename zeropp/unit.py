@@ -60,6 +60,8 @@ class Unit:
 
     def gather(self, stream: Stream) -> None:
         """Queue the gather. A unit that is full joins without effect: the same values are written again."""
+        for buffer in self.buffers:
+            stream.allocate(buffer.grow)
         self._gathered = stream.run(self._gather_buffers)
         if self.state is UnitState.SHARDED:
             self.state = UnitState.GATHERING

@@ -58,9 +58,11 @@ class Case:
     numel: list[int]
     limits: Limits
 
+    def plan(self) -> Plan:
+        return make_plan(self.uses, self.lookahead, self.live, self.numel, self.limits)
+
     def run(self) -> Run:
-        plan = make_plan(self.uses, self.lookahead, self.live, self.numel, self.limits)
-        return carry_out(plan, self.uses, self.live, self.numel)
+        return carry_out(self.plan(), self.uses, self.live, self.numel)
 
 
 @st.composite
@@ -163,6 +165,15 @@ def test_prefetch_hides_every_gather_but_the_first() -> None:
     run = Case(forward, backward, frozenset(), [10] * 6, Limits(10, 20, 0)).run()
     assert (run.demanded, run.most_ahead) == (1, 10)
     assert run.held == frozenset({4}), "the gather of backward's second unit starts at forward's last use"
+
+
+def test_one_unit_at_most_overtakes_the_one_in_use() -> None:
+    """Backward begins with the unit that forward has just let go: its gather must not wait behind all the others."""
+    forward, backward = gpt(6)
+    plan = Case(forward, backward, frozenset(), [10] * 6, Limits(HUGE, HUGE, 0)).plan()
+    assert plan.issue[-1] == (4,) and plan.held == frozenset({4})
+    kept = Case(forward, backward, frozenset(), [10] * 6, Limits(HUGE, HUGE, HUGE)).plan()
+    assert kept.held == frozenset(range(6)), "a unit that is kept keeps no one waiting"
 
 
 def test_reuse_is_bounded_by_distance() -> None:

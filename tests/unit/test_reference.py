@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zeropp_kernels.reference import pack_, sum_messages_
+from zeropp_kernels.reference import pack_, squared_norm, sum_messages_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 COUNTS = [1, 2, 3, 5]
@@ -153,3 +153,29 @@ def test_what_is_not_finite_survives() -> None:
     out = torch.zeros(3)
     sum_messages_(torch.tensor([[float("inf"), 1, float("inf")], [1, float("nan"), -float("inf")]]), out, scale=0.5)
     assert out[0] == float("inf") and out[1].isnan() and out[2].isnan()
+
+
+# squared_norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-18, 1.0, 1e18])
+def test_squared_norm_equals_float64(dtype: torch.dtype, scale: float) -> None:
+    tensors = [noise(256 * n, dtype=dtype, seed=n) * scale for n in (1, 3, 400)]
+    wanted = np.square(torch.cat(tensors).double().numpy()).sum()
+    found = squared_norm(tensors)
+    assert found.dtype == torch.float64 and found.shape == ()
+    assert found.item() == pytest.approx(wanted, rel=1e-8 if dtype == torch.float32 else 1e-14)
+
+
+def test_squared_norm_does_not_depend_on_how_blocks_are_spread() -> None:
+    values = noise(256 * 64)
+    one, many = squared_norm([values]), squared_norm(list(values.view(-1, 512).unbind()))
+    assert one.item() == pytest.approx(many.item(), rel=1e-15)
+
+
+def test_squared_norm_of_huge_finite_values_is_finite() -> None:
+    """Their squares are not, in float32."""
+    assert squared_norm([torch.full((512,), 3e38)]).item() == pytest.approx(512 * 9e76, rel=1e-6)
+    assert squared_norm([torch.tensor([float("inf")] * 256)]).item() == float("inf")
+    assert squared_norm([torch.tensor([float("nan")] * 256), torch.ones(256)]).isnan()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zeropp.engine.engine import Engine
+from zeropp_kernels.reference import squared_norm
 
 __all__ = ["Boundary", "Verdict"]
 
@@ -114,8 +115,7 @@ class Boundary:
         shards = self._shards()
         squares = torch.zeros((), dtype=torch.float64, device=engine.device)
         if shards:
-            # In float64: squares of large finite gradients overflow float32, and would look like a bad step.
-            squares = torch.stack(torch._foreach_norm(shards, 2, torch.float64)).square().sum()
+            squares = squared_norm(shards)
         issued = engine.issued.value
         flags = [float(issued), float(issued * issued // _HALF), float(issued * issued % _HALF)]
         flags += [float(any(b.has_unsent_gradients() for b in unit.trainable)) for unit in engine.units]

@@ -80,6 +80,10 @@ class _Walk:
             excess -= self.numel[unit]
         return victims if excess <= 0 else None
 
+    def near(self, now: int, again: int) -> bool:
+        """Whether the unit in use may be kept for a later use, by distance."""
+        return self.distance[again + 1] - self.distance[now + 1] <= self.limits.reuse
+
     def prefetch(self, now: int) -> tuple[list[int], list[int]]:
         """Units to fetch ahead at a use, nearest first, and units that give way."""
         current = self.horizon[now]
@@ -87,8 +91,13 @@ class _Walk:
         dropped: list[int] = []
         outstanding = sum(self.numel[unit] for unit in self.ahead)
         again = self.next_use(current, now)
+        # A unit that is let go now and needed again before others would wait behind all of their gathers: one unit may
+        # be fetched before it, while the unit in use computes.
+        overtaking = False
         for position in range(now + 1, len(self.horizon)):
             unit = self.horizon[position]
+            if unit == current:
+                overtaking = overtaking or not self.near(now, position)
             if unit == current or unit in self.held:
                 continue
             numel = self.numel[unit]
@@ -105,13 +114,15 @@ class _Walk:
             self.ahead.add(unit)
             fetched.append(unit)
             outstanding += numel
+            if overtaking:
+                break
         return fetched, dropped
 
     def keep(self, now: int) -> list[int]:
         """Hold the unit in use until its next use, if limits allow; units that give way to it."""
         unit = self.horizon[now]
         again = self.next_use(unit, now)
-        if again is None or self.distance[again + 1] - self.distance[now + 1] > self.limits.reuse:
+        if again is None or not self.near(now, again):
             return []
         victims = self.make_room(self.numel[unit], again, now)
         if victims is None:
