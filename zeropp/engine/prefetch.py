@@ -91,13 +91,15 @@ class _Walk:
         dropped: list[int] = []
         outstanding = sum(self.numel[unit] for unit in self.ahead)
         again = self.next_use(current, now)
-        # A unit that is let go now and needed again before others would wait behind all of their gathers: one unit may
-        # be fetched before it, while the unit in use computes.
+        # A unit that is let go now and needed again before others would wait behind all of their gathers. Only where
+        # it is needed right again, as between forward and backward, one unit is fetched before it, while it computes.
         overtaking = False
         for position in range(now + 1, len(self.horizon)):
             unit = self.horizon[position]
-            if unit == current:
-                overtaking = overtaking or not self.near(now, position)
+            if unit == current and not self.near(now, position):
+                if position > now + 1:
+                    break
+                overtaking = True
             if unit == current or unit in self.held:
                 continue
             numel = self.numel[unit]
