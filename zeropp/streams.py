@@ -199,10 +199,11 @@ def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) 
     Args:
         name: for its thread.
         device: where the model lives.
-        sends: its work waits for other ranks. On CPU it then has a thread of its own, whatever ``overlap`` says: ranks
-            that reduce in different orders would wait for each other for ever.
-        overlap: on a card, run beside the caller's work; otherwise everything runs in the caller's order.
+        sends: its work waits for other ranks; on CPU nothing else is worth a thread.
+        overlap: run beside the caller's work; otherwise everything runs in the caller's order.
     """
-    if device.type == "cuda" and overlap:
+    if not overlap:
+        return InlineStream()
+    if device.type == "cuda":
         return CudaStream(device)
-    return ThreadStream(name) if sends and device.type == "cpu" else InlineStream()
+    return ThreadStream(name) if sends else InlineStream()

@@ -68,9 +68,10 @@ def scaled_loss(recipe: Recipe | None, model: nn.Module, step: int, rank: int, p
 
 
 def train_scaled(
-    recipe: Recipe | None, poisoned: int, clip: float | None, configured: bool = False
+    recipe: Recipe | None, poisoned: int, clip: float | None, configured: bool = False, window: int = 1
 ) -> tuple[Any, ...]:
     rank, config = dist.get_rank(), (recipe or Recipe()).config()
+    config["gradient_accumulation_steps"] = window
     if configured:
         config["gradient_clipping"] = clip
     torch.manual_seed(3)
@@ -121,6 +122,13 @@ def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
     scales, norms, state = plain_scaled(recipe, 2, poisoned, 0.2)
     del norms[2]
     check_scaled(run_ranks(2, train_scaled, recipe, poisoned, 0.2, True), (scales, norms, state))
+
+
+@pytest.mark.parametrize("poisoned", [0, 1])
+def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
+    """The last window of an epoch may hold fewer backwards than configured; nothing tells which one is the last."""
+    runs = run_ranks(2, train_scaled, None, poisoned, None, False, 4)
+    check_scaled(runs, plain_scaled(None, 2, poisoned, None))
 
 
 @pytest.mark.parametrize("poisoned", [-1, 0, 1])

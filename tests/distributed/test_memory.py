@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Block, Routed, live, make_config
+from tests.distributed.shapes import Block, Routed, chain, live, make_config
 from zeropp.unit import Unit
 
 # Gathered elements.
@@ -124,6 +124,49 @@ def test_the_limit_is_used() -> None:
     """Otherwise the tests above would pass with nothing ever kept or fetched ahead."""
     limit, free, _, sizes, _ = run_ranks(2, most_live, 1.5, {})[0]
     assert limit - max(sizes) < free <= limit
+
+
+def passed_over(limit: int, prefetch: int) -> tuple[int, int]:
+    """Most elements beside what is held, on ranks of which the last soon uses less than the others; size of a unit."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Routed(8)
+    optimizer = trained(model, make_config(live=limit, prefetch=prefetch))
+    watch = Watch(optimizer.engine, limit)
+    everything, part = chain(8), chain(0, 7)
+    for step in range(6):
+        if step == 2:
+            watch.most_free = 0  # while an order is learned, what others need may be needed here too
+        with watch.on(model):
+            model(torch.randn(2, 8), part if step and rank == world - 1 else everything).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return watch.most_free, max(u.numel for u in optimizer.engine.units)
+
+
+@pytest.mark.parametrize("prefetch", [0, 10**9])
+@pytest.mark.parametrize("units_live", [0, 1, 2])
+def test_units_passed_over_stay_below_the_limit(units_live: int, prefetch: int) -> None:
+    """A rank that skips six of eight units takes part in their gathers, one at a time, and keeps none for later."""
+    numel = 512
+    for most, unit in run_ranks(2, passed_over, units_live * numel, prefetch):
+        assert unit == numel
+        assert most <= (units_live + 1) * numel
+
+
+def late_exit() -> int:
+    """The last rank leaves early from the start: what others still need is let go as it comes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Routed(8)
+    optimizer = trained(model, make_config(live=0, prefetch=0))
+    watch = Watch(optimizer.engine, 0)
+    with watch.on(model), torch.no_grad():
+        model(torch.randn(2, 8), chain(0, 1) if rank == world - 1 else chain(8))
+    return watch.most_free
+
+
+def test_a_rank_that_is_done_keeps_nothing_for_others() -> None:
+    most = run_ranks(2, late_exit)
+    assert most[1] <= 512, most
 
 
 # Owned bytes.

@@ -43,7 +43,11 @@ def agreements(optimizer: zeropp.ZeroOptimizer) -> int:
 BRANCHES = [((0, 1), (2, 3)), ((1, 0), (3, 2))]
 
 
-@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}], ids=["default", "bare", "live0"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}, {"overlap_comm": False}],
+    ids=["default", "bare", "live0", "inline"],
+)
 def test_gradients_finished_in_opposite_orders(settings: dict[str, object]) -> None:
     """Two equal units swapped between ranks would corrupt both without any error."""
     assert run_ranks(2, follow, [BRANCHES] * 3, settings) == [0, 0]

@@ -207,7 +207,7 @@ def test_inline_errors_are_the_caller_s() -> None:
     ("sends", "overlap", "kind"),
     [
         (True, True, ThreadStream),
-        (True, False, ThreadStream),
+        (True, False, InlineStream),
         (False, True, InlineStream),
         (False, False, InlineStream),
     ],

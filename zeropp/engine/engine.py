@@ -6,7 +6,6 @@ The way of one parameter: a hook (`hooks`) says its module is about to run; the 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
@@ -88,13 +87,6 @@ class Engine:
             limits,
             log_relearning=log_relearning,
         )
-        join_next = weakref.WeakMethod(self.schedule.join_next)
-
-        def stalled() -> bool:
-            target = join_next()
-            return target is not None and target()
-
-        self.reductions.stalled = stalled
         self.hooks = SiteHooks(self)
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE

@@ -1,9 +1,14 @@
-"""When gradients are sent: in the agreed order, each as soon as it is complete and its turn has come."""
+"""When gradients are sent: in the agreed order, each as soon as it is complete and its turn has come.
+
+[Note: one order] Every rank issues the same gathers and reductions in one order, or ranks whose devices run them in
+another would wait for each other for ever. So a reduction has its place among the uses of units. A rank that comes to
+the next use first sends what is due before it, complete or not: gradients that come later are found at the boundary,
+where all ranks send that unit again.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from torch import Tensor
@@ -16,7 +21,6 @@ from zeropp.unit import Unit
 __all__ = ["Reductions"]
 
 _IN_FLIGHT = 2  # messages not yet sent; bounds what a slow network can pile up
-_STALL = 0.05  # seconds to wait for a message before helping ranks that are ahead
 _REDUCE = 2  # kind in the issue hash
 
 
@@ -32,21 +36,21 @@ class Reductions:
         self.issued = issued
         self.scale = scale
         self.sync = True  # False inside no_sync: gradients stay on this rank
-        self.stalled: Callable[[], bool] = lambda: False
         self.reused: set[int] = set()  # units used more than once in one forward
         self._counts: list[list[int]] = [[0] * sum(len(b.parameters) for b in unit.trainable) for unit in units]
         self._missing: list[int] = [len(counts) for counts in self._counts]
         self._expected: dict[int, tuple[int, ...]] | None = None
-        self._order: tuple[int, ...] = ()
+        self._order: tuple[tuple[int, int], ...] = ()  # see Sequence.reductions; of these, what is left
         self._turn = 0
+        self._uses = 0  # whose gathers have been issued in this phase
         self._ready: list[int] = []  # complete on this rank, not issued
-        self._done: list[int] = []  # issued in this phase, in order
+        self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
         self._in_flight: deque[tuple[Event, Tensor]] = deque()
 
     def begin(self, sequence: Sequence | None) -> None:
         """Start a phase that follows ``sequence``, or learns with None."""
-        self._order, self._turn = (), 0
-        self._ready, self._done = [], []
+        self._uses = 0
+        self._ready, self._done = [], {}
         for counts in self._counts:
             counts[:] = [0] * len(counts)
         self.change(sequence)
@@ -54,7 +58,8 @@ class Reductions:
     def change(self, sequence: Sequence | None) -> None:
         """Follow another sequence from here on."""
         self._expected = sequence.fires if sequence is not None else None
-        self._order = tuple(u for u in sequence.reductions if u not in self._done) if sequence is not None else ()
+        order = sequence.reductions if sequence is not None else ()
+        self._order = tuple((unit, uses) for unit, uses in order if unit not in self._done)
         self._turn = 0
         for index, counts in enumerate(self._counts):
             expected = self._expect(index)
@@ -82,12 +87,32 @@ class Reductions:
         """Whether every expected gradient of a unit has come in this phase."""
         return self._missing[index] <= 0
 
+    @property
+    def issued_count(self) -> int:
+        """Units sent in this phase so far."""
+        return len(self._done)
+
+    def before_use(self, uses: int) -> None:
+        """The gathers of one more use than ``uses`` come next: send what is due before them, complete or not."""
+        while self._turn < len(self._order) and self._order[self._turn][1] <= uses:
+            self._send_next()
+
+    def after_use(self, uses: int) -> None:
+        """The gathers of ``uses`` uses are issued: complete units whose place has come may be sent."""
+        self._uses = uses
+        if self._expected is not None:
+            self._take_turns()
+
+    def catch_up(self, count: int) -> None:
+        """Send as many units as the rank that has sent most."""
+        while len(self._done) < count:
+            self._send_next()
+
     def end(self) -> None:
         """Send what is left, in order, with zeros where this rank has nothing."""
         if self.sync:
-            for index in self._order[self._turn :]:
-                self._issue(index)
-            self._turn = len(self._order)
+            while self._turn < len(self._order):
+                self._send_next()
         else:
             self._keep_all()
         self.wait(0)
@@ -96,16 +121,15 @@ class Reductions:
         """First units that this rank could send, while a phase is learned."""
         return self._ready[:count] if self.sync else []
 
-    def issue_common(self, heads: list[list[int]]) -> None:
-        """Send the units that every rank offers, in the same order, at the front."""
-        for column in zip(*heads, strict=True):
-            if column[0] < 0 or any(index != column[0] for index in column):
-                return
-            self._ready.remove(column[0])
-            self._issue(column[0])
+    def issue_common(self, heads: list[list[int]], uses: int) -> None:
+        """Send the units that every rank offers, while a phase is learned, after the gathers of ``uses`` uses."""
+        for index in heads[0]:
+            if index >= 0 and all(index in offered for offered in heads):
+                self._ready.remove(index)
+                self._issue(index, uses)
 
-    def end_learning(self) -> tuple[tuple[int, ...], dict[int, tuple[int, ...]]]:
-        """Agree on what is left and send it; the order of this phase and how often each parameter fired."""
+    def end_learning(self, uses: int) -> tuple[tuple[tuple[int, int], ...], dict[int, tuple[int, ...]]]:
+        """Agree on what is left after ``uses`` uses and send it; this phase's order, and how often parameters fired."""
         unsent = [u.index for u in reversed(self.units) if any(b.has_unsent_gradients() for b in u.trainable)]
         fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
@@ -118,23 +142,21 @@ class Reductions:
                 fires[index] = tuple(map(max, count, fires.get(index, count)))
         if self.sync:
             for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
-                self._issue(index)
+                self._issue(index, uses)
             self.wait(0)
         else:
             self._keep_all()
-        return tuple(dict.fromkeys(self._done)), fires
+        return tuple(self._done.items()), fires
 
     def send_again(self, index: int) -> None:
         """Send what a unit still holds, at the boundary, on every rank."""
-        self._issue(index)
+        self._issue(index, self._uses)
         self.wait(0)
 
     def wait(self, allowed: int) -> None:
         """Wait until at most ``allowed`` messages are on their way."""
         while len(self._in_flight) > allowed:
             event, _ = self._in_flight[0]
-            while not event.wait(_STALL) and self.stalled():
-                pass  # others wait for a gather this rank comes to later: it was issued now
             self.agreement.wait(event.wait, "waiting for a gradient to be reduced")
             self._in_flight.popleft()
 
@@ -149,15 +171,23 @@ class Reductions:
         return self._expected.get(index, (0,) * len(self._counts[index]))
 
     def _take_turns(self) -> None:
-        while self._turn < len(self._order) and self._order[self._turn] in self._ready:
-            index = self._order[self._turn]
-            self._turn += 1
-            self._ready.remove(index)
-            self._issue(index)
+        while self._turn < len(self._order):
+            index, uses = self._order[self._turn]
+            if uses > self._uses or index not in self._ready:
+                return
+            self._send_next()
 
-    def _issue(self, index: int) -> None:
+    def _send_next(self) -> None:
+        index, uses = self._order[self._turn]
+        self._turn += 1
+        if index in self._ready:
+            self._ready.remove(index)
+        self._issue(index, uses)
+
+    def _issue(self, index: int, uses: int) -> None:
         unit = self.units[index]
-        self._done.append(index)
+        self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
+        self._done[index] = uses
         self.issued.add(_REDUCE, index, unit.version)
         for buffer in unit.trainable:
             self.wait(_IN_FLIGHT - 1)

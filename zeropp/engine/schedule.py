@@ -54,7 +54,8 @@ class Schedule:
         self.log_relearning = log_relearning
         self.sequences = Sequences()
         self.held: set[int] = set()  # by the plan's will; equal on every rank
-        self._kept: set[int] = set()  # gathered for others or ahead of the plan; this rank's own affair
+        self._kept: dict[int, None] = {}  # gathered for others, oldest first; this rank's own affair
+        self._returns: set[int] = set()  # units this rank has used after passing them over
         self._numel = [unit.numel for unit in units]
         self._plans: dict[tuple[object, ...], Plan] = {}
         self.key: PhaseKey = ()  # kind of the running phase
@@ -63,7 +64,6 @@ class Schedule:
         self._plan: Plan | None = None
         self._base = 0  # position in the sequence where the plan starts
         self._position = 0  # next use expected
-        self._started = 0  # positions whose gathers have been issued
         self._learned: list[int] = []
 
     @property
@@ -81,6 +81,7 @@ class Schedule:
         self.key, self._then = key, then
         self._learned = []
         expected = self.sequences.expected(key)
+        self.reductions.begin(expected)
         if expected is None:
             self._begin_learning()
             code = zlib.crc32(repr(key).encode())
@@ -89,13 +90,13 @@ class Schedule:
                 raise self.agreement.failure(f"starting {key}")
         else:
             self._follow(expected, 0)
-        self.reductions.begin(expected)
 
     def use(self, unit: Unit) -> None:
         """Have the unit gathered, and what the plan wants fetched with it. The caller holds the unit already."""
         index = unit.index
         if index in self._kept and unit.state is not UnitState.SHARDED:
-            self._kept.discard(index)
+            del self._kept[index]
+            self._returns.add(index)
         elif self._sequence is None:
             self._agree_on(unit)
         else:
@@ -117,13 +118,13 @@ class Schedule:
         if self._sequence is None:
             self._agree_on(None)
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-            sequence = Sequence(tuple(self._learned), *self.reductions.end_learning())
+            sequence = Sequence(tuple(self._learned), *self.reductions.end_learning(len(self._learned)))
             self.sequences.remember(self.key, sequence)
         else:
             self._advance(len(self._sequence.uses), own=None)
             self.reductions.end()
             self.sequences.remember(self.key, self._sequence)
-        self._let_go(self._kept)
+        self._let_go_of_kept()
 
     def abort(self) -> None:
         """Forget a phase that failed; nothing stays gathered."""
@@ -131,22 +132,13 @@ class Schedule:
         for unit in self.units:
             unit.holds = 0
         self._let_go(self.held)
-        self._let_go(self._kept)
+        self._let_go_of_kept()
         for unit in self.units:
             self.settle(unit)
 
     def drop_held(self) -> None:
         """Release what is only kept for reuse; the same on every rank, between phases."""
         self._let_go(self.held)
-
-    def join_next(self) -> bool:
-        """Issue the next planned gather before its use, for ranks that are ahead; False if there is none."""
-        if self._sequence is None or self._started >= len(self._sequence.uses):
-            return False
-        assert self._plan is not None
-        self._kept.update(self._plan.issue[self._started - self._base])
-        self._start(self._started + 1)
-        return True
 
     # Following.
 
@@ -163,18 +155,11 @@ class Schedule:
                 self._plans.clear()
             self._plans[key] = make_plan(uses, ahead, live, self._numel, self.limits)
         self._sequence, self._plan = sequence, self._plans[key]
-        self._base = self._position = self._started = position
-
-    def _start(self, stop: int) -> None:
-        """Issue the gathers that the plan starts before position ``stop``."""
-        assert self._plan is not None
-        while self._started < stop:
-            for index in self._plan.issue[self._started - self._base]:
-                self._issue(index)
-            self._started += 1
+        self._base = self._position = position
+        self.reductions.after_use(position)
 
     def _advance(self, stop: int, own: int | None) -> None:
-        """Go through the uses before position ``stop``.
+        """Go through the uses before position ``stop``: gathers that the plan starts there, and reductions among them.
 
         Args:
             stop: where to end.
@@ -186,12 +171,30 @@ class Schedule:
             used = self._sequence.uses[position]
             dropped = self._plan.drop[position - self._base]
             self._drop([index for index in dropped if index != used])  # before what they make room for
-            self._start(position + 1)
-            self.held.add(used)
-            if own is not None and (used != own or position + 1 < stop):
-                self._kept.add(used)  # gathered for others; this rank may still come to use it
+            self.reductions.before_use(position)
+            for index in self._plan.issue[position - self._base]:
+                self._issue(index)
             self._position += 1
+            self.reductions.after_use(self._position)
+            self.held.add(used)
+            if own is not None and (used != own or self._position < stop):
+                self._keep(used)
             self._drop([index for index in dropped if index == used])
+
+    def _keep(self, index: int) -> None:
+        """Hold what was gathered for others: this rank may still come to use it, if it runs in another order.
+
+        What it has come back for before is kept whatever the limit; everything else only within it.
+        """
+        self._kept[index] = None
+        live = self.held.union(self._kept)
+        excess = sum(self._numel[other] for other in live) - self.limits.live
+        for other in [other for other in self._kept if other not in self._returns]:
+            if excess <= 0:
+                break
+            del self._kept[other]
+            excess -= self._numel[other] if other not in self.held else 0
+            self.settle(self.units[other])
 
     def _drop(self, indices: list[int]) -> None:
         self.held.difference_update(indices)
@@ -219,7 +222,7 @@ class Schedule:
         while True:
             heads = self.reductions.ready_heads(_HEADS)
             rows = self.agreement.exchange(_ROUND, [want, *heads, *[_DONE] * (_HEADS - len(heads))], doing)
-            self.reductions.issue_common([row[1:] for row in rows])
+            self.reductions.issue_common([row[1:] for row in rows], len(self._learned))
             wanted = [row[0] for row in rows if row[0] != _DONE]
             if not wanted:
                 return
@@ -229,23 +232,27 @@ class Schedule:
             self._learned.append(target)
             if target == want:
                 return
-            self._kept.add(target)
+            if want == _DONE:
+                self.settle(self.units[target])  # gathered for others only
+            else:
+                self._kept[target] = None
 
     def _leave(self, unit: Unit) -> None:
         """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
         assert self._sequence is not None
         doing = f"leaving the known order of {self.key} at use {self._position} for unit {unit.name!r}"
         code = zlib.crc32(repr((self.key, self._sequence)).encode())
-        rows = self.agreement.exchange(_LEAVE, [code, self._position, self._started, unit.index], doing)
+        sent = self.reductions.issued_count
+        rows = self.agreement.exchange(_LEAVE, [code, self._position, unit.index, sent], doing)
         if any(row[0] != code for row in rows):
             raise self.agreement.failure(doing)
         current = self._sequence
-        self._start(max(row[2] for row in rows))
         reached = max(row[1] for row in rows)
         self._advance(reached, own=unit.index)
+        self.reductions.catch_up(max(row[3] for row in rows))
         prefix = current.uses[:reached]
         for other in self.sequences.variants(self.key):
-            if other.uses[:reached] == prefix and all(other.find(row[3], reached) is not None for row in rows):
+            if other.uses[:reached] == prefix and all(other.find(row[2], reached) is not None for row in rows):
                 self.reductions.change(other)
                 self._follow(other, reached)
                 return self.use(unit)
@@ -261,3 +268,8 @@ class Schedule:
         indices.clear()
         for index in gone:
             self.settle(self.units[index])
+
+    def _let_go_of_kept(self) -> None:
+        gone = set(self._kept)
+        self._kept.clear()
+        self._let_go(gone)

@@ -22,12 +22,13 @@ class Sequence:
 
     Attributes:
         uses: units in order of first need.
-        reductions: units in the order their gradients are sent.
+        reductions: (unit, uses before it) in the order gradients are sent: after the gathers of that many uses, and
+            before those of the next. Gathers and reductions so have one order, whatever runs beside what.
         fires: for each unit reduced, how often each of its parameters receives a gradient in this phase.
     """
 
     uses: tuple[int, ...] = ()
-    reductions: tuple[int, ...] = ()
+    reductions: tuple[tuple[int, int], ...] = ()
     fires: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def find(self, unit: int, start: int) -> int | None:
@@ -83,23 +84,16 @@ class Sequences:
 
 
 class IssueHash:
-    """Running hash of (unit, version) of everything issued, for each kind of collective.
+    """Running hash of (kind, unit, version) of everything issued.
 
-    Gathers keep one order on every rank, and so do reductions, but a rank may be further with the one than with the
-    other. The value has 24 bits, so that sums over thousands of ranks of it and of each half of its square are exact in
-    float64.
+    It has 24 bits, so that sums over thousands of ranks of it and of each half of its square are exact in float64.
     """
 
     _PRIME = (1 << 24) - 3
 
     def __init__(self) -> None:
-        self._running: dict[int, int] = {}
+        self.value = 1
 
     def add(self, kind: int, unit: int, version: int) -> None:
         """Take in one issued collective."""
-        self._running[kind] = (self._running.get(kind, 1) * 65599 + unit * 131 + version + 1) % self._PRIME
-
-    @property
-    def value(self) -> int:
-        """All kinds together."""
-        return sum(value * (kind + 1) * 8191 for kind, value in self._running.items()) % self._PRIME
+        self.value = (self.value * 65599 + (unit * 131 + version) * 4 + kind) % self._PRIME

@@ -99,7 +99,6 @@ class ZeroOptimizer(Optimizer):
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False
-        self._backwards = 0  # since the last step
 
     # The optimizer's own surface.
 
@@ -143,7 +142,8 @@ class ZeroOptimizer(Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep whole gradients on this rank, in the main dtype, and send nothing.
 
-        They are sent with the first backward outside, or by ``step``. Costs one whole gradient of memory.
+        They are sent with the first backward outside, or by ``step``. Costs one whole gradient of memory. Beside
+        torch's GradScaler the last backward must be outside, since it unscales what has been sent by then.
         """
         self.engine.require_idle("no_sync")
         reductions = self.engine.reductions
@@ -185,7 +185,6 @@ class ZeroOptimizer(Optimizer):
         verdict = self.boundary.verdict()
         norm = self.boundary.norm_tensor()
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
-        self._backwards = 0
         self.grad_norm = verdict.norm
         self.step_was_skipped = not verdict.finite
         if self.step_was_skipped:
@@ -251,18 +250,17 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def _after_backward(self) -> None:
-        self._backwards += 1
         self.boundary.invalidate()
         if not self.engine.reductions.sync:
             return
         for piece in self._slices:
             piece.show_gradient(piece.arrived())
-        if self._backwards >= self._accumulation_steps:
-            witness = next((piece for piece in self._slices if piece.arrived()), self._slices[0])
-            if not witness.arrived():
-                witness.gradient.zero_()  # nothing here: what it holds is of another step
-                witness.show_gradient(True)
-            self.boundary.spread_overflow(witness.gradient)
+        # After every backward: the last window of an epoch may hold fewer than configured.
+        witness = next((piece for piece in self._slices if piece.arrived()), self._slices[0])
+        if not witness.arrived():
+            witness.gradient.zero_()  # nothing here: what it holds is of another step
+            witness.show_gradient(True)
+        self.boundary.spread_overflow(witness.gradient)
 
     def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
