@@ -38,6 +38,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Step time of zeropp and its peers.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--staged", action="store_true", help="all ranks on one card, through gloo and host memory")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute and weight gathers")
     parser.add_argument("--reduce-dtype", choices=("fp32", "bf16"), help="gradients on the wire; default: as --dtype")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, and in which order they take turns")
@@ -84,6 +85,7 @@ def launch(args: argparse.Namespace, systems: list[str], rounds: int, discard: i
         str(Path(__file__).resolve()),
     ]
     command += [f"--{name}={value}" for name, value in flags.items()]
+    command += ["--staged"] * args.staged
     environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo") if sys.platform == "linux" else dict(os.environ)
     # NCCL needs devices, not interfaces; its bytes do not pass the loopback, so a namespace would tell nothing.
     isolate, reason = private_network() if args.device == "cpu" else (None, "not counted on CUDA")
@@ -124,12 +126,18 @@ def work(args: argparse.Namespace) -> None:
     from step_time_systems import Contestant, MemoryMeter, build
     from text_data import Batches, load_text
 
+    from tests import staged
+
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")
     if args.device == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", 0 if args.staged else int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    if args.staged:
+        staged.register()
+        backend = staged.NAME
+    dist.init_process_group(backend)
     batches = Batches(load_text().train, args.batch, args.seq_len, rank, world, args.seed)
     meter = MemoryMeter(device)
     contestants: dict[str, Contestant] = {}

@@ -229,7 +229,7 @@ class Comm:
             ranks: global rank of each member.
             local: members per node.
             backend: of the groups that carry weights and gradients.
-            timeout: after which a collective that does not finish is an error.
+            timeout: after which waiting for other ranks is an error.
             job: unique prefix of the groups' names, the same on every member.
         """
         self.job = job
@@ -310,7 +310,9 @@ class Comm:
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
         first = self.ranks.index(ranks[0])  # several groups of one kind exist side by side
-        return new_group(ranks, backend, self.timeout, f"{self.job} {description} {first}")
+        # NCCL kills the process at its timeout; the error that names what every rank waits for must come before.
+        timeout = self.timeout if backend == "gloo" else 2 * self.timeout
+        return new_group(ranks, backend, timeout, f"{self.job} {description} {first}")
 
 
 def make_comm(members: Members, hang_timeout: float, job: str) -> Comm:

@@ -104,10 +104,12 @@ class Pair:
         *,
         dtype: torch.dtype = torch.float64,
         lr: float = 0.1,
+        device: str = "cpu",
     ) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dtype = dtype
-        self.model = model.to(dtype)
+        self.device = device
+        self.model = model.to(device, dtype)
         share(self.model)
         self.plain = copy.deepcopy(self.model)
         settings = {"lr": lr, "momentum": 0.9, "weight_decay": 0.05}
@@ -124,7 +126,7 @@ class Pair:
     def batch(self, rank: int, width: int = WIDTH) -> Tensor:
         """The input of a rank at the running step."""
         generator = torch.Generator().manual_seed(1000 * self.steps + rank)
-        return torch.randn(3, width, generator=generator, dtype=torch.float64).to(self.dtype)
+        return torch.randn(3, width, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad()
@@ -170,7 +172,7 @@ def share(model: nn.Module) -> None:
 def worst(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     """Largest absolute difference of two state dicts with the same keys."""
     assert left.keys() == right.keys(), (sorted(left), sorted(right))
-    return max(float((left[key].double() - right[key].double()).abs().max()) for key in left)
+    return max(float((left[key].cpu().double() - right[key].cpu().double()).abs().max()) for key in left)
 
 
 def shards(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:

@@ -21,9 +21,11 @@ ALL = chain(4)
 # Ranks that differ, within what is allowed.
 
 
-def follow(steps: list[list[Route]], settings: dict[str, object], zero_grad: bool = True) -> int:
+def follow(
+    steps: list[list[Route]], settings: dict[str, object], zero_grad: bool = True, device: str = "cpu"
+) -> int:
     """Train along per-step, per-rank routes beside a plain model; rounds of agreement in the last step."""
-    pair = Pair(Routed(), make_config(**settings))
+    pair = Pair(Routed(), make_config(**settings), device=device)
     rounds = 0
     for routes in steps:
         rounds = -agreements(pair.optimizer)
