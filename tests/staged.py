@@ -1,7 +1,7 @@
 """A backend for several ranks on one card: collectives of CUDA tensors, carried by gloo through host memory.
 
 NCCL wants a card for each rank. This one takes tensors of any device, waits for the caller's stream, and has the
-result in place when it returns; otherwise the engine sees what it sees with NCCL: collectives, and no sends or receives.
+result in place when it returns; otherwise the engine sees what it sees with NCCL: collectives, no sends or receives.
 On CPU tensors it exercises the same code without a card.
 """
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeropp
 from tests.distributed.harness import run_ranks
@@ -207,3 +209,44 @@ def loop_reads() -> list[int]:
 
 def test_one_host_read_a_step() -> None:
     assert run_ranks(2, loop_reads) == [[1, 1, 1, 1]] * 2
+
+
+class Reads(TorchDispatchMode):
+    """Counts every time a number of a tensor is asked for on the host, by whoever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+        if func._schema.name in ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero"):
+            self.names.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def watched_reads(settings: dict[str, object]) -> list[tuple[list[str], list[str]]]:
+    """Reads in forward and backward, and in ``step``, of each step. One rank: everything runs in this thread."""
+    model = Routed()
+    config = make_config(gradient_clipping=0.1, **settings)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, config)
+    found = []
+    for _ in range(3):
+        with Reads() as passes:
+            optimizer.backward(model(torch.randn(3, 8)).square().mean())
+        with Reads() as step:
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((passes.names, step.names))
+    return found
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}, {"persist": 1000}], ids=str)
+def test_no_read_in_forward_and_backward(settings: dict[str, object]) -> None:
+    """Watched, not counted by ourselves.
+
+    In ``step`` the norm's own look at its result, which only a CPU takes, and a number that is on the host already.
+    """
+    [steps] = run_ranks(1, watched_reads, settings, init=False)
+    for passes, step in steps:
+        assert passes == []
+        assert len(step) <= 2, step
