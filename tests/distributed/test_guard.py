@@ -106,7 +106,7 @@ VALUES: dict[str, Use] = {
     "where": lambda p: torch.where(torch.ones(p.shape, dtype=torch.bool), p, p),
     "out": lambda p: torch.add(torch.zeros(p.shape), 1, out=p),
     "as_tensor": lambda p: torch.as_tensor(p) + 0,
-    "asarray_torch": lambda p: torch.asarray(p) + 0,
+    "asarray_torch": lambda p: torch.asarray(p, requires_grad=True) + 0,  # torch 2.11 freezes what it is given
     "Parameter": lambda p: nn.Parameter(p),
     "linear": lambda p: F.linear(torch.zeros(1, p.shape[-1]), p),
     "vector": lambda p: nn.utils.parameters_to_vector([p]),
