@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections import Counter
 
@@ -69,7 +70,7 @@ PARTS = [{}, {"reuse": 0, "prefetch": 0}, {"live": 0}, {"persist": 1000}]
 
 @pytest.mark.parametrize("settings", PARTS, ids=["default", "bare", "live0", "persistent"])
 def test_parts_of_a_known_sequence(settings: dict[str, object]) -> None:
-    """A rank joins gathers and reductions of what it skips, without a message more."""
+    """A rank joins gathers and reductions of what it skips; a round at the end of each phase asks who wants more."""
     steps = [
         [ALL],
         [ALL, chain(0, 3)],
@@ -78,7 +79,7 @@ def test_parts_of_a_known_sequence(settings: dict[str, object]) -> None:
         [((0,),), ALL],
         [chain(1, 2), chain(1, 2)],
     ]
-    assert run_ranks(2, follow, steps, settings) == [0, 0]
+    assert run_ranks(2, follow, steps, settings) == [0 if "persist" in settings else 2] * 2
 
 
 def test_used_on_one_rank_only_counts_zero_elsewhere() -> None:
@@ -132,6 +133,60 @@ def detached(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
 def test_gradient_that_comes_late(settings: dict[str, object]) -> None:
     run_ranks(2, detached, settings)
+
+
+# Ranks that use different parts of what is known.
+
+
+def test_ranks_take_different_branches() -> None:
+    """Both are known, from steps in which all ranks took the same; the others learn of a wish at the phase's end."""
+    branches = [chain(0, 1), chain(2, 3)]
+    common = [[branches[0]], [branches[1]], [branches[0]], [branches[1]]]
+    run_ranks(2, follow, [*common, branches, branches[::-1], [ALL], branches, [branches[1]]], {})
+
+
+def random_routes(seed: int, world: int) -> list[list[Route]]:
+    """A common pass through all blocks, then steps in which every rank takes blocks and orders of its own."""
+    rng = random.Random(seed)
+
+    def route() -> Route:
+        blocks = rng.sample(range(4), rng.randint(1, 4))
+        cut = rng.randint(0, len(blocks))
+        return tuple(stage for stage in (tuple(blocks[:cut]), *((block,) for block in blocks[cut:])) if stage)
+
+    steps: list[list[Route]] = [[ALL]]
+    for _ in range(6):
+        same = route()
+        steps.append([same if rng.random() < 0.3 else route() for _ in range(world)])
+    return steps
+
+
+def random_settings(seed: int) -> dict[str, object]:
+    rng = random.Random(-seed)
+    return {
+        "prefetch": rng.choice([0, 512, 10**9]),
+        "reuse": rng.choice([0, 1024, 10**9]),
+        "live": rng.choice([0, 600, 10**9]),
+        "overlap_comm": rng.random() < 0.7,
+        "hang_timeout": 10,
+    }
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_parts_on_every_rank(seed: int) -> None:
+    run_ranks(2, follow, random_routes(seed, 2), random_settings(seed))
+
+
+@pytest.mark.parametrize("seed", range(8, 10))
+def test_random_parts_on_four_ranks(seed: int) -> None:
+    run_ranks(4, follow, random_routes(seed, 4), random_settings(seed), local_world_size=2)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(10, 60))
+def test_random_parts(seed: int, world: int) -> None:
+    run_ranks(world, follow, random_routes(seed, world), random_settings(seed))
 
 
 # Phases that alternate.

@@ -22,6 +22,7 @@ __all__ = ["Agreement"]
 _T = TypeVar("_T")
 _WIDTH = 8  # integers in an exchange
 
+_TOGETHER = 0.2  # seconds within which ranks that do the same come to the same place
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
 
 
@@ -70,6 +71,23 @@ class Agreement:
         """Every rank's picklable value; for the end of a learned phase and for reports."""
         with self.watching(doing):
             return self.comm.all_gather_objects(value)
+
+    def all_come(self, incident: str) -> bool:
+        """Whether all ranks call this for the same incident at about the same time; one answer for all that call.
+
+        Args:
+            incident: name, never used before in this job.
+        """
+        comm = self.comm
+        if comm.world == 1 or comm.backend == "fake":
+            return True
+        store, name = default_store(), f"{comm.job}/{incident}"
+        if store.add(f"{name}/count", 1) == comm.world:
+            return store.compare_set(f"{name}/answer", "", "all") == b"all"
+        until = time.monotonic() + _TOGETHER
+        while time.monotonic() < until and not store.check([f"{name}/answer"]):
+            time.sleep(0.001)
+        return store.compare_set(f"{name}/answer", "", "some") == b"all"
 
     def failure(self, doing: str) -> RuntimeError:
         """The error to raise when waiting is over: what this rank waits for, and what the others say."""

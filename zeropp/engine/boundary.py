@@ -89,6 +89,7 @@ class Boundary:
                     self.engine.schedule.sequences.forget_backwards()
                 self._exchange()
                 values = self._read()
+            self.engine.schedule.settle_differences(values[5 + len(self.engine.units)] > 0)
             self._verdict = self._interpret(values)
         return self._verdict
 
@@ -120,6 +121,7 @@ class Boundary:
         flags = [float(issued), float(issued * issued // _HALF), float(issued * issued % _HALF)]
         flags += [float(any(b.has_unsent_gradients() for b in unit.trainable)) for unit in engine.units]
         flags.append(float(any(b.has_stray_gradients() for b in engine.trainable)))
+        flags.append(float(engine.schedule.differed))
         flags += [float(used) for unit_flags in engine.used for used in unit_flags]
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         return torch.cat([squares[None], host.to(engine.device, non_blocking=True)])
@@ -151,7 +153,7 @@ class Boundary:
             )
 
     def _interpret(self, values: list[float]) -> Verdict:
-        flags = iter(values[5 + len(self.engine.units) :])
+        flags = iter(values[6 + len(self.engine.units) :])
         used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.used]
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), used)
 

@@ -27,6 +27,7 @@ _log = logging.getLogger("zeropp")
 
 _BEGIN, _ROUND, _LEAVE = 1, 2, 3  # kinds of exchange
 _DONE = -1  # "I want nothing more in this phase"
+_DONE_APART = -2  # the same, from a rank that has left the known order alone
 _HEADS = 4  # finished units a rank offers for reduction in one round
 _GATHER = 1  # kind in the issue hash
 
@@ -65,6 +66,11 @@ class Schedule:
         self._base = 0  # position in the sequence where the plan starts
         self._position = 0  # next use expected
         self._learned: list[int] = []
+        self._own: set[int] = set()  # units this rank has used in the running phase
+        self._apart = False  # whether this rank has left the known order of the running phase alone
+        self._leaves = 0  # how often ranks have left a known order, so far
+        self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
+        self.differed = False  # whether this rank has passed over units in one of them
 
     @property
     def learning(self) -> bool:
@@ -79,11 +85,11 @@ class Schedule:
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
         self.key, self._then = key, then
-        self._learned = []
+        self._learned, self._own, self._apart = [], set(), False
         expected = self.sequences.expected(key)
         self.reductions.begin(expected)
         if expected is None:
-            self._begin_learning()
+            self._stop_following()
             code = zlib.crc32(repr(key).encode())
             rows = self.agreement.exchange(_BEGIN, [code], f"starting {key}")
             if any(row != [code] for row in rows):
@@ -94,6 +100,7 @@ class Schedule:
     def use(self, unit: Unit) -> None:
         """Have the unit gathered, and what the plan wants fetched with it. The caller holds the unit already."""
         index = unit.index
+        self._own.add(index)
         if index in self._kept and unit.state is not UnitState.SHARDED:
             del self._kept[index]
             self._returns.add(index)
@@ -115,16 +122,40 @@ class Schedule:
 
     def end(self) -> None:
         """Finish a phase: join what only others needed."""
-        if self._sequence is None:
-            self._agree_on(None)
-            self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-            sequence = Sequence(tuple(self._learned), *self.reductions.end_learning(len(self._learned)))
-            self.sequences.remember(self.key, sequence)
-        else:
+        if self._sequence is not None:
             self._advance(len(self._sequence.uses), own=None)
+        if self._sequence is None or self.sequences.vary(self.key):
+            self._wait_for_others()
+        if self._sequence is None:
+            self._remember_learned()
+        else:
+            self.differed |= not self._own.issuperset(self._sequence.uses)
             self.reductions.end()
             self.sequences.remember(self.key, self._sequence)
+        self._recent.add(self.key)
         self._let_go_of_kept()
+
+    def settle_differences(self, differed: bool) -> None:
+        """At the boundary: whether any rank has passed over units since the last one."""
+        for key in self._recent if differed else ():
+            self.sequences.note_variation(key)
+        self._recent.clear()
+        self.differed = False
+
+    def _wait_for_others(self) -> None:
+        """Join what ranks still need that learn, or that have left the known order alone."""
+        if self._sequence is not None:
+            self.reductions.before_use(len(self._sequence.uses))
+            self._learned = list(self._sequence.uses)
+        if self._agree_on(None):
+            self._leaves += 1
+            self._stop_following()
+
+    def _remember_learned(self) -> None:
+        self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
+        sequence = Sequence(tuple(self._learned), *self.reductions.end_learning(len(self._learned)))
+        owns = self.agreement.exchange_objects(sorted(self._own), f"at the end of {self.key}")
+        self.sequences.remember(self.key, sequence, mixed=any(own != owns[0] for own in owns))
 
     def abort(self) -> None:
         """Forget a phase that failed; nothing stays gathered."""
@@ -184,9 +215,12 @@ class Schedule:
     def _keep(self, index: int) -> None:
         """Hold what was gathered for others: this rank may still come to use it, if it runs in another order.
 
-        What it has come back for before is kept whatever the limit; everything else only within it.
+        What it has come back for before is kept whatever the limit; everything else only within it. Where phases have
+        not been seen to vary, everything is kept: no rank would hear that it is wanted again.
         """
         self._kept[index] = None
+        if not self.sequences.vary(self.key):
+            return
         live = self.held.union(self._kept)
         excess = sum(self._numel[other] for other in live) - self.limits.live
         for other in [other for other in self._kept if other not in self._returns]:
@@ -209,30 +243,36 @@ class Schedule:
 
     # Learning.
 
-    def _begin_learning(self) -> None:
+    def _stop_following(self) -> None:
+        """Go on as if this phase were not known."""
         self._sequence, self._plan = None, None
         self._let_go(self.held)
+        self.reductions.change(None)
 
-    def _agree_on(self, unit: Unit | None) -> None:
-        """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything."""
+    def _agree_on(self, unit: Unit | None) -> bool:
+        """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything.
+
+        Returns:
+            With None, whether any rank has left the known order alone.
+        """
         if unit is not None and unit.state is not UnitState.SHARDED:
-            return
-        want = unit.index if unit is not None else _DONE
+            return False
+        want = unit.index if unit is not None else _DONE_APART if self._apart else _DONE
         doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.key}"
         while True:
             heads = self.reductions.ready_heads(_HEADS)
             rows = self.agreement.exchange(_ROUND, [want, *heads, *[_DONE] * (_HEADS - len(heads))], doing)
             self.reductions.issue_common([row[1:] for row in rows], len(self._learned))
-            wanted = [row[0] for row in rows if row[0] != _DONE]
+            wanted = [row[0] for row in rows if row[0] >= 0]
             if not wanted:
-                return
+                return any(row[0] == _DONE_APART for row in rows)
             target = min(wanted)
             self._issue(target)
             self.held.discard(target)
             self._learned.append(target)
             if target == want:
-                return
-            if want == _DONE:
+                return False
+            if want < 0:
                 self.settle(self.units[target])  # gathered for others only
             else:
                 self._kept[target] = None
@@ -240,6 +280,10 @@ class Schedule:
     def _leave(self, unit: Unit) -> None:
         """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
         assert self._sequence is not None
+        if self.sequences.vary(self.key):
+            if not self.agreement.all_come(f"leave/{self._leaves}"):
+                return self._leave_alone(unit)
+            self._leaves += 1
         doing = f"leaving the known order of {self.key} at use {self._position} for unit {unit.name!r}"
         code = zlib.crc32(repr((self.key, self._sequence)).encode())
         sent = self.reductions.issued_count
@@ -259,8 +303,21 @@ class Schedule:
         if self.log_relearning:
             _log.warning("%s: learning it anew", doing)
         self._learned = list(prefix)
-        self._begin_learning()
-        self.reductions.change(None)
+        self._stop_following()
+        self._agree_on(unit)
+
+    def _leave_alone(self, unit: Unit) -> None:
+        """Others still follow: take part in everything they will issue, and ask for more where they wait at the end.
+
+        Gradients that come after their place are found at the boundary.
+        """
+        assert self._sequence is not None
+        self._learned = list(self._sequence.uses)
+        self._advance(len(self._learned), own=unit.index)
+        self.reductions.before_use(len(self._learned))
+        self._apart = True
+        self._returns.add(unit.index)
+        self._stop_following()
         self._agree_on(unit)
 
     def _let_go(self, indices: set[int]) -> None:

@@ -41,8 +41,13 @@ class Sequence:
 
 @dataclass
 class _Variants:
-    """Known orders of one kind of phase, and which of them tends to follow which."""
+    """Known orders of one kind of phase, and which of them tends to follow which.
 
+    Attributes:
+        varies: whether such phases have been seen to differ, between ranks or from one time to the next.
+    """
+
+    varies: bool = False
     known: list[Sequence] = field(default_factory=list)
     last: Sequence | None = None
     successors: list[tuple[Sequence, Sequence]] = field(default_factory=list)
@@ -53,6 +58,7 @@ class _Variants:
 
     def add(self, sequence: Sequence) -> None:
         sequence = next((other for other in self.known if other == sequence), sequence)
+        self.varies |= bool(self.known) and sequence not in self.known
         self.known = [sequence, *(other for other in self.known if other is not sequence)][:_VARIANTS]
         if self.last is not None:
             kept = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
@@ -74,13 +80,25 @@ class Sequences:
         """The order that the next phase of this kind is most likely to have."""
         return self._known[key].expected() if key is not None and key in self._known else None
 
-    def remember(self, key: PhaseKey, sequence: Sequence) -> None:
-        """Note that a phase had this order."""
+    def vary(self, key: PhaseKey) -> bool:
+        """Whether phases of this kind have been seen to differ; a rank may then need what the others do not."""
+        return key in self._known and self._known[key].varies
+
+    def note_variation(self, key: PhaseKey) -> None:
+        """Note that ranks differed in a phase of this kind."""
+        if key in self._known:
+            self._known[key].varies = True
+
+    def remember(self, key: PhaseKey, sequence: Sequence, *, mixed: bool = False) -> None:
+        """Note that a phase had this order; ``mixed`` if ranks used different units in it."""
         self._known.setdefault(key, _Variants()).add(sequence)
+        self._known[key].varies |= mixed
 
     def forget_backwards(self) -> None:
         """Learn backwards anew: gradients came that no known one expects."""
-        self._known = {key: value for key, value in self._known.items() if key[0] != "backward"}
+        for key in self._known:
+            if key[0] == "backward":
+                self._known[key] = _Variants(varies=True)
 
 
 class IssueHash:
