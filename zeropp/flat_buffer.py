@@ -6,7 +6,7 @@ leave them behind.
 
 [Note: versions] Shrinking under autograd's eyes must not go unnoticed. At weight version v a gathered parameter's
 version counter is 2v, a released one's 2v+1: a saved tensor that is reached while its unit is away, or after an
-optimizer step, is refused by autograd instead of read.
+optimizer step, is refused by autograd instead of read. A counter at any other value tells of an edit in place.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class FlatBuffer:
         self.gather_path = gather_path
         self.reduce_path = reduce_path
         self.version = 0
+        self._noted_version = 0  # of autograd's counters, as last set here; an edit in place moves them
         placement = gather_path.placement
         self.piece = placement.chain.slice_index(placement.rank, layout.world)
         self.shard = torch.empty(0)
@@ -91,6 +92,7 @@ class FlatBuffer:
             self._present = self.views(self.flat)
             nothing = _nothing(self.compute_dtype, self.device)
             self._absent = [nothing.expand(view.shape) for view in self._present]
+        bump_versions(self.parameters, self._noted_version)
         self.cover()
         self.shrink()
 
@@ -102,6 +104,11 @@ class FlatBuffer:
     def nbytes(self) -> int:
         """Bytes of the gathered buffer."""
         return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def storage_id(self) -> int:
+        """Identity of the gathered buffer's storage, the same as long as the engine lives."""
+        return int(self.flat.untyped_storage()._cdata)
 
     # Values: grow, gather, uncover; cover, shrink.
 
@@ -116,19 +123,37 @@ class FlatBuffer:
         self.gather_path.run(self.shard, self._gather_views, self.unit)
 
     def uncover(self) -> None:
-        """Let the model see the values."""
+        """Let the model see the values.
+
+        Raises:
+            RuntimeError: a parameter was edited while released.
+        """
         unguard(self.parameters)
-        for parameter, values in zip(self.parameters, self._present, strict=True):
-            parameter.data = values
-        bump_versions(self.parameters, 2 * self.version)
+        self._swap(self._present, 2 * self.version)
 
     def cover(self) -> None:
-        """Let no one read the values any more; see `zeropp.guard`."""
+        """Let no one read the values any more; see `zeropp.guard`.
+
+        Raises:
+            RuntimeError: a parameter was edited while gathered.
+        """
         unguard(self.parameters)
-        for parameter, nothing in zip(self.parameters, self._absent, strict=True):
-            parameter.data = nothing
-        bump_versions(self.parameters, 2 * self.version + 1)
-        guard(self.parameters)
+        try:
+            self._swap(self._absent, 2 * self.version + 1)
+        finally:
+            guard(self.parameters)
+
+    def _swap(self, values: list[Tensor], version: int) -> None:
+        edited = [n for n, p in zip(self.names, self.parameters, strict=True) if p._version != self._noted_version]
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+        bump_versions(self.parameters, version)
+        self._noted_version = version
+        if edited:
+            raise RuntimeError(
+                f"{edited} were edited in place, and the edit is lost: what a module sees is a copy of values that are "
+                "partitioned over the ranks. To set weights use model.load_state_dict(...), on every rank, between steps"
+            )
 
     def shrink(self) -> None:
         """Free the memory of the values; every reader must be done."""

@@ -170,7 +170,12 @@ def _gradient_access(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, keeper: Keeper
 ) -> object:
     """A partitioned gradient is not in ``.grad``: answering None would make clipping and logging silently wrong."""
-    if keeper.has_pending_gradients() and not (func == _SET_GRAD and args[1] is None):
+    if func == _SET_GRAD and args[1] is not None:
+        raise RuntimeError(
+            f"the gradient of {name!r} was set, but the optimizer steps on partitioned gradients, which only backward "
+            "fills; to change them edit the .grad of the parameters in optimizer.param_groups, this rank's slices"
+        )
+    if keeper.has_pending_gradients() and func == _GET_GRAD:
         raise RuntimeError(
             f"the gradient of {name!r} is partitioned over the ranks and not in .grad; use "
             "optimizer.clip_grad_norm_(max_norm) to clip, optimizer.grad_norm to log, and optimizer.zero_grad() to "

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.streams import Event, Stream
@@ -57,6 +58,12 @@ class Unit:
     def version(self) -> int:
         """Version of the weights; only trainable ones ever change."""
         return max(buffer.version for buffer in self.buffers)
+
+    def holds_memory_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a view of this unit's gathered values."""
+        if tensor.layout is not torch.strided:
+            return False
+        return any(tensor.untyped_storage()._cdata == buffer.storage_id for buffer in self.buffers)
 
     def gather(self, stream: Stream) -> None:
         """Queue the gather. A unit that is full joins without effect: the same values are written again."""

@@ -229,14 +229,20 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(f"module {path!r} makes sparse gradients; build it with sparse=False")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which is partitioned. "
+                "Build it without max_norm, and normalise what it returns"
+            )
     return next(iter(devices))
 
 
 def _describe(model: nn.Module) -> list[str]:
-    return [
+    parameters = [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()
     ]
+    return [*parameters, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
 def _check_agreement(own: list[str], comm: Comm) -> None:

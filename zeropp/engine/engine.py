@@ -154,7 +154,7 @@ class Engine:
             self._whole.update(dict.fromkeys(sorted(expected)))
         self._let_touched_go()
         self.schedule.end()
-        self._cover_persistent()
+        self._cover_all()
         self.phase = Phase.IDLE
 
     # Backward.
@@ -222,7 +222,7 @@ class Engine:
             self.schedule.settle(unit)
         self.schedule.end()
         self._outstanding.clear()
-        self._cover_persistent()
+        self._cover_all()
         self.phase = Phase.IDLE
         self.after_backward()
 
@@ -252,8 +252,9 @@ class Engine:
         for unit in self.persistent:
             self.agreement.wait(unit.arrive, f"waiting for the refresh of unit {unit.name!r}")
 
-    def _cover_persistent(self) -> None:
-        for unit in self.persistent:
+    def _cover_all(self) -> None:
+        """Between passes nothing may be read or edited, not even what is kept for the next one."""
+        for unit in self.units:
             if unit.state is UnitState.FULL:
                 unit.cover()
 
@@ -284,7 +285,7 @@ class Engine:
             return
         self.schedule.abort()  # first: nothing of the failed phase may be issued any more
         self.reductions.forget()
-        self._cover_persistent()
+        self._cover_all()
         for buffer in self.buffers:
             buffer.drop_unsent()
 
@@ -310,7 +311,7 @@ class Engine:
     def settle_refresh(self) -> None:
         """Wait until no gather reads the main weights any more, before they change."""
         self._uncover_persistent()
-        self._cover_persistent()
+        self._cover_all()
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Take this rank's piece of a parameter's new values; see :class:`zeropp.guard.Keeper`."""

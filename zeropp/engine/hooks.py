@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zeropp.engine.tensors import differentiable
+from zeropp.engine.tensors import differentiable, map_tensors
 from zeropp.unit import Unit
 
 __all__ = ["BackwardCall", "Driver", "Site", "SiteHooks"]
@@ -40,6 +40,14 @@ class Site:
     def trainable(self) -> bool:
         """Whether any unit has gradients."""
         return any(unit.trainable for unit in self.units)
+
+    def copy_views(self, output: object) -> object:
+        """The module's output with copies of whatever is a view of its weights, whose memory is about to go."""
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.clone() if any(unit.holds_memory_of(tensor) for unit in self.units) else tensor
+
+        return map_tensors(output, copied)
 
 
 class Driver(Protocol):
@@ -158,23 +166,26 @@ class SiteHooks:
 
         return before
 
-    def _after(self, site: Site) -> Callable[..., None]:
+    def _after(self, site: Site) -> Callable[..., object]:
         ref, stack = self._driver, self._stack
 
-        def after(module: nn.Module, args: object, kwargs: object, output: object) -> None:
+        def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             driver = ref()
             if driver is None or not any(frame.site is site for frame in stack):
-                return
+                return None
             frame = stack.pop()
             while frame.site is not site:  # frames of modules that an error skipped
                 frame = stack.pop()
             failed = sys.exc_info()[1] is not frame.error
             unannounced = False
+            if not failed:
+                output = site.copy_views(output)
             if frame.call is not None and not failed:
                 outputs = differentiable(output) or _kept_tensors(module)
                 for tensor in outputs:
                     tensor.register_hook(frame.call)
                 unannounced = not outputs and (site.trainable or bool(differentiable((args, kwargs))))
             driver.leave(site, unannounced=unannounced, failed=failed)
+            return output
 
         return after

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "differentiable"]
+__all__ = ["cast_floating", "differentiable", "map_tensors"]
 
 _T = TypeVar("_T")
 
@@ -47,28 +47,33 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def cast_floating(value: _T, dtype: torch.dtype) -> _T:
-    """The same structure with floating tensors in ``dtype``.
+    """The same structure with floating tensors in ``dtype``; see :func:`map_tensors`."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
-    Looks into tuples, lists, dicts and dataclasses; of these, whatever holds a tensor to cast is copied, and anything
-    else is passed through as the very object it is.
+
+def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
+    """The same structure with ``change(tensor)`` in place of each tensor.
+
+    Looks into tuples, lists, dicts and dataclasses; of these, whatever holds a tensor that changes is copied, and
+    anything else is passed through as the very object it is.
     """
     changed: Any = value
     if isinstance(value, Tensor):
-        changed = value.to(dtype) if value.is_floating_point() else value
+        changed = change(value)
     elif isinstance(value, (tuple, list)):
-        items = [cast_floating(item, dtype) for item in value]
+        items = [map_tensors(item, change) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
             make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
             changed = make(items)
     elif isinstance(value, MutableMapping):
-        replaced = {key: cast_floating(item, dtype) for key, item in value.items()}
+        replaced = {key: map_tensors(item, change) for key, item in value.items()}
         if any(replaced[key] is not value[key] for key in replaced):
             changed = copy.copy(value)
             changed.update(replaced)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
-            new = cast_floating(old, dtype)
+            new = map_tensors(old, change)
             if new is not old:
                 changed = copy.copy(value) if changed is value else changed
                 object.__setattr__(changed, field.name, new)  # frozen ones too: this copy is ours

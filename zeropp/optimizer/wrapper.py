@@ -242,6 +242,12 @@ class ZeroOptimizer(Optimizer):
         self.skipped_steps = saved["skipped_steps"]
         self.zero_grad()
 
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise RuntimeError(
+            "a ZeroOptimizer cannot be pickled or deep-copied: it belongs to one model on one rank. Save "
+            "optimizer.state_dict(), one for each rank, and zeropp.full_state(model)"
+        )
+
     def close(self) -> None:
         """Take the engine off the model: hooks, streams and process groups. Values are lost with the optimizer."""
         self.engine.close()
