@@ -92,7 +92,8 @@ def cycle(unit: Any, stream: Stream) -> None:
     """Fetch and release one unit."""
     unit.gather(stream)
     unit.arrive(10.0)
-    unit.release(stream, 10.0)
+    unit.uncover()
+    unit.release(stream)
 
 
 def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> float:
@@ -147,8 +148,9 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         thread.close()
         unit.gather(inline)
         unit.arrive(10.0)
+        unit.uncover()
         result["group_us"] = microseconds(lambda: collectives(unit), repeats)
-        unit.release(inline, 10.0)
+        unit.release(inline)
         x = torch.zeros(1)
         with torch.no_grad():
             model(x)  # the first pass learns the order

@@ -152,7 +152,7 @@ class FlatBuffer:
         if edited:
             raise RuntimeError(
                 f"{edited} were edited in place, and the edit is lost: what a module sees is a copy of values that are "
-                "partitioned over the ranks. To set weights use model.load_state_dict(...), on every rank, between steps"
+                "partitioned over the ranks. To set weights use model.load_state_dict(...) on every rank, between steps"
             )
 
     def shrink(self) -> None:

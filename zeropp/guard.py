@@ -173,7 +173,8 @@ def _gradient_access(
     if func == _SET_GRAD and args[1] is not None:
         raise RuntimeError(
             f"the gradient of {name!r} was set, but the optimizer steps on partitioned gradients, which only backward "
-            "fills; to change them edit the .grad of the parameters in optimizer.param_groups, this rank's slices"
+            "fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
+            "optimizer.clip_grad_norm_(max_norm)"
         )
     if keeper.has_pending_gradients() and func == _GET_GRAD:
         raise RuntimeError(

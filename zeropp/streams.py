@@ -154,30 +154,35 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
 
 
 class _CudaEvent:
-    __slots__ = ("_event",)
+    __slots__ = ("_device", "_event")
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
         self._event = event
+        self._device = device
 
     def wait(self, timeout: float) -> bool:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
 
 
 class CudaStream:
-    """A CUDA stream; what its work allocates and frees stays in its own order, so record_stream is not needed."""
+    """A CUDA stream; what its work allocates and frees stays in its own order, so record_stream is not needed.
+
+    The caller's stream is that of the model's device, which need not be the process's current one.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
 
     def run(self, work: Callable[[], None]) -> Event:
         """Queue ``work`` behind what the caller's stream has been given so far."""
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             work()
             event = torch.cuda.Event()
             event.record(self._stream)
-        return _CudaEvent(event)
+        return _CudaEvent(event, self._device)
 
     def allocate(self, work: Callable[[], None]) -> None:
         """Allocate in this stream's order."""

@@ -84,20 +84,19 @@ class Unit:
         self.gather(stream)
 
     def arrive(self, timeout: float) -> bool:
-        """Wait for the values and let the model see them; False if they did not come in ``timeout`` seconds."""
+        """Wait for values on their way; False if they did not come in ``timeout`` seconds."""
         if self._gathered is not None:
             if not self._gathered.wait(timeout):
                 return False
             self._gathered = None
-        if self.state is UnitState.GATHERING:
-            self.uncover()
         return True
 
     def uncover(self) -> None:
-        """Let the model see values that are present."""
-        self.state = UnitState.FULL
-        for buffer in self.buffers:
-            buffer.uncover()
+        """Let the model see values that have arrived."""
+        if self.state is UnitState.GATHERING:
+            self.state = UnitState.FULL
+            for buffer in self.buffers:
+                buffer.uncover()
 
     def cover(self) -> None:
         """Guard the parameters; the values stay where they are."""
@@ -105,14 +104,10 @@ class Unit:
         for buffer in self.buffers:
             buffer.cover()
 
-    def release(self, stream: Stream, timeout: float) -> bool:
-        """Free the gathered values; False if a gather on its way did not end in ``timeout`` seconds."""
-        if self._gathered is not None and not self._gathered.wait(timeout):
-            return False
-        self._gathered = None
+    def release(self, stream: Stream) -> None:
+        """Free the gathered values; they have arrived."""
         if self.state is UnitState.FULL:
             self.cover()
         self.state = UnitState.SHARDED
         for buffer in self.buffers:
             stream.free(buffer.shrink)
-        return True

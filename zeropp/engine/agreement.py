@@ -42,7 +42,7 @@ class Agreement:
                 raise self.failure(doing)
 
     @contextlib.contextmanager
-    def watching(self, doing: str) -> Iterator[None]:
+    def watching(self, *doing: str) -> Iterator[None]:
         """Turn an error of a collective into the common error; at once if the ranks have lost each other before."""
         if self.lost is not None:
             raise RuntimeError(self.lost)
@@ -51,7 +51,7 @@ class Agreement:
         except RuntimeError as error:
             if self.lost is not None:
                 raise
-            raise self.failure(f"{doing} ({str(error).splitlines()[0]})") from error
+            raise self.failure(f"{' '.join(doing)} ({str(error).splitlines()[0]})") from error
 
     def exchange(self, kind: int, values: list[int], doing: str) -> list[list[int]]:
         """Every rank's values; all ranks must be at the same kind of exchange.

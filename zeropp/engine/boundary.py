@@ -7,6 +7,8 @@ gradients on some rank, and whether all ranks issued the same collectives.
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from dataclasses import dataclass
 
@@ -17,6 +19,8 @@ from zeropp.engine.engine import Engine
 from zeropp_kernels.reference import squared_norm
 
 __all__ = ["Boundary", "Verdict"]
+
+_log = logging.getLogger("zeropp")
 
 _HALF = 4096  # the squared issue hash is summed in two halves, each exact in float64
 
@@ -51,6 +55,7 @@ class Boundary:
         self.reads = 0
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
+        self._extremes: Tensor | None = None  # of the gradients after the last backward
 
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
@@ -65,13 +70,19 @@ class Boundary:
         Args:
             target: one gradient that the optimizer sees on this rank; gains 0, or NaN.
         """
-        # Extremes carry Inf and NaN, cannot overflow themselves, and cost a fifteenth of a float64 sum on CPU.
-        extremes = [value for shard in self._shards() for value in torch.aminmax(shard)]
-        finite = torch.isfinite(torch.stack(extremes)).all() if extremes else torch.ones((), device=self.engine.device)
-        flag = torch.where(finite.bool(), 0.0, torch.nan)
+        self._extremes = self._find_extremes()
+        flag = torch.where(self._extremes.isfinite().all(), 0.0, torch.nan)
         with self.engine.agreement.watching("sharing whether gradients are finite"):
             self.engine.comm.sum(flag)
         target[:1] += flag.to(target.dtype)
+
+    def _find_extremes(self) -> Tensor:
+        """Smallest and largest value of each gradient shard.
+
+        They carry Inf and NaN, cannot overflow themselves, and cost a fifteenth of a float64 sum on CPU.
+        """
+        found = [value for shard in self._shards() for value in torch.aminmax(shard)]
+        return torch.stack(found) if found else torch.zeros(0, device=self.engine.device)
 
     def verdict(self) -> Verdict:
         """The result, once per step; the one place that waits for the device.
@@ -80,28 +91,45 @@ class Boundary:
             RuntimeError: the ranks did not issue the same collectives.
         """
         if self._verdict is None:
-            self._exchange()
-            values = self._read()
+            values = self._exchange()
+            spoiled = False
             while late := self._late(values):
+                if values[4 + len(self.engine.units)]:
+                    spoiled |= self._edited(late)
+                    self.engine.schedule.postpone(late)
                 for index in late:
                     self.engine.reductions.send_again(index)
-                if values[4 + len(self.engine.units)]:
-                    self.engine.schedule.sequences.forget_backwards()
-                self._exchange()
-                values = self._read()
+                values = self._exchange()
             self.engine.schedule.settle_differences(values[5 + len(self.engine.units)] > 0)
-            self._verdict = self._interpret(values)
+            self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
+
+    def _edited(self, late: list[int]) -> bool:
+        """Whether gradients were changed on any rank since backward: what comes late cannot be added to them then.
+
+        torch's GradScaler changes them, and so may the user.
+        """
+        changed = self._extremes is not None and not torch.equal(self._extremes, self._find_extremes())
+        flag = torch.tensor(float(changed), device=self.engine.device)
+        self.engine.comm.sum(flag)
+        if flag.item():
+            _log.warning(
+                "gradients of units %s came in another order than before, after the others had been scaled; this step "
+                "is skipped, and they are waited for from now on",
+                [self.engine.units[index].name for index in late],
+            )
+        return bool(flag.item())
 
     def accept_scaling(self, factor: Tensor) -> None:
         """The wrapper multiplied all gradients by ``factor``: the norm follows, the verdict stays."""
         assert self._vector is not None
         self._vector[0] *= factor.square()
 
-    def _exchange(self) -> None:
+    def _exchange(self) -> list[float]:
         self._vector = self._assemble()
         with self.engine.agreement.watching("at the boundary reduction"):
             self.engine.comm.sum(self._vector)
+        return self._read()
 
     def _shards(self) -> list[Tensor]:
         return [buffer.grad for buffer in self.engine.trainable if buffer.grad is not None and buffer.has_grad]
@@ -133,7 +161,7 @@ class Boundary:
         if self._vector.device.type == "cuda":
             host = self._vector.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
-            event.record()
+            event.record(torch.cuda.current_stream(self._vector.device))
             self.engine.agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the boundary reduction")
         else:
             host = self._vector

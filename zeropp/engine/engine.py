@@ -108,6 +108,14 @@ class Engine:
 
     def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """A site's forward begins: fetch its units. See :class:`zeropp.engine.hooks.Driver`."""
+        try:
+            return self._enter(site, training, args, kwargs)
+        except BaseException:
+            if self.hooks.depth == 0:
+                self.recover()  # further in, the hooks after the modules around do that
+            raise
+
+    def _enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         changed = None
         self.loading = False  # a load that failed half-way has left it on
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
@@ -216,7 +224,6 @@ class Engine:
         self._let_touched_go()
         left = [self.units[index] for index in self._backward_uses]
         self._backward_uses.clear()
-        self._whole.clear()
         for unit in left:
             unit.holds -= 1
             self.schedule.settle(unit)
@@ -251,6 +258,7 @@ class Engine:
     def _uncover_persistent(self) -> None:
         for unit in self.persistent:
             self.agreement.wait(unit.arrive, f"waiting for the refresh of unit {unit.name!r}")
+            unit.uncover()
 
     def _cover_all(self) -> None:
         """Between passes nothing may be read or edited, not even what is kept for the next one."""
@@ -298,6 +306,7 @@ class Engine:
         for buffer in self.buffers:
             if buffer.trainable or everything:
                 buffer.version += 1
+        self._whole.clear()  # no graph of older weights can be used any more
         self.schedule.drop_held()
         self.refresh_persistent(everything=everything)
 
@@ -306,7 +315,8 @@ class Engine:
         for unit in self.persistent:
             if unit.trainable or everything:
                 self.issued.add(_REFRESH, unit.index, unit.version)
-                unit.refresh(self.gather_stream)
+                with self.agreement.watching("gathering", unit.name):
+                    unit.refresh(self.gather_stream)
 
     def settle_refresh(self) -> None:
         """Wait until no gather reads the main weights any more, before they change."""

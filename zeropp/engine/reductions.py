@@ -84,8 +84,11 @@ class Reductions:
         return True
 
     def complete(self, index: int) -> bool:
-        """Whether every expected gradient of a unit has come in this phase."""
-        return self._missing[index] <= 0
+        """Whether a unit is done with in this phase: every expected gradient has come, and each parameter expects one.
+
+        One that was not used when the order was learned may be used now, and backward still need its weight.
+        """
+        return self._missing[index] <= 0 and all(self._expect(index))
 
     @property
     def issued_count(self) -> int:
@@ -105,7 +108,7 @@ class Reductions:
 
     def catch_up(self, count: int) -> None:
         """Send as many units as the rank that has sent most."""
-        while len(self._done) < count:
+        while len(self._done) < count and self._turn < len(self._order):
             self._send_next()
 
     def end(self) -> None:
@@ -147,6 +150,23 @@ class Reductions:
         else:
             self._keep_all()
         return tuple(self._done.items()), fires
+
+    def has_late(self) -> bool:
+        """Whether this rank has gradients, in a backward that sends them, of which no reduction is to come."""
+        return self.sync and any(buffer.has_stray_gradients() for unit in self.units for buffer in unit.trainable)
+
+    def send_late(self) -> dict[int, int]:
+        """Send again, on every rank, what any rank has got since it was sent; see :meth:`parameter_counts`."""
+        own = [u.index for u in reversed(self.units) if any(b.has_unsent_gradients() for b in u.trainable)]
+        lists = self.agreement.exchange_objects(own, "agreeing on gradients that came late")
+        late = list(dict.fromkeys(index for units in lists for index in units))
+        for index in late:
+            self._issue(index, self._uses)
+        return self.parameter_counts(late)
+
+    def parameter_counts(self, units: SequenceOf[int]) -> dict[int, int]:
+        """How many trainable parameters each of ``units`` has."""
+        return {index: len(self._counts[index]) for index in units}
 
     def send_again(self, index: int) -> None:
         """Send what a unit still holds, at the boundary, on every rank."""
@@ -192,7 +212,8 @@ class Reductions:
         for buffer in unit.trainable:
             self.wait(_IN_FLIGHT - 1)
             message = buffer.pack_gradients()
-            event = self.stream.run(lambda b=buffer, m=message: b.reduce(m, self.scale))  # type: ignore[misc]
+            with self.agreement.watching("reducing", unit.name):
+                event = self.stream.run(lambda b=buffer, m=message: b.reduce(m, self.scale))  # type: ignore[misc]
             self._in_flight.append((event, message))
 
     def _keep(self, index: int) -> None:

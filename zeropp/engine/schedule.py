@@ -8,11 +8,12 @@ what the plan starts at positions up to j, also for units only others need.
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import zlib
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 
 from zeropp.engine.agreement import Agreement
 from zeropp.engine.prefetch import Limits, Plan, make_plan
@@ -26,8 +27,9 @@ __all__ = ["Schedule"]
 _log = logging.getLogger("zeropp")
 
 _BEGIN, _ROUND, _LEAVE = 1, 2, 3  # kinds of exchange
-_DONE = -1  # "I want nothing more in this phase"
-_DONE_APART = -2  # the same, from a rank that has left the known order alone
+_DONE = -1  # "I want nothing more in this phase"; less one or both of the following
+_APART = 1  # "and I have left the known order alone"
+_LATE = 2  # "and I have gradients of units that have been sent"
 _HEADS = 4  # finished units a rank offers for reduction in one round
 _GATHER = 1  # kind in the issue hash
 
@@ -72,11 +74,6 @@ class Schedule:
         self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
         self.differed = False  # whether this rank has passed over units in one of them
 
-    @property
-    def learning(self) -> bool:
-        """Whether the running phase has no known order."""
-        return self._sequence is None
-
     def begin(self, key: PhaseKey, then: PhaseKey | None) -> None:
         """Start a phase.
 
@@ -102,8 +99,9 @@ class Schedule:
         index = unit.index
         self._own.add(index)
         if index in self._kept and unit.state is not UnitState.SHARDED:
-            del self._kept[index]
             self._returns.add(index)
+            if self._sequence is None or self._sequence.find(index, self._position) is not None:
+                del self._kept[index]  # else it may be needed once more, and no gather of it is to come
         elif self._sequence is None:
             self._agree_on(unit)
         else:
@@ -113,18 +111,20 @@ class Schedule:
             elif unit.state is UnitState.SHARDED:
                 self._leave(unit)
         self.agreement.wait(unit.arrive, f"waiting for the gather of unit {unit.name!r}")
+        unit.uncover()
 
     def settle(self, unit: Unit) -> None:
         """Release a unit that nothing holds any more."""
         kept = unit.index in self.held or unit.index in self._kept or unit.holds > 0 or unit.persistent
         if not kept and unit.state is not UnitState.SHARDED:
-            self.agreement.wait(partial(unit.release, self.stream), f"releasing unit {unit.name!r}")
+            self.agreement.wait(unit.arrive, f"releasing unit {unit.name!r}")
+            unit.release(self.stream)
 
     def end(self) -> None:
         """Finish a phase: join what only others needed."""
         if self._sequence is not None:
             self._advance(len(self._sequence.uses), own=None)
-        if self._sequence is None or self.sequences.vary(self.key):
+        if self._sequence is None or self.sequences.vary(self.key, self._sequence):
             self._wait_for_others()
         if self._sequence is None:
             self._remember_learned()
@@ -147,13 +147,28 @@ class Schedule:
         if self._sequence is not None:
             self.reductions.before_use(len(self._sequence.uses))
             self._learned = list(self._sequence.uses)
-        if self._agree_on(None):
+        said = self._agree_on(None)
+        if said & _APART:
             self._leaves += 1
             self._stop_following()
+        elif said & _LATE and self._sequence is not None:
+            late = self.reductions.send_late()
+            self.sequences.postpone(self.key, late)
+            self._sequence = self._sequence.postpone(late)
+
+    def postpone(self, units: list[int]) -> None:
+        """At the boundary: gradients of these units came after they had been sent."""
+        late = self.reductions.parameter_counts(units)
+        for key in self._recent:
+            if key[0] == "backward":
+                self.sequences.postpone(key, late)
 
     def _remember_learned(self) -> None:
-        self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        sequence = Sequence(tuple(self._learned), *self.reductions.end_learning(len(self._learned)))
+        sequence = Sequence(tuple(self._learned))
+        if self.key[0] == "backward":
+            sequence = Sequence(sequence.uses, *self.reductions.end_learning(len(sequence.uses)))
+        else:
+            self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         owns = self.agreement.exchange_objects(sorted(self._own), f"at the end of {self.key}")
         self.sequences.remember(self.key, sequence, mixed=any(own != owns[0] for own in owns))
 
@@ -219,7 +234,7 @@ class Schedule:
         not been seen to vary, everything is kept: no rank would hear that it is wanted again.
         """
         self._kept[index] = None
-        if not self.sequences.vary(self.key):
+        if self._sequence is not None and not self.sequences.vary(self.key, self._sequence):
             return
         live = self.held.union(self._kept)
         excess = sum(self._numel[other] for other in live) - self.limits.live
@@ -238,7 +253,8 @@ class Schedule:
     def _issue(self, index: int) -> None:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
-        unit.gather(self.stream)
+        with self.agreement.watching("gathering", unit.name):
+            unit.gather(self.stream)
         self.held.add(index)
 
     # Learning.
@@ -249,15 +265,16 @@ class Schedule:
         self._let_go(self.held)
         self.reductions.change(None)
 
-    def _agree_on(self, unit: Unit | None) -> bool:
+    def _agree_on(self, unit: Unit | None) -> int:
         """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything.
 
         Returns:
-            With None, whether any rank has left the known order alone.
+            With None, what ranks added to that: _APART and _LATE.
         """
         if unit is not None and unit.state is not UnitState.SHARDED:
-            return False
-        want = unit.index if unit is not None else _DONE_APART if self._apart else _DONE
+            return 0
+        late = self.key[0] == "backward" and self.reductions.has_late()
+        want = unit.index if unit is not None else _DONE - _APART * self._apart - _LATE * late
         doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.key}"
         while True:
             heads = self.reductions.ready_heads(_HEADS)
@@ -265,35 +282,34 @@ class Schedule:
             self.reductions.issue_common([row[1:] for row in rows], len(self._learned))
             wanted = [row[0] for row in rows if row[0] >= 0]
             if not wanted:
-                return any(row[0] == _DONE_APART for row in rows)
+                return functools.reduce(operator.or_, (_DONE - row[0] for row in rows))
             target = min(wanted)
             self._issue(target)
             self.held.discard(target)
             self._learned.append(target)
             if target == want:
-                return False
+                return 0
             if want < 0:
                 self.settle(self.units[target])  # gathered for others only
             else:
-                self._kept[target] = None
+                self._keep(target)
 
     def _leave(self, unit: Unit) -> None:
         """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
         assert self._sequence is not None
-        if self.sequences.vary(self.key):
-            if not self.agreement.all_come(f"leave/{self._leaves}"):
-                return self._leave_alone(unit)
-            self._leaves += 1
+        if not self.agreement.all_come(f"leave/{self._leaves}"):
+            return self._leave_alone(unit)
+        self._leaves += 1
         doing = f"leaving the known order of {self.key} at use {self._position} for unit {unit.name!r}"
         code = zlib.crc32(repr((self.key, self._sequence)).encode())
-        sent = self.reductions.issued_count
-        rows = self.agreement.exchange(_LEAVE, [code, self._position, unit.index, sent], doing)
+        rows = self.agreement.exchange(_LEAVE, [code, self._position, unit.index], doing)
         if any(row[0] != code for row in rows):
             raise self.agreement.failure(doing)
         current = self._sequence
         reached = max(row[1] for row in rows)
         self._advance(reached, own=unit.index)
-        self.reductions.catch_up(max(row[3] for row in rows))
+        counts = self.agreement.exchange(_LEAVE, [self.reductions.issued_count], doing)
+        self.reductions.catch_up(max(row[0] for row in counts))
         prefix = current.uses[:reached]
         for other in self.sequences.variants(self.key):
             if other.uses[:reached] == prefix and all(other.find(row[2], reached) is not None for row in rows):

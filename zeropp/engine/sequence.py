@@ -6,6 +6,7 @@ same order; that order is learned once, by all ranks together, and followed afte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 __all__ = ["IssueHash", "PhaseKey", "Sequence", "Sequences"]
@@ -30,6 +31,19 @@ class Sequence:
     uses: tuple[int, ...] = ()
     reductions: tuple[tuple[int, int], ...] = ()
     fires: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def postpone(self, units: dict[int, int]) -> Sequence:
+        """The same order with reductions of ``units`` at the end, when each of their parameters has had a gradient.
+
+        Args:
+            units: index -> number of trainable parameters.
+        """
+        kept = [(unit, uses) for unit, uses in self.reductions if unit not in units]
+        late = [(unit, len(self.uses)) for unit in units]
+        fires = dict(self.fires)
+        for unit, count in units.items():
+            fires[unit] = tuple(max(1, n) for n in fires.get(unit, (0,) * count))
+        return Sequence(self.uses, (*kept, *late), fires)
 
     def find(self, unit: int, start: int) -> int | None:
         """First position of a unit at or after ``start``."""
@@ -56,6 +70,18 @@ class _Variants:
         """The order that came after the last one the time before; graphs that alternate are foreseen so."""
         return next((after for before, after in self.successors if before is self.last), self.last)
 
+    def replace(self, change: Callable[[Sequence], Sequence]) -> None:
+        """Change every known order; such phases vary."""
+        changed = {id(sequence): change(sequence) for sequence in self.known}
+        self.known = [changed[id(sequence)] for sequence in self.known]
+        self.successors = [
+            (changed[id(before)], changed[id(after)])
+            for before, after in self.successors
+            if id(before) in changed and id(after) in changed
+        ]
+        self.last = changed.get(id(self.last), self.known[0]) if self.known else None
+        self.varies = True
+
     def add(self, sequence: Sequence) -> None:
         sequence = next((other for other in self.known if other == sequence), sequence)
         self.varies |= bool(self.known) and sequence not in self.known
@@ -71,6 +97,7 @@ class Sequences:
 
     def __init__(self) -> None:
         self._known: dict[PhaseKey, _Variants] = {}
+        self._units: dict[object, set[int]] = {}  # forward or backward -> units ever used in one
 
     def variants(self, key: PhaseKey) -> list[Sequence]:
         """Known orders, the most recently followed first."""
@@ -80,9 +107,12 @@ class Sequences:
         """The order that the next phase of this kind is most likely to have."""
         return self._known[key].expected() if key is not None and key in self._known else None
 
-    def vary(self, key: PhaseKey) -> bool:
-        """Whether phases of this kind have been seen to differ; a rank may then need what the others do not."""
-        return key in self._known and self._known[key].varies
+    def vary(self, key: PhaseKey, sequence: Sequence) -> bool:
+        """Whether a rank that follows ``sequence`` may need what the others do not.
+
+        Phases of this kind have been seen to differ, or others of forward or backward to use more units.
+        """
+        return self._known[key].varies or not self._units[key[0]].issubset(sequence.uses)
 
     def note_variation(self, key: PhaseKey) -> None:
         """Note that ranks differed in a phase of this kind."""
@@ -93,12 +123,12 @@ class Sequences:
         """Note that a phase had this order; ``mixed`` if ranks used different units in it."""
         self._known.setdefault(key, _Variants()).add(sequence)
         self._known[key].varies |= mixed
+        self._units.setdefault(key[0], set()).update(sequence.uses)
 
-    def forget_backwards(self) -> None:
-        """Learn backwards anew: gradients came that no known one expects."""
-        for key in self._known:
-            if key[0] == "backward":
-                self._known[key] = _Variants(varies=True)
+    def postpone(self, key: PhaseKey, units: dict[int, int]) -> None:
+        """Gradients of ``units`` (with how many parameters each) came late: expect them at the end, from now on."""
+        if key in self._known:
+            self._known[key].replace(lambda sequence: sequence.postpone(units))
 
 
 class IssueHash:

@@ -73,7 +73,8 @@ def _gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer in the main dtype. On the gather stream, whose collectives keep one order."""
     whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
     path = buffer.gather_path
-    event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.views(whole), buffer.unit))
+    with engine.agreement.watching("gathering", buffer.unit):
+        event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.views(whole), buffer.unit))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
     return buffer.views(whole)
 
