@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import sys
 import time
@@ -44,8 +43,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     data.add_argument(
         "--data", type=Path, nargs="+", default=[], help="files or directories; default: Python's own library"
     )
-    data.add_argument("--batch", type=int, default=8, help="windows a rank and micro-step")
-    data.add_argument("--accumulate", type=int, default=1, help="micro-steps an optimizer step")
+    data.add_argument("--batch", type=positive, help="windows a rank and micro-step; default: as the config says, or 8")
+    data.add_argument(
+        "--accumulate", type=positive, help="micro-steps an optimizer step; default: as the config says, or 1"
+    )
     run = parser.add_argument_group("run")
     run.add_argument("--config", type=Path, help="JSON for zeropp; default: stage 3, clipping at 1.0")
     run.add_argument(
@@ -58,13 +59,24 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--lr", type=float, default=1e-3)
     run.add_argument("--warmup", type=int, default=20, help="steps of linear warmup")
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--log-every", type=int, default=5)
+    run.add_argument("--log-every", type=positive, default=5)
     run.add_argument("--validate-every", type=int, default=50)
     run.add_argument("--validate-windows", type=int, default=64)
     run.add_argument("--sample", type=int, default=200, help="bytes to write at the end, 0 for none")
     run.add_argument("--prompt", default="def ")
     run.add_argument("--metrics", type=Path, help="JSONL to write; default: runs/<time>/metrics.jsonl")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.prompt:
+        parser.error("--prompt is empty; the model needs a byte to go on from")
+    return args
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
 
 
 # -- configuration and optimizer
@@ -86,31 +98,35 @@ def bf16_is_faster(device: torch.device) -> bool:
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
-def make_config(args: argparse.Namespace, job: Job) -> dict:
-    """The dictionary for zeropp: the file as it is, changed only by flags that were given."""
-    config = {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}
-    if args.config:
-        config = json.loads(args.config.read_text())
+def make_config(args: argparse.Namespace, job: Job) -> zeropp.Config:
+    """The configuration: the file as it is, changed only by flags that were given. Settles batch and accumulation."""
+    config = zeropp.load_config(args.config or {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0})
     bf16 = args.bf16
     if bf16 is None and not args.config:
         # Ranks may time differently; all must compute in one dtype.
         _, votes = job.agree(float(bf16_is_faster(job.device)))
         bf16 = votes > 0.5
+    changes: dict[str, object] = {}
     if bf16 is not None:
-        config["bf16"] = {"enabled": bf16}
-    if args.accumulate > 1:
-        config["gradient_accumulation_steps"] = args.accumulate
+        changes["bf16"] = config.bf16.model_copy(update={"enabled": bf16})
+    if args.accumulate is not None:
+        changes["gradient_accumulation_steps"] = args.accumulate
+    config = config.model_copy(update=changes)
+    _, batch, args.accumulate = config.resolve_batch(job.world)
+    if batch is not None and args.batch not in (None, batch):
+        raise ValueError(f"--batch {args.batch}, and {args.config} makes it {batch}: leave one of them out")
+    args.batch = args.batch or batch or 8
     return config
 
 
 class PlainOptimizer:
     """What the loop below uses of ZeroOptimizer, in torch alone: the reference of ``--plain``."""
 
-    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module, config: dict) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, model: nn.Module, config: zeropp.Config) -> None:
         self.inner = inner
         self.parameters = list(model.parameters())
-        self.micro_steps = config.get("gradient_accumulation_steps", 1)
-        self.max_norm = config.get("gradient_clipping", 0.0) or math.inf
+        self.micro_steps = config.resolve_batch(1)[2]
+        self.max_norm = config.gradient_clipping or math.inf
         self.grad_norm: float | None = None
         self.skipped_steps = 0
 
@@ -128,7 +144,9 @@ class PlainOptimizer:
 AnyOptimizer: TypeAlias = "zeropp.ZeroOptimizer | PlainOptimizer"
 
 
-def make_optimizer(model: nn.Module, config: dict, args: argparse.Namespace) -> tuple[AnyOptimizer, LRScheduler]:
+def make_optimizer(
+    model: nn.Module, config: zeropp.Config, args: argparse.Namespace
+) -> tuple[AnyOptimizer, LRScheduler]:
     inner = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def factor(step: int) -> float:
@@ -148,9 +166,11 @@ def learning_rate_factor(step: int, steps: int, warmup: int) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def plain_precision(args: argparse.Namespace, config: dict, job: Job) -> contextlib.AbstractContextManager:
+def plain_precision(
+    args: argparse.Namespace, config: zeropp.Config, job: Job
+) -> contextlib.AbstractContextManager:
     """Autocast for ``--plain`` in bf16; nothing for zeropp, which computes in bf16 by itself."""
-    if not (args.plain and config.get("bf16", {}).get("enabled", False)):
+    if not (args.plain and config.bf16.enabled):
         return contextlib.nullcontext()
     # The cache of cast weights empties only when the outermost region ends; around a whole run it would hide
     # every step from the next forward.
@@ -287,15 +307,15 @@ def main(argv: list[str] | None = None) -> int:
         raise ValueError(f"--vocab {args.vocab}: the text is bytes, expected at least 256")
     with start_job(args.plain) as job:
         torch.manual_seed(args.seed)
+        config = make_config(args, job)
         text = load_text(args.data)
         sizes = GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len, args.tied)
         with job.device:
             model = GPT(sizes)
-        config = make_config(args, job)
-        args.accumulate = config.get("gradient_accumulation_steps", 1)
         metrics = Metrics(args.metrics, job)
         shape = {"parameters": parameter_count(sizes), "world": job.world, "device": job.device.type}
-        metrics.write("start", **shape, files=text.files, train_bytes=len(text.train), config=config)
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        metrics.write("start", **shape, files=text.files, train_bytes=len(text.train), config=settings)
         if job.rank == 0:
             print(f"{shape}, {len(text.train):,} bytes of text, metrics in {metrics.path}", file=sys.stderr)
         # Kept here, not inside train(): the optimizer holds the weights, so it has to live as long as the model.

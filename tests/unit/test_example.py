@@ -20,6 +20,8 @@ from gpt import GPT, GPTConfig, generate, parameter_count  # noqa: E402
 from job import Job, Metrics  # noqa: E402
 from text_data import Batches, list_files, load_text, standard_library, validation_batches  # noqa: E402
 
+import zeropp  # noqa: E402
+
 TINY = GPTConfig(layers=2, d_model=32, heads=2, seq_len=16)
 
 
@@ -209,21 +211,40 @@ def test_learning_rate() -> None:
 
 def test_flags_add_to_the_config_file(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
-    path.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5}))
+    path.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5} // a comment')
     job = Job(0, 1, torch.device("cpu"))
     arguments = ["--config", str(path)]
-    assert train_gpt.make_config(train_gpt.parse_arguments(arguments), job) == json.loads(path.read_text())
+    assert train_gpt.make_config(train_gpt.parse_arguments(arguments), job) == zeropp.load_config(path)
     arguments += ["--bf16", "--accumulate", "4"]
     config = train_gpt.make_config(train_gpt.parse_arguments(arguments), job)
-    assert config["bf16"] == {"enabled": True}
-    assert config["gradient_accumulation_steps"] == 4
-    assert config["gradient_clipping"] == 0.5
+    assert config.bf16.enabled
+    assert config.gradient_accumulation_steps == 4
+    assert config.gradient_clipping == 0.5
+
+
+def test_batch_and_accumulation_follow_the_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "zero.json"
+    path.write_text('{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}')
+    job = Job(0, 2, torch.device("cpu"))
+    job.agree = lambda value=0.0: (False, value)  # type: ignore[method-assign]  # no other rank is here
+    for flags in ([], ["--batch", "2"]):
+        args = train_gpt.parse_arguments(["--config", str(path), *flags])
+        train_gpt.make_config(args, job)
+        assert (args.batch, args.accumulate) == (2, 4)
+    with pytest.raises(ValueError, match="--batch 3"):
+        train_gpt.make_config(train_gpt.parse_arguments(["--config", str(path), "--batch", "3"]), job)
+
+
+@pytest.mark.parametrize("flags", [["--log-every", "0"], ["--prompt", ""], ["--batch", "-1"]])
+def test_flags_that_cannot_work_are_refused_at_once(flags: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        train_gpt.parse_arguments(flags)
 
 
 def test_without_a_file_the_faster_dtype_is_chosen() -> None:
     config = train_gpt.make_config(train_gpt.parse_arguments([]), Job(0, 1, torch.device("cpu")))
-    assert config["zero_optimization"] == {"stage": 3}
-    assert config["bf16"]["enabled"] in (True, False)
+    assert config.zero.stage == 3
+    assert config.bf16.enabled in (True, False)
 
 
 def test_metrics_are_on_disk_line_by_line(tmp_path: Path) -> None:

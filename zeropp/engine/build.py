@@ -214,6 +214,9 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 f"parameter {name!r} is already managed by a ZeroOptimizer; wrap a model once, and give several "
                 "parameter groups to one optimizer"
             )
+        if parameter.layout is not torch.strided or parameter.is_inference():
+            kind = "was made in inference mode" if parameter.is_inference() else f"has layout {parameter.layout}"
+            raise ValueError(f"parameter {name!r} {kind}; expected a dense tensor that autograd can track")
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name!r} is on the meta device and has no values; call model.to_empty(device=...) and "
@@ -226,6 +229,9 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
         raise ValueError("the model has no parameters; there is nothing to partition")
     if len(devices) > 1:
         raise ValueError(f"parameters lie on several devices {devices}; move the model to one device before wrapping")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {name!r} is on the meta device and has no values; initialise it before wrapping")
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(f"module {path!r} makes sparse gradients; build it with sparse=False")
@@ -252,11 +258,18 @@ def _check_agreement(own: list[str], comm: Comm) -> None:
         if table != tables[0]:
             width = max(len(table), len(tables[0]))
             rows = zip(table + ["nothing"] * width, tables[0] + ["nothing"] * width, strict=False)
-            there, here = next((a, b) for a, b in rows if a != b)
+            there, here = _where_they_differ(*next((a, b) for a, b in rows if a != b))
             raise ValueError(
                 f"ranks 0 and {rank} bring different models, configurations or optimizers: rank 0 has {here!r} where "
                 f"rank {rank} has {there!r}. Build the same model, configuration and optimizer on every rank"
             )
+
+
+def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, str]:
+    """Both texts, or what lies around their first difference if they are long."""
+    start = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    cut = slice(start - around, start + around) if start > around else slice(0, start + around)
+    return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
 
 
 def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, comm: Comm) -> list[Unit]:

@@ -335,11 +335,13 @@ class Engine:
         """Autograd's complaint about a saved weight that is not there, with the parameters it may be about."""
         away = [u for u in self.units if u.state is UnitState.SHARDED]
         names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
+        if not names:
+            return f"backward cannot go on; backward through gradients (create_graph=True) is not supported: {message}"
         return (
-            f"backward reached a weight whose unit was released, or that has changed since forward: one of "
-            f"{names[:20]}{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's "
-            "outputs are hidden in an object that zeropp cannot look into; return them as tensors, or make the "
-            f"enclosing module a leaf with zero_optimization.leaf_module. torch says: {message}"
+            f"backward reached a weight whose unit was released, or that has changed since forward: one of {names[:20]}"
+            f"{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's outputs are "
+            "hidden in an object that zeropp cannot look into; return them as tensors, or make the enclosing module a "
+            f"leaf with zero_optimization.leaf_module. torch says: {message}"
         )
 
     def on_close(self, action: Callable[[], None]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["check_optimizer", "describe_optimizer", "refuse_inner_step"]
+__all__ = ["check_optimizer", "check_scale", "describe_optimizer", "refuse_inner_step"]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -29,6 +31,20 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                     f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
                     "model; make the optimizer from model.parameters() of the very model that is wrapped"
                 )
+
+
+def check_scale(gradient_scale: object) -> None:
+    """Refuse a factor on gradients that is no number.
+
+    Raises:
+        TypeError, ValueError: with what was given.
+    """
+    if gradient_scale is None:
+        return
+    if isinstance(gradient_scale, bool) or not isinstance(gradient_scale, (int, float)):
+        raise TypeError(f"gradient_scale is {gradient_scale!r}; expected a number, or None for the configured mean")
+    if not math.isfinite(gradient_scale):
+        raise ValueError(f"gradient_scale is {gradient_scale}; expected a finite number")
 
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:

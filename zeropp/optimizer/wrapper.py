@@ -16,7 +16,7 @@ from zeropp.engine.boundary import Boundary, Verdict
 from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
 from zeropp.members import Group, group_size
-from zeropp.optimizer.checks import check_optimizer, describe_optimizer, refuse_inner_step
+from zeropp.optimizer.checks import check_optimizer, check_scale, describe_optimizer, refuse_inner_step
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.slices import make_slices, move_state, stand_in
 from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
@@ -65,12 +65,17 @@ class ZeroOptimizer(Optimizer):
             loaded.resolve_batch(group_size(process_group))
             check_optimizer(optimizer, model)
             check_elementwise(optimizer)
+            check_scale(gradient_scale)
             return loaded
 
         self.config = together(process_group, "preparing ZeroOptimizer", prepare)
         self.inner = optimizer
         self.engine: Engine = build_engine(
-            model, self.config, process_group, gradient_scale, lambda: describe_optimizer(optimizer, model)
+            model,
+            self.config,
+            process_group,
+            gradient_scale,
+            lambda: [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"],
         )
         self._accumulation_steps = self.config.resolve_batch(self.engine.comm.world)[2] or 1
         self.boundary = Boundary(self.engine)
