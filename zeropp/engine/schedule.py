@@ -204,12 +204,13 @@ class Schedule:
         self._base = self._position = position
         self.reductions.after_use(position)
 
-    def _advance(self, stop: int, own: int | None) -> None:
+    def _advance(self, stop: int, own: int | None, *, eager: bool = True) -> None:
         """Go through the uses before position ``stop``: gathers that the plan starts there, and reductions among them.
 
         Args:
             stop: where to end.
             own: the unit this rank uses at the last position; None at the end of a phase, where it uses no more.
+            eager: send complete units as soon as their place has come, and not only what is due.
         """
         assert self._plan is not None and self._sequence is not None
         while self._position < stop:
@@ -221,7 +222,8 @@ class Schedule:
             for index in self._plan.issue[position - self._base]:
                 self._issue(index)
             self._position += 1
-            self.reductions.after_use(self._position)
+            if eager:
+                self.reductions.after_use(self._position)
             self.held.add(used)
             if own is not None and (used != own or self._position < stop):
                 self._keep(used)
@@ -307,7 +309,7 @@ class Schedule:
             raise self.agreement.failure(doing)
         current = self._sequence
         reached = max(row[1] for row in rows)
-        self._advance(reached, own=unit.index)
+        self._advance(reached, own=unit.index, eager=False)  # others do not send yet what is not due
         counts = self.agreement.exchange(_LEAVE, [self.reductions.issued_count], doing)
         self.reductions.catch_up(max(row[0] for row in counts))
         prefix = current.uses[:reached]
