@@ -33,6 +33,7 @@ class Args:
     model: object
     config: object = None
     group: object = None
+    scale: object = None
 
 
 Case = Callable[[nn.Module, int], Args]
@@ -94,6 +95,31 @@ def with_meta(model: nn.Module, rank: int) -> Args:
 def with_sparse(model: nn.Module, rank: int) -> Args:
     model.emb = nn.Embedding(5, 4, sparse=True)
     return plain(model)
+
+
+def with_sparse_parameter(model: nn.Module, rank: int) -> Args:
+    model.extra = nn.Parameter(torch.eye(4).to_sparse())
+    return plain(model)
+
+
+def with_inference_parameter(model: nn.Module, rank: int) -> Args:
+    with torch.inference_mode():
+        model.extra = nn.Parameter(torch.ones(4))
+    return plain(model)
+
+
+def with_max_norm(model: nn.Module, rank: int) -> Args:
+    model.emb = nn.Embedding(5, 4, max_norm=1.0)
+    return plain(model)
+
+
+def with_meta_buffer(model: nn.Module, rank: int) -> Args:
+    model.register_buffer("seen", torch.empty(3, device="meta"))
+    return plain(model)
+
+
+def scaled(scale: Callable[[int], object]) -> Case:
+    return lambda m, r: Args(sgd(m), m, make_config(), scale=scale(r))
 
 
 def with_complex(model: nn.Module, rank: int) -> Args:
@@ -164,6 +190,12 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "all on meta": (lambda m, r: plain(nn.Linear(3, 3, device="meta")), "ValueError", "on the meta device.*to_empty"),
     "DTensor": (distributed, "TypeError", "'extra' is a DTensor.*plain"),
     "sparse embedding": (with_sparse, "ValueError", "'emb' makes sparse gradients.*sparse=False"),
+    "sparse parameter": (with_sparse_parameter, "ValueError", "'extra' has layout torch.sparse_coo.*dense"),
+    "inference parameter": (with_inference_parameter, "ValueError", "'extra' was made in inference mode"),
+    "max_norm": (with_max_norm, "ValueError", "'emb' has max_norm 1.0.*without max_norm"),
+    "meta buffer": (with_meta_buffer, "ValueError", "buffer 'seen' is on the meta device"),
+    "scale is a string": (scaled(lambda r: "x"), "TypeError", "gradient_scale is 'x'; expected a number"),
+    "scale is NaN": (scaled(lambda r: float("nan")), "ValueError", "gradient_scale is nan; expected a finite"),
     "complex": (with_complex, "ValueError", "'extra' is complex.*view_as_real"),
     "DDP": (lambda m, r: plain(DistributedDataParallel(m)), "TypeError", "DistributedDataParallel.*model.module"),
     "DataParallel": (lambda m, r: plain(nn.DataParallel(m)), "TypeError", "DataParallel.*model.module"),
@@ -214,6 +246,17 @@ def with_lr(model: nn.Module, rank: int) -> Args:
     return plain(model, gradient_clipping=1.0 + rank)
 
 
+def with_buffer(model: nn.Module, rank: int) -> Args:
+    if rank == 1:
+        model.register_buffer("seen", torch.zeros(3))
+    return plain(model)
+
+
+def with_buffer_shape(model: nn.Module, rank: int) -> Args:
+    model.register_buffer("seen", torch.zeros(3 + rank))
+    return plain(model)
+
+
 def with_tie(model: nn.Module, rank: int) -> Args:
     if rank == 1:
         model.blocks[1].lin.weight = model.blocks[0].lin.weight
@@ -229,6 +272,9 @@ DIFFERENT: dict[str, tuple[Case, str]] = {
     "frozen": (with_frozen, r"blocks\.2\.lin\.bias.*trainable.*frozen"),
     "optimizer": (with_groups, "(?i)optimizer"),
     "configuration": (with_lr, "configuration"),
+    "buffer": (with_buffer, "buffer seen"),
+    "shape of a buffer": (with_buffer_shape, r"buffer seen \(3,\).*buffer seen \(4,\)"),
+    "gradient_scale": (scaled(lambda r: 1.0 + r), "gradient_scale 1.0.*gradient_scale 2.0"),
     "tied": (with_tie, r"blocks\.1\.lin\.weight"),
 }
 
@@ -253,7 +299,9 @@ def attempt(case: Case) -> tuple[str, str, float]:
     dist.barrier()
     start = time.monotonic()
     try:
-        zeropp.ZeroOptimizer(args.optimizer, args.model, args.config, process_group=args.group)
+        zeropp.ZeroOptimizer(
+            args.optimizer, args.model, args.config, process_group=args.group, gradient_scale=args.scale
+        )
     except Exception as error:
         names = "|".join(cls.__name__ for cls in type(error).__mro__)
         result = (names, " ".join(str(error).split()), time.monotonic() - start)

@@ -716,3 +716,14 @@ def test_a_backward_through_changed_weights_is_refused() -> None:
     for message, _ in run_ranks(2, late, "old graph", {}):
         assert message.startswith("torch refuses, too; ")
         assert "modified by an inplace operation" in message or "zeropp" in message
+
+
+def copied_optimizer() -> list[str]:
+    held = managed(0)
+    optimizer = held[1]
+    uses: dict[str, Use] = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": pickle.dumps}
+    return [complaint for name, use in uses.items() if (complaint := attempt(name, lambda u=use: u(optimizer)))]
+
+
+def test_the_optimizer_is_not_copied() -> None:
+    assert run_ranks(1, copied_optimizer, init=False) == [[]]

@@ -301,11 +301,11 @@ def touched_between(settings: dict[str, object]) -> list[str]:
         loss = model(x).sum()
         weight = model[1].weight
         if step == 3:
-            uses = {"add_": lambda: weight.add_(1), "data": lambda: weight.data.zero_(), "norm": lambda: weight.norm()}
+            uses = {"add_": lambda w: w.add_(1), "data": lambda w: w.data.zero_(), "norm": lambda w: w.norm()}
             for name, use in uses.items():
                 try:
                     with torch.no_grad():
-                        use()
+                        use(weight)
                     wrong.append(name)
                 except RuntimeError:
                     pass
