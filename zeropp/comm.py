@@ -1,7 +1,7 @@
 """Hops: what moves between two levels, over which process group, and how many bytes it costs.
 
-Gathers and reductions travel over process groups of their own, made eagerly, so that a reduction never stands before a
-fetch. All calls here block the calling thread or stream; overlap is the business of the streams they run on.
+Gathers and reductions travel over process groups of their own, made eagerly, so that neither waits until the other has
+been transferred. All calls here block the calling thread or stream; overlap is the business of the streams they run on.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
-import torch
 from torch import Tensor, nn
 
 from zeropp.flat_buffer import FlatBuffer
@@ -61,9 +60,11 @@ class Unit:
 
     def holds_memory_of(self, tensor: Tensor) -> bool:
         """Whether a tensor is a view of this unit's gathered values."""
-        if tensor.layout is not torch.strided:
+        try:
+            storage = tensor.untyped_storage()._cdata
+        except (NotImplementedError, RuntimeError):  # sparse, or inside a transform of torch.func
             return False
-        return any(tensor.untyped_storage()._cdata == buffer.storage_id for buffer in self.buffers)
+        return any(storage == buffer.storage_id for buffer in self.buffers)
 
     def gather(self, stream: Stream) -> None:
         """Queue the gather. A unit that is full joins without effect: the same values are written again."""

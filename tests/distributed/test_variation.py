@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -348,3 +349,44 @@ def edited(persist: int) -> str:
 def test_an_edit_inside_forward_is_not_lost_silently(world: int, persist: int) -> None:
     for message in run_ranks(world, edited, persist):
         assert "1.weight" in message and "edit is lost" in message and "load_state_dict" in message
+
+
+def edited_by_hand() -> None:
+    """Between backward and step: one gradient taken away, one replaced, one changed in place; on every rank."""
+    pair = Pair(Routed(3), make_config(persist=9))
+    for _ in range(3):
+        pair.zero_grad()
+        pair.backward(ALL[:3])
+        plain = dict(pair.plain.named_parameters())
+        plain["blocks.0.lin.weight"].grad = None
+        plain["blocks.1.lin.weight"].grad.mul_(3)
+        plain["blocks.2.lin.bias"].grad.mul_(2)
+        for piece in pair.optimizer._slices:
+            if piece.name == "blocks.0.lin.weight":
+                piece.parameter.grad = None
+            if piece.name == "blocks.1.lin.weight":
+                piece.parameter.grad = piece.parameter.grad * 3
+            if piece.name == "blocks.2.lin.bias":
+                piece.parameter.grad.mul_(2)
+        pair.step()
+        pair.check()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_edited_by_hand(world: int) -> None:
+    run_ranks(world, edited_by_hand)
+
+
+def odd_leaf() -> list[str]:
+    model = Routed()
+    config = make_config()
+    config["zero_optimization"]["leaf_module"] = {"names": ["blocks.0", "nosuch"]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    return [str(warning.message) for warning in caught if "leaf_module" in str(warning.message)]
+
+
+def test_a_leaf_that_is_not_there_is_named() -> None:
+    [[message]] = run_ranks(1, odd_leaf, init=False)
+    assert "'nosuch'" in message and "blocks.0" not in message

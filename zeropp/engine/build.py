@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -109,6 +110,7 @@ def build_engine(
     job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
     comm = make_comm(members, extension.hang_timeout, job)
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
+    _warn_of_unknown_leaves(model, config)
     specs = form_units(model, comm.world, unit_options(config))
     units = _make_units(model, specs, config, comm)
     for unit in units:
@@ -204,6 +206,8 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
         )
     devices: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet; run the model once before wrapping")
         if isinstance(parameter, DTensor):
             raise TypeError(
                 f"parameter {name!r} is a DTensor, already distributed by another library; give zeropp a model of "
@@ -241,6 +245,13 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 "Build it without max_norm, and normalise what it returns"
             )
     return next(iter(devices))
+
+
+def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
+    known = dict(model.named_modules())
+    unknown = [name for name in unit_options(config).leaf_names if name not in known]
+    if unknown:
+        warnings.warn(f"leaf_module.names: the model has no modules {unknown}; they change nothing", stacklevel=4)
 
 
 def _describe(model: nn.Module) -> list[str]:

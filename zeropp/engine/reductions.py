@@ -78,7 +78,7 @@ class Reductions:
             return True  # there may be more to come; at the end of this backward it will be known
         self._ready.append(index)
         if not self.sync:
-            self._keep(index)
+            self._hold_back(index)
         elif self._expected is not None:
             self._take_turns()
         return True
@@ -117,7 +117,7 @@ class Reductions:
             while self._turn < len(self._order):
                 self._send_next()
         else:
-            self._keep_all()
+            self._hold_back_all()
         self.wait(0)
 
     def ready_heads(self, count: int) -> list[int]:
@@ -148,7 +148,7 @@ class Reductions:
                 self._issue(index, uses)
             self.wait(0)
         else:
-            self._keep_all()
+            self._hold_back_all()
         return tuple(self._done.items()), fires
 
     def has_late(self) -> bool:
@@ -216,12 +216,12 @@ class Reductions:
                 event = self.stream.run(lambda b=buffer, m=message: b.reduce(m, self.scale))  # type: ignore[misc]
             self._in_flight.append((event, message))
 
-    def _keep(self, index: int) -> None:
+    def _hold_back(self, index: int) -> None:
         self._ready.remove(index)
         for buffer in self.units[index].trainable:
             buffer.keep_gradients()
 
-    def _keep_all(self) -> None:
+    def _hold_back_all(self) -> None:
         self._ready = []
         for unit in self.units:
             for buffer in unit.trainable:

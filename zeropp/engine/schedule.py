@@ -3,7 +3,7 @@
 While a phase is being *learned*, each need is a round of agreement: ranks say which unit they want, all of them gather
 the first one wanted, and a rank goes on when its own has come. The units so gathered are the phase's sequence, the
 union over ranks. While a sequence is *followed*, nothing is said: a rank that uses the unit at position j first issues
-what the plan starts at positions up to j, also for units only others need.
+what the plan starts at positions up to j, also for units only others need, and the reductions that lie between.
 """
 
 from __future__ import annotations

@@ -40,6 +40,15 @@ class Slice:
     gradient: Tensor
     arrived: Callable[[], bool]
 
+    def take_edit(self) -> bool:
+        """Take over a gradient that the user has put in place of ours; False if it was taken away."""
+        shown = self.parameter.grad
+        if shown is None:
+            self.gradient.zero_()
+        elif shown is not self.gradient:
+            self.gradient.copy_(shown)
+        return shown is not None
+
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
         self.parameter.grad = self.gradient if present else None

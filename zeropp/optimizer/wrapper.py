@@ -135,6 +135,8 @@ class ZeroOptimizer(Optimizer):
             loss: scalar.
             retain_graph: as in ``Tensor.backward``.
         """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
         steps = self._accumulation_steps
         try:
             (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
@@ -166,6 +168,7 @@ class ZeroOptimizer(Optimizer):
             The norm before clipping, a scalar on the model's device.
         """
         self.engine.require_idle("clip_grad_norm_")
+        self._take_edits()
         self.boundary.invalidate()  # the user may have edited gradients since
         self.boundary.verdict()  # the step's one host read: gradients kept back by no_sync must be in first
         norm = self.boundary.norm_tensor()
@@ -187,6 +190,7 @@ class ZeroOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.require_idle("step")
+        removed = self._take_edits()
         verdict = self.boundary.verdict()
         norm = self.boundary.norm_tensor()
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
@@ -197,7 +201,8 @@ class ZeroOptimizer(Optimizer):
             return loss
         self._refuse_unused(verdict)
         for piece in self._slices:
-            piece.show_gradient(piece.unit < 0 or verdict.used[piece.unit][piece.position])
+            used = piece.unit < 0 or verdict.used[piece.unit][piece.position]
+            piece.show_gradient(used and id(piece) not in removed)
         if self.config.gradient_clipping > 0:
             self._scale_gradients(norm, self.config.gradient_clipping)
         self.engine.settle_refresh()
@@ -272,6 +277,12 @@ class ZeroOptimizer(Optimizer):
             witness.gradient.zero_()  # nothing here: what it holds is of another step
             witness.show_gradient(True)
         self.boundary.spread_overflow(witness.gradient)
+
+    def _take_edits(self) -> set[int]:
+        """Take over gradients that the user has replaced; ``id`` of slices whose gradient was removed."""
+        if not self.engine.pending_gradients:
+            return set()
+        return {id(piece) for piece in self._slices if piece.arrived() and not piece.take_edit()}
 
     def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
