@@ -72,16 +72,19 @@ class Agreement:
         with self.watching(doing):
             return self.comm.all_gather_objects(value)
 
-    def all_come(self, incident: str) -> bool:
+    def all_come(self, incident: int) -> bool:
         """Whether all ranks call this for the same incident at about the same time; one answer for all that call.
 
         Args:
-            incident: name, never used before in this job.
+            incident: 0, 1, 2, ...; all ranks have agreed on something between one and the next.
         """
         comm = self.comm
         if comm.world == 1 or comm.backend == "fake":
             return True
-        store, name = default_store(), f"{comm.job}/{incident}"
+        store, name = default_store(), f"{comm.job}/leave/{incident}"
+        if comm.rank == 0 and incident > 1:
+            for key in ("count", "answer"):
+                store.delete_key(f"{comm.job}/leave/{incident - 2}/{key}")
         if store.add(f"{name}/count", 1) == comm.world:
             return store.compare_set(f"{name}/answer", "", "all") == b"all"
         until = time.monotonic() + _TOGETHER

@@ -299,7 +299,7 @@ class Schedule:
     def _leave(self, unit: Unit) -> None:
         """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
         assert self._sequence is not None
-        if not self.agreement.all_come(f"leave/{self._leaves}"):
+        if not self.agreement.all_come(self._leaves):
             return self._leave_alone(unit)
         self._leaves += 1
         doing = f"leaving the known order of {self.key} at use {self._position} for unit {unit.name!r}"
