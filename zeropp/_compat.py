@@ -19,6 +19,7 @@ __all__ = [
     "is_compiled",
     "new_group",
     "queue_end_of_backward",
+    "sharing_versions",
 ]
 
 # torch 2.13 renamed all_gather_into_tensor and warns at each use of the old name.
@@ -28,6 +29,15 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 def bump_versions(tensors: Sequence[Tensor], version: int) -> None:
     """Set autograd's version counters, so that a tensor saved at another version is refused in backward."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
+
+
+def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Positions of tensors that share autograd's version counter with a later one, as views of one tensor do."""
+    before = [tensor._version for tensor in tensors]
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(range(len(tensors))))
+    sharing = [position for position, tensor in enumerate(tensors) if tensor._version != position]
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(before))
+    return sharing
 
 
 def current_graph_task() -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from enum import Enum
 
-from torch import Tensor, nn
+from torch import nn
 
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.streams import Event, Stream
@@ -58,14 +59,6 @@ class Unit:
         """Version of the weights; only trainable ones ever change."""
         return max(buffer.version for buffer in self.buffers)
 
-    def holds_memory_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a view of this unit's gathered values."""
-        try:
-            storage = tensor.untyped_storage()._cdata
-        except (NotImplementedError, RuntimeError):  # sparse, or inside a transform of torch.func
-            return False
-        return any(storage == buffer.storage_id for buffer in self.buffers)
-
     def gather(self, stream: Stream) -> None:
         """Queue the gather. A unit that is full joins without effect: the same values are written again."""
         for buffer in self.buffers:
@@ -96,14 +89,16 @@ class Unit:
         """Let the model see values that have arrived."""
         if self.state is UnitState.GATHERING:
             self.state = UnitState.FULL
-            for buffer in self.buffers:
-                buffer.uncover()
+            with contextlib.ExitStack() as stack:
+                for buffer in self.buffers:
+                    stack.callback(buffer.uncover)  # every one, also after one that complains of an edit
 
     def cover(self) -> None:
         """Guard the parameters; the values stay where they are."""
         self.state = UnitState.GATHERING
-        for buffer in self.buffers:
-            buffer.cover()
+        with contextlib.ExitStack() as stack:
+            for buffer in self.buffers:
+                stack.callback(buffer.cover)  # every one, also after one that complains of an edit
 
     def release(self, stream: Stream) -> None:
         """Free the gathered values; they have arrived."""

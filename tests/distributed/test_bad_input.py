@@ -113,6 +113,13 @@ def with_max_norm(model: nn.Module, rank: int) -> Args:
     return plain(model)
 
 
+def with_slices(model: nn.Module, rank: int) -> Args:
+    whole = torch.randn(2, 8, 8)
+    for block, weight in zip(model.blocks, whole, strict=False):
+        block.lin.weight = nn.Parameter(weight)
+    return plain(model)
+
+
 def with_meta_buffer(model: nn.Module, rank: int) -> Args:
     model.register_buffer("seen", torch.empty(3, device="meta"))
     return plain(model)
@@ -192,6 +199,7 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "sparse embedding": (with_sparse, "ValueError", "'emb' makes sparse gradients.*sparse=False"),
     "sparse parameter": (with_sparse_parameter, "ValueError", "'extra' has layout torch.sparse_coo.*dense"),
     "inference parameter": (with_inference_parameter, "ValueError", "'extra' was made in inference mode"),
+    "slices": (with_slices, "ValueError", r"'blocks\.0\.lin\.weight' was made from a view.*view\.clone\(\)"),
     "max_norm": (with_max_norm, "ValueError", "'emb' has max_norm 1.0.*without max_norm"),
     "meta buffer": (with_meta_buffer, "ValueError", "buffer 'seen' is on the meta device"),
     "scale is a string": (scaled(lambda r: "x"), "TypeError", "gradient_scale is 'x'; expected a number"),

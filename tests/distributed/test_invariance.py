@@ -59,7 +59,7 @@ def changed(base: Trained, other: Trained) -> list[str]:
 def train_variants(fields: dict[str, Any], names: list[str]) -> dict[str, list[str]]:
     """For each variant, what differs from the first one, which has default settings throughout.
 
-    In evaluation torch's own encoder layers take a fused kernel if they find all their weights at once, as they do where
+    In evaluation torch's own encoder layers take a fused kernel if they find all their weights, as they do where
     the layer is a unit, and another order of operations if not: so that choice is taken away.
     """
     torch.backends.mha.set_fastpath_enabled(False)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeropp._compat import sharing_versions
 from zeropp.codecs import PlainCodec
 from zeropp.comm import Comm, make_comm
 from zeropp.config import Config
@@ -229,6 +230,13 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
         devices.setdefault(parameter.device, name)
+    named = list(model.named_parameters())
+    sharing = sharing_versions([parameter for _, parameter in named])
+    if sharing:
+        raise ValueError(
+            f"parameter {named[sharing[0]][0]!r} was made from a view of another tensor and shares its version "
+            "counter; make it from a copy: nn.Parameter(view.clone())"
+        )
     if not devices:
         raise ValueError("the model has no parameters; there is nothing to partition")
     if len(devices) > 1:

@@ -88,6 +88,8 @@ class Engine:
             log_relearning=log_relearning,
         )
         self.hooks = SiteHooks(self)
+        self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
+        self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
         self.pending_gradients = False
@@ -131,6 +133,14 @@ class Engine:
 
     def leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
         """A site's forward is over: release its units, unless the plan keeps them."""
+        try:
+            self._leave(site, unannounced=unannounced, failed=failed)
+        except BaseException:
+            if self.hooks.depth == 0:
+                self.recover()
+            raise
+
+    def _leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
         if unannounced and self.phase is Phase.FORWARD:
             self._whole.update(dict.fromkeys(unit.index for unit in site.units))
         if failed and self.agreement.lost is not None:
@@ -161,6 +171,9 @@ class Engine:
             expected |= self._touched
             self._whole.update(dict.fromkeys(sorted(expected)))
         self._let_touched_go()
+        if self._backward_uses:  # gradients were computed inside forward; a backward to come is another one
+            self._backwards += 1
+            self._give_up_backward_uses()
         self.schedule.end()
         self._cover_all()
         self.phase = Phase.IDLE
@@ -222,16 +235,19 @@ class Engine:
     def _end_backward(self) -> None:
         self._backwards += 1
         self._let_touched_go()
-        left = [self.units[index] for index in self._backward_uses]
-        self._backward_uses.clear()
-        for unit in left:
-            unit.holds -= 1
-            self.schedule.settle(unit)
+        self._give_up_backward_uses()
         self.schedule.end()
         self._outstanding.clear()
         self._cover_all()
         self.phase = Phase.IDLE
         self.after_backward()
+
+    def _give_up_backward_uses(self) -> None:
+        left = [self.units[index] for index in self._backward_uses]
+        self._backward_uses.clear()
+        for unit in left:
+            unit.holds -= 1
+            self.schedule.settle(unit)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         return ("backward", self.reductions.sync, *outstanding)
@@ -283,6 +299,7 @@ class Engine:
         Once the ranks have lost each other there is no next step, and nothing to wait for.
         """
         self.hooks.reset()
+        self.hooks.forget_graphs()
         self._backwards += 1
         self._backward_uses.clear()
         self._whole.clear()
@@ -306,7 +323,8 @@ class Engine:
         for buffer in self.buffers:
             if buffer.trainable or everything:
                 buffer.version += 1
-        self._whole.clear()  # no graph of older weights can be used any more
+        self._whole.clear()
+        self.hooks.forget_graphs()  # of older weights
         self.schedule.drop_held()
         self.refresh_persistent(everything=everything)
 
@@ -330,19 +348,6 @@ class Engine:
         for buffer in self._unit_of[id(parameter)].buffers:
             buffer.load(parameter, values)
         return True
-
-    def explain_freed(self, message: str) -> str:
-        """Autograd's complaint about a saved weight that is not there, with the parameters it may be about."""
-        away = [u for u in self.units if u.state is UnitState.SHARDED]
-        names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
-        if not names:
-            return f"backward cannot go on; backward through gradients (create_graph=True) is not supported: {message}"
-        return (
-            f"backward reached a weight whose unit was released, or that has changed since forward: one of {names[:20]}"
-            f"{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's outputs are "
-            "hidden in an object that zeropp cannot look into; return them as tensors, or make the enclosing module a "
-            f"leaf with zero_optimization.leaf_module. torch says: {message}"
-        )
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Do something when the engine is taken off its model."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zeropp.engine.tensors import differentiable, map_tensors
+from zeropp.engine.outputs import copy_views
+from zeropp.engine.tensors import differentiable
 from zeropp.unit import Unit
 
 __all__ = ["BackwardCall", "Driver", "Site", "SiteHooks"]
@@ -41,17 +42,17 @@ class Site:
         """Whether any unit has gradients."""
         return any(unit.trainable for unit in self.units)
 
-    def copy_views(self, output: object) -> object:
-        """The module's output with copies of whatever is a view of its weights, whose memory is about to go."""
-
-        def copied(tensor: Tensor) -> Tensor:
-            return tensor.clone() if any(unit.holds_memory_of(tensor) for unit in self.units) else tensor
-
-        return map_tensors(output, copied)
-
 
 class Driver(Protocol):
-    """What hooks tell: the engine, seen from here."""
+    """What hooks tell: the engine, seen from here.
+
+    Attributes:
+        storages: identities of the storages of all gathered weights.
+        passing: of those that are released when a module is left.
+    """
+
+    storages: frozenset[int]
+    passing: frozenset[int]
 
     def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """A site's forward begins; returns changed (args, kwargs) or None."""
@@ -117,6 +118,7 @@ class SiteHooks:
     def __init__(self, driver: Driver) -> None:
         self._driver = weakref.ref(driver)
         self._handles: list[RemovableHandle] = []
+        self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
 
     def install(self, module: nn.Module, site: Site) -> None:
@@ -137,6 +139,12 @@ class SiteHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def forget_graphs(self) -> None:
+        """No graph made so far can be used any more."""
+        for handle in self._on_leaves:
+            handle.remove()
+        self._on_leaves.clear()
 
     def reset(self) -> None:
         """Forget a call stack that an error has cut off."""
@@ -164,7 +172,7 @@ class SiteHooks:
                     torch.autograd.graph.register_multi_grad_hook(inputs, call.inputs_done)
             return changed
 
-        return before
+        return torch.compiler.disable(before)  # type: ignore[no-any-return]
 
     def _after(self, site: Site) -> Callable[..., object]:
         ref, stack = self._driver, self._stack
@@ -179,13 +187,15 @@ class SiteHooks:
             failed = sys.exc_info()[1] is not frame.error
             unannounced = False
             if not failed:
-                output = site.copy_views(output)
+                output = copy_views(output, driver.passing if stack else driver.storages, site.path)
             if frame.call is not None and not failed:
                 outputs = differentiable(output) or _kept_tensors(module)
                 for tensor in outputs:
-                    tensor.register_hook(frame.call)
+                    handle = tensor.register_hook(frame.call)
+                    if tensor.is_leaf:  # it outlives the graph, and would collect hooks of old ones
+                        self._on_leaves.append(handle)
                 unannounced = not outputs and (site.trainable or bool(differentiable((args, kwargs))))
             driver.leave(site, unannounced=unannounced, failed=failed)
             return output
 
-        return after
+        return torch.compiler.disable(after)  # type: ignore[no-any-return]

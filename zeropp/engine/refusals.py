@@ -8,8 +8,9 @@ from collections.abc import Callable
 from torch import nn
 
 from zeropp.engine.engine import Engine
+from zeropp.unit import UnitState
 
-__all__ = ["refuse_changes"]
+__all__ = ["explain_freed", "refuse_changes"]
 
 
 _MOVING = (
@@ -56,3 +57,17 @@ def _restorer(module: nn.Module, name: str) -> Callable[[], None]:
             target.__dict__.pop(name, None)
 
     return restore
+
+
+def explain_freed(engine: Engine, message: str) -> str:
+    """Autograd's complaint about a saved weight that is not there, with the parameters it may be about."""
+    away = [unit for unit in engine.units if unit.state is UnitState.SHARDED]
+    names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
+    if not names:
+        return f"backward cannot go on; backward through gradients (create_graph=True) is not supported: {message}"
+    return (
+        f"backward reached a weight whose unit was released, or that has changed since forward: one of {names[:20]}"
+        f"{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's outputs are "
+        "hidden in an object that zeropp cannot look into; return them as tensors, or make the enclosing module a "
+        f"leaf with zero_optimization.leaf_module. torch says: {message}"
+    )

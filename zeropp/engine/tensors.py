@@ -10,16 +10,19 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "differentiable", "map_tensors"]
+__all__ = ["cast_floating", "differentiable", "map_tensors", "tensors_in"]
 
 _T = TypeVar("_T")
 
 
 def differentiable(value: object) -> list[Tensor]:
     """Tensors that require grad, in tuples, lists, dicts, dataclasses and plain objects, each once."""
-    if isinstance(value, Tensor):
-        return [value] if value.requires_grad else []
-    return [tensor for tensor in _walk(value, set()) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+def tensors_in(value: object) -> list[Tensor]:
+    """All tensors in tuples, lists, dicts, dataclasses and plain objects, each once."""
+    return [value] if isinstance(value, Tensor) else list(_walk(value, set()))
 
 
 def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
@@ -63,13 +66,13 @@ def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
     elif isinstance(value, (tuple, list)):
         items = [map_tensors(item, change) for item in value]
         if any(new is not old for new, old in zip(items, value, strict=True)):
-            make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
-            changed = make(items)
+            changed = _like(value, items)
     elif isinstance(value, MutableMapping):
         replaced = {key: map_tensors(item, change) for key, item in value.items()}
         if any(replaced[key] is not value[key] for key in replaced):
             changed = copy.copy(value)
-            changed.update(replaced)
+            for key, item in replaced.items():
+                changed[key] = item  # not every mapping has update
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             old = getattr(value, field.name, None)
@@ -78,3 +81,16 @@ def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
                 changed = copy.copy(value) if changed is value else changed
                 object.__setattr__(changed, field.name, new)  # frozen ones too: this copy is ours
     return changed  # type: ignore[no-any-return]
+
+
+def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
+    """Other items in a sequence of the same class, whatever its constructor takes."""
+    if isinstance(value, list):
+        changed = copy.copy(value)
+        changed[:] = items
+        return changed
+    make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+    try:
+        return make(items)
+    except TypeError:
+        return tuple.__new__(type(value), items)  # its constructor takes something else

@@ -16,7 +16,7 @@ from zeropp.unit import Unit
 __all__ = ["Slice", "make_slices", "move_state", "stand_in"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slice:
     """One parameter's part in this rank's piece of a flat buffer.
 
@@ -29,6 +29,7 @@ class Slice:
         parameter: 1-D leaf in the main dtype, a view of the main shard.
         gradient: view of the gradient shard.
         arrived: whether that holds a gradient of this step.
+        shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
     """
 
     name: str
@@ -39,19 +40,21 @@ class Slice:
     parameter: nn.Parameter
     gradient: Tensor
     arrived: Callable[[], bool]
+    shown: bool = False
 
     def take_edit(self) -> bool:
         """Take over a gradient that the user has put in place of ours; False if it was taken away."""
-        shown = self.parameter.grad
-        if shown is None:
+        found = self.parameter.grad
+        if found is None and self.shown:
             self.gradient.zero_()
-        elif shown is not self.gradient:
-            self.gradient.copy_(shown)
-        return shown is not None
+        elif found is not None and found is not self.gradient:
+            self.gradient.copy_(found)
+        return found is not None or not self.shown
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
         self.parameter.grad = self.gradient if present else None
+        self.shown = present
 
 
 def make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:

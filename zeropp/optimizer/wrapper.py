@@ -15,6 +15,7 @@ from zeropp.config import ConfigSource, load_config
 from zeropp.engine.boundary import Boundary, Verdict
 from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
+from zeropp.engine.refusals import explain_freed
 from zeropp.members import Group, group_size
 from zeropp.optimizer.checks import check_optimizer, check_scale, describe_optimizer, refuse_inner_step
 from zeropp.optimizer.elementwise import check_elementwise
@@ -142,7 +143,7 @@ class ZeroOptimizer(Optimizer):
             (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
         except RuntimeError as error:
             if "modified by an inplace operation" in str(error):
-                raise RuntimeError(self.engine.explain_freed(str(error))) from error
+                raise RuntimeError(explain_freed(self.engine, str(error))) from error
             raise
 
     @contextlib.contextmanager
