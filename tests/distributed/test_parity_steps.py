@@ -81,18 +81,29 @@ def train_with_rate(recipe: Recipe, how: str, when: str) -> Trained:
     before = drive_rate(how, inner) if when == "before" else None
     optimizer = zeropp.ZeroOptimizer(inner, model, recipe.config())
     change = before or drive_rate(how, optimizer)
-    losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns if a scheduler thinks that the optimizer has not stepped
-        for step in range(recipe.steps):
-            optimizer.zero_grad()
-            loss = loss_on(recipe, model, step, dist.get_rank())
-            losses.append(loss.item())
-            optimizer.backward(loss)
-            optimizer.step()
+        trained = run_steps(recipe, model, optimizer, change)
+    trained.norms = []  # the plain run keeps none
+    return trained
+
+
+def run_steps(
+    recipe: Recipe, model: nn.Module, optimizer: zeropp.ZeroOptimizer, change: Callable[[int], object] | None = None
+) -> Trained:
+    """Train for the recipe's steps, calling ``change`` after each."""
+    losses, norms = [], []
+    for step in range(recipe.steps):
+        optimizer.zero_grad()
+        loss = loss_on(recipe, model, step, dist.get_rank())
+        losses.append(loss.item())
+        optimizer.backward(loss)
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+        if change is not None:
             change(step)
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return Trained(losses, [], zeropp.full_state(model), names)
+    return Trained(losses, norms, zeropp.full_state(model), names)
 
 
 def plain_with_rate(recipe: Recipe, how: str, world: int) -> Trained:
@@ -252,16 +263,7 @@ def test_sum_in_place_of_mean(nodes: int) -> None:
 
 def train_with_factor(recipe: Recipe, factor: float) -> Trained:
     model, _, optimizer = wrap(recipe, gradient_scale=factor)
-    losses, norms = [], []
-    for step in range(recipe.steps):
-        optimizer.zero_grad()
-        loss = loss_on(recipe, model, step, dist.get_rank())
-        losses.append(loss.item())
-        optimizer.backward(loss)
-        optimizer.step()
-        norms.append(optimizer.grad_norm)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return Trained(losses, norms, zeropp.full_state(model), names)
+    return run_steps(recipe, model, optimizer)
 
 
 @pytest.mark.parametrize("top", [{}, {"gradient_allreduce_op": "sum"}])

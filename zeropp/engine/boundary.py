@@ -56,6 +56,12 @@ class Boundary:
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._extremes: Tensor | None = None  # of the gradients after the last backward
+        # Places in the vector, behind the norm and three numbers of the hash: a flag for each unit with unsent
+        # gradients, one for strays among them, one for ranks that passed over units, one for each used parameter.
+        self._unsent = 4
+        self._stray = self._unsent + len(engine.units)
+        self._differed = self._stray + 1
+        self._used = self._differed + 1
 
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
@@ -79,7 +85,7 @@ class Boundary:
     def _find_extremes(self) -> Tensor:
         """Smallest and largest value of each gradient shard.
 
-        They carry Inf and NaN, cannot overflow themselves, and cost a fifteenth of a float64 sum on CPU.
+        They carry Inf and NaN, cannot overflow themselves, and cost little beside a float64 sum on CPU.
         """
         found = [value for shard in self._shards() for value in torch.aminmax(shard)]
         return torch.stack(found) if found else torch.zeros(0, device=self.engine.device)
@@ -94,13 +100,13 @@ class Boundary:
             values = self._exchange()
             spoiled = False
             while late := self._late(values):
-                if values[4 + len(self.engine.units)]:
+                if values[self._stray]:
                     spoiled |= self._edited(late)
                     self.engine.schedule.postpone(late)
                 for index in late:
                     self.engine.reductions.send_again(index)
                 values = self._exchange()
-            self.engine.schedule.settle_differences(values[5 + len(self.engine.units)] > 0)
+            self.engine.schedule.settle_differences(values[self._differed] > 0)
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
 
@@ -110,15 +116,17 @@ class Boundary:
         torch's GradScaler changes them, and so may the user.
         """
         changed = self._extremes is not None and not torch.equal(self._extremes, self._find_extremes())
-        flag = torch.tensor(float(changed), device=self.engine.device)
-        self.engine.comm.sum(flag)
-        if flag.item():
+        flag = torch.tensor([float(changed)], device=self.engine.device)
+        with self.engine.agreement.watching("asking whether gradients were changed by hand"):
+            self.engine.comm.sum(flag)
+        edited = self._read(flag)[0] > 0
+        if edited:
             _log.warning(
                 "gradients of units %s came in another order than before, after the others had been scaled; this step "
                 "is skipped, and they are waited for from now on",
                 [self.engine.units[index].name for index in late],
             )
-        return bool(flag.item())
+        return edited
 
     def accept_scaling(self, factor: Tensor) -> None:
         """The wrapper multiplied all gradients by ``factor``: the norm follows, the verdict stays."""
@@ -129,7 +137,7 @@ class Boundary:
         self._vector = self._assemble()
         with self.engine.agreement.watching("at the boundary reduction"):
             self.engine.comm.sum(self._vector)
-        return self._read()
+        return self._read(self._vector)
 
     def _shards(self) -> list[Tensor]:
         return [buffer.grad for buffer in self.engine.trainable if buffer.grad is not None and buffer.has_grad]
@@ -154,23 +162,22 @@ class Boundary:
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         return torch.cat([squares[None], host.to(engine.device, non_blocking=True)])
 
-    def _read(self) -> list[float]:
-        """The only host read of a step."""
-        assert self._vector is not None
+    def _read(self, vector: Tensor) -> list[float]:
+        """The one place that reads numbers on the host."""
         self.reads += 1
-        if self._vector.device.type == "cuda":
-            host = self._vector.to("cpu", non_blocking=True)
+        if vector.device.type == "cuda":
+            host = vector.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._vector.device))
+            event.record(torch.cuda.current_stream(vector.device))
             self.engine.agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the boundary reduction")
         else:
-            host = self._vector
+            host = vector
         values: list[float] = host.tolist()
         return values
 
     def _late(self, values: list[float]) -> list[int]:
         self._check_in_step(values)
-        return [unit.index for unit in self.engine.units if values[4 + unit.index] > 0]
+        return [unit.index for unit in self.engine.units if values[self._unsent + unit.index] > 0]
 
     def _check_in_step(self, values: list[float]) -> None:
         world = self.engine.comm.world
@@ -181,7 +188,7 @@ class Boundary:
             )
 
     def _interpret(self, values: list[float]) -> Verdict:
-        flags = iter(values[6 + len(self.engine.units) :])
+        flags = iter(values[self._used :])
         used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.used]
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), used)
 

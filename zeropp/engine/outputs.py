@@ -26,8 +26,8 @@ def copy_views(output: object, storages: Container[int], where: str) -> object:
     def lies_there(tensor: Tensor) -> bool:
         try:
             return tensor.untyped_storage()._cdata in storages
-        except (NotImplementedError, RuntimeError):  # sparse, or inside a transform of torch.func
-            return False
+        except (NotImplementedError, RuntimeError):
+            return False  # sparse, or inside a transform of torch.func: no storage of its own, so no view of ours
 
     if not any(map(lies_there, tensors_in(output))):
         return output

@@ -2,8 +2,8 @@
 
 [Note: one order] Every rank issues the same gathers and reductions in one order, or ranks whose devices run them in
 another would wait for each other for ever. So a reduction has its place among the uses of units. A rank that comes to
-the next use first sends what is due before it, complete or not: gradients that come later are found at the boundary,
-where all ranks send that unit again.
+the next use first sends what is due before it, complete or not: gradients that come later are found at the end of the
+phase or at the boundary, where all ranks send that unit again.
 """
 
 from __future__ import annotations
@@ -133,10 +133,9 @@ class Reductions:
 
     def end_learning(self, uses: int) -> tuple[tuple[tuple[int, int], ...], dict[int, tuple[int, ...]]]:
         """Agree on what is left after ``uses`` uses and send it; this phase's order, and how often parameters fired."""
-        unsent = [u.index for u in reversed(self.units) if any(b.has_unsent_gradients() for b in u.trainable)]
         fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
-        accounts = self.agreement.exchange_objects((self.sync, [*self._ready, *unsent], fired), doing)
+        accounts = self.agreement.exchange_objects((self.sync, [*self._ready, *self._unsent()], fired), doing)
         if len({sync for sync, _, _ in accounts}) > 1:
             raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
         fires: dict[int, tuple[int, ...]] = {}
@@ -157,8 +156,7 @@ class Reductions:
 
     def send_late(self) -> dict[int, int]:
         """Send again, on every rank, what any rank has got since it was sent; see :meth:`parameter_counts`."""
-        own = [u.index for u in reversed(self.units) if any(b.has_unsent_gradients() for b in u.trainable)]
-        lists = self.agreement.exchange_objects(own, "agreeing on gradients that came late")
+        lists = self.agreement.exchange_objects(self._unsent(), "agreeing on gradients that came late")
         late = list(dict.fromkeys(index for units in lists for index in units))
         for index in late:
             self._issue(index, self._uses)
@@ -184,6 +182,10 @@ class Reductions:
         """Drop a phase that failed; messages on their way arrive first, since their shards are used again."""
         self.begin(None)
         self.wait(0)
+
+    def _unsent(self) -> list[int]:
+        """Units of which this rank holds gradients that no reduction has taken."""
+        return [u.index for u in reversed(self.units) if any(b.has_unsent_gradients() for b in u.trainable)]
 
     def _expect(self, index: int) -> tuple[int, ...]:
         if self._expected is None:

@@ -327,7 +327,7 @@ class Schedule:
     def _leave_alone(self, unit: Unit) -> None:
         """Others still follow: take part in everything they will issue, and ask for more where they wait at the end.
 
-        Gradients that come after their place are found at the boundary.
+        Gradients that come after their place are sent again there, too.
         """
         assert self._sequence is not None
         self._learned = list(self._sequence.uses)
