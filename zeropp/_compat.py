@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 
 __all__ = [
     "all_gather_single",
@@ -20,6 +21,7 @@ __all__ = [
     "new_group",
     "queue_end_of_backward",
     "sharing_versions",
+    "will_execute",
 ]
 
 # torch 2.13 renamed all_gather_into_tensor and warns at each use of the old name.
@@ -48,6 +50,11 @@ def current_graph_task() -> int:
 def queue_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the running backward pass has computed everything. Only inside a backward."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def will_execute(node: Node) -> bool:
+    """Whether the running backward pass comes to a node of the graph."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def is_compiled(module: nn.Module) -> bool:

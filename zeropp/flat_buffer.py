@@ -211,9 +211,21 @@ class FlatBuffer:
             return any(parameter.grad is not None for parameter in self.parameters)
 
     def drop_gradients(self) -> None:
-        """Forget gradients, sent or not."""
+        """Forget gradients, sent or kept back; those that autograd is just bringing stay."""
         self.has_grad = False
-        self.drop_unsent()
+        self.local = None
+
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        """Forget one parameter's gradient, sent or not."""
+        assert self.grad is not None
+        for index, other in enumerate(self.parameters):
+            if other is parameter and self.local is not None:
+                self.views(self.local)[index].zero_()
+        for fragment in self.layout.fragments(self.piece):
+            if self.parameters[fragment.slot] is parameter:
+                self.grad[fragment.offset : fragment.offset + fragment.stop - fragment.start].zero_()
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.grad = None
 
     def drop_unsent(self) -> None:
         """Forget gradients that have not been sent."""

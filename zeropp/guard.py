@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Keeper", "guard", "keeper_of", "register", "unguard"]
+__all__ = ["Keeper", "guard", "is_managed", "keeper_of", "register", "unguard"]
 
 _GETTERS = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "names", "is_cuda", "is_cpu", "is_meta",
@@ -63,6 +63,10 @@ class Keeper(Protocol):
         """Whether gradients wait for the optimizer."""
         ...
 
+    def forget_gradient(self, parameter: nn.Parameter) -> None:
+        """Drop the partitioned gradient of a parameter."""
+        ...
+
     def take_loaded(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
         """Store values while a state dict is being loaded; False at any other time."""
         ...
@@ -91,6 +95,11 @@ def keeper_of(parameter: torch.Tensor) -> Keeper | None:
     """The engine that manages a parameter, if one does."""
     tag = parameter.__dict__.get("_zeropp_tag")
     return tag.keeper() if tag is not None else None
+
+
+def is_managed(parameter: torch.Tensor) -> bool:
+    """Whether an engine manages a parameter, or did until it was dropped or closed."""
+    return "_zeropp_tag" in parameter.__dict__
 
 
 def guard(parameters: Iterable[nn.Parameter]) -> None:
@@ -176,6 +185,8 @@ def _gradient_access(
             "fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
             "optimizer.clip_grad_norm_(max_norm)"
         )
+    if func == _SET_GRAD and keeper.has_pending_gradients():
+        keeper.forget_gradient(args[0])
     if keeper.has_pending_gradients() and func == _GET_GRAD:
         raise RuntimeError(
             f"the gradient of {name!r} is partitioned over the ranks and not in .grad; use "
@@ -192,6 +203,6 @@ def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter) -> Ru
     return RuntimeError(
         f"{what} on parameter {name!r}: its values are partitioned over the ranks, shape "
         f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
-        "read values use model.state_dict() or zeropp.full_state(model), on every rank; to set them use "
-        "model.load_state_dict(...)"
+        "compute with it call a module, model(...), that uses it; to read values use model.state_dict() or "
+        "zeropp.full_state(model), on every rank; to set them use model.load_state_dict(...)"
     )

@@ -7,7 +7,9 @@ sent (one rank) the work simply runs at once.
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -47,6 +49,7 @@ class Stream(Protocol):
 
 
 _CLOSING = 5.0  # seconds to wait for a thread to end
+_SETTLING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
 
 
 class _Done:
@@ -104,6 +107,7 @@ class _ThreadEvent:
 
 
 _Task = tuple[Callable[[], None], _ThreadEvent]
+_running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Task | None]] = weakref.WeakKeyDictionary()
 
 
 class ThreadStream:
@@ -115,6 +119,7 @@ class ThreadStream:
         self._thread.start()
         # The thread holds the queue, not the stream, so that a dropped stream ends it.
         self._stop = weakref.finalize(self, self._tasks.put, None)
+        _running[self._thread] = self._tasks
 
     def run(self, work: Callable[[], None]) -> Event:
         """Queue ``work``; on CPU the caller's earlier work is already done."""
@@ -137,6 +142,22 @@ class ThreadStream:
         """Let the thread end after what is queued, and wait for it a while: work that hangs must not hang this."""
         self._stop()
         self._thread.join(timeout=_CLOSING)
+
+
+def _end_all() -> None:
+    """End the threads before Python does: one that it stops inside a collective takes the process down with it."""
+    threads = list(_running.items())
+    for _, tasks in threads:
+        tasks.put(None)
+    until = time.monotonic() + _CLOSING
+    for thread, _ in threads:
+        thread.join(timeout=max(until - time.monotonic(), 0.0))
+    if threads or torch.distributed.is_initialized():
+        # gloo's own threads drop the tensors of finished collectives, for which they need the interpreter's lock.
+        time.sleep(_SETTLING)
+
+
+atexit.register(_end_all)
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:

@@ -6,6 +6,7 @@ share calls to the pool, so each one also shows that the refusals before it left
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import time
@@ -145,6 +146,13 @@ def wrapped_twice_own(model: nn.Module, rank: int) -> Args:
     return Args(optimizer, model, make_config())
 
 
+def wrapped_again(model: nn.Module, rank: int) -> Args:
+    zeropp.ZeroOptimizer(sgd(model), model, make_config())
+    gc.collect()
+    model.held = None  # what is left of the model stays as it is
+    return plain(model)
+
+
 def zero_of_zero(model: nn.Module, rank: int) -> Args:
     model.held = zeropp.ZeroOptimizer(sgd(model), model, make_config())
     return Args(model.held, model, make_config())
@@ -192,6 +200,7 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "foreign parameters": (lambda m, r: Args(sgd(Routed()), m), "ValueError", "not belong to the model; make the opt"),
     "wrapped twice": (wrapped_twice, "ValueError", "already managed by a ZeroOptimizer|does not belong"),
     "wrapped twice, old optimizer": (wrapped_twice_own, "ValueError", "managed by a ZeroOptimizer; wrap a model once"),
+    "wrapped, dropped, wrapped": (wrapped_again, "ValueError", "ZeroOptimizer that is gone.*keep the ZeroOptimizer"),
     "optimizer wrapped twice": (zero_of_zero, "ValueError", "ZeroOptimizer already; give it the plain"),
     "meta parameter": (with_meta, "ValueError", "'extra' is on the meta device.*to_empty"),
     "all on meta": (lambda m, r: plain(nn.Linear(3, 3, device="meta")), "ValueError", "on the meta device.*to_empty"),
@@ -250,8 +259,12 @@ def with_groups(model: nn.Module, rank: int) -> Args:
     return Args(torch.optim.SGD(parameters[: len(parameters) - 2 * rank], lr=0.1), model, make_config())
 
 
-def with_lr(model: nn.Module, rank: int) -> Args:
+def with_clipping(model: nn.Module, rank: int) -> Args:
     return plain(model, gradient_clipping=1.0 + rank)
+
+
+def with_lr(model: nn.Module, rank: int) -> Args:
+    return Args(torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1 + rank)), model, make_config())
 
 
 def with_buffer(model: nn.Module, rank: int) -> Args:
@@ -279,7 +292,8 @@ DIFFERENT: dict[str, tuple[Case, str]] = {
     "count": (with_count, "extra"),
     "frozen": (with_frozen, r"blocks\.2\.lin\.bias.*trainable.*frozen"),
     "optimizer": (with_groups, "(?i)optimizer"),
-    "configuration": (with_lr, "configuration"),
+    "tensor lr": (with_lr, "(?i)optimizer"),
+    "configuration": (with_clipping, "configuration"),
     "buffer": (with_buffer, "buffer seen"),
     "shape of a buffer": (with_buffer_shape, r"buffer seen \(3,\).*buffer seen \(4,\)"),
     "gradient_scale": (scaled(lambda r: 1.0 + r), "gradient_scale 1.0.*gradient_scale 2.0"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -121,6 +122,31 @@ def test_two_ranks_train_like_one_without_zeropp(tmp_path: Path) -> None:
 
     assert losses == pytest.approx([record["loss"] for record in records(plain, "train")], abs=2e-3)
     assert held_out == pytest.approx([record["loss"] for record in records(plain, "validation")], abs=2e-3)
+
+
+TEN_LINES = """
+class Model(torch.nn.Sequential):
+    def forward(self, batch):
+        return super().forward(batch).square().mean()
+
+layers = [torch.nn.Linear(width, width) for _ in range(4)]
+"""
+
+
+@pytest.mark.parametrize("width", [16, 400])
+def test_readme_s_ten_lines_end_well(width: int, tmp_path: Path) -> None:
+    """As they stand: nothing is closed, and what was gathered after the last step may still be on its way."""
+    block = re.search(r"## Use\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert block is not None
+    usage = block.group(1).replace("model = Model()", "model = Model(*layers)")
+    setting = TEN_LINES.replace("width", str(width))
+    loader = f"loader = [torch.randn(4, {width}) for _ in range(3)]\n"
+    script = tmp_path / "ten_lines.py"
+    script.write_text(f"import torch{setting}{loader}{usage}print('trained', flush=True)\n")
+    launch = command(2, tmp_path / "unused")[1:5]
+    for _ in range(3):
+        output = run([sys.executable, *launch, str(script)], tmp_path)
+        assert output.count("trained") == 2
 
 
 def test_accumulation_and_a_config_file(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import MODELS
 from tests.distributed.parity import Recipe, assert_close, build, micro_batch
+from tests.distributed.shapes import make_config
 
 
 class Tiny(nn.Module):
@@ -137,3 +138,41 @@ def test_grad_scaler_where_a_rank_owns_nothing(poisoned: int, world: int) -> Non
     """Two ranks: rank 1 owns nothing of the first unit. Four: ranks 2 and 3 own nothing."""
     runs = run_ranks(world, train_scaled, None, poisoned, None, timeout=15)
     check_scaled(runs, plain_scaled(None, world, poisoned, None))
+
+
+class Parts(nn.Module):
+    """A gate, a layer, and a weight whose gradient can be made infinite alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(3))
+        self.layer = nn.Linear(16, 16)
+        self.spare = nn.Parameter(torch.zeros(256))
+
+    def forward(self, x: Tensor, spoil: bool) -> Tensor:
+        loss = (self.layer(x) * self.gate.sum()).square().mean()
+        return loss + torch.sqrt(self.spare).sum() if spoil else loss
+
+
+def scale_part(part: str, spoil: bool) -> tuple[int, float]:
+    """Steps skipped by the wrapper, and the scale after two steps of an optimizer over one part of the model."""
+    torch.manual_seed(0)
+    model = Parts()
+    mine = [parameter for name, parameter in model.named_parameters() if name.startswith(part)]
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(mine, lr=0.05), model, make_config(hang_timeout=10))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 16) * (1 + dist.get_rank()), spoil)).backward()
+        scaler.unscale_(optimizer)
+        optimizer.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    return optimizer.skipped_steps, scaler.get_scale()
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+@pytest.mark.parametrize("part", ["gate", "layer"])
+def test_grad_scaler_with_an_optimizer_over_a_part(part: str, spoil: bool) -> None:
+    """Ranks may own no slice that the optimizer has, and what overflows may be none of its parameters."""
+    assert run_ranks(2, scale_part, part, spoil) == [(0, 1.0 if spoil else 4.0)] * 2

@@ -24,6 +24,7 @@ from tests.distributed.parity import (
     train_plain,
     train_zero,
 )
+from tests.distributed.shapes import make_config
 
 PERSISTENCE: dict[str, dict[str, object]] = {"all cut": {}, "small kept": {"stage3_param_persistence_threshold": 100}}
 
@@ -268,3 +269,38 @@ def wrap_without_numpy() -> int:
 
 def test_wrapping_and_training_need_no_numpy() -> None:
     assert run_ranks(2, wrap_without_numpy) == [2, 2]
+
+
+def saved_in_inference_mode() -> bool:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    with torch.inference_mode():
+        inside = [model.state_dict(), zeropp.full_state(model)]
+    outside = [model.state_dict(), zeropp.full_state(model)]
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return all(torch.equal(a[name], b[name]) for a, b in zip(inside, outside, strict=True) for name in b)
+
+
+def test_saving_in_inference_mode() -> None:
+    assert all(run_ranks(2, saved_in_inference_mode))
+
+
+def closed() -> list[str]:
+    model = nn.Linear(8, 8)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    optimizer.close()
+    optimizer.close()
+    said = []
+    for use in (optimizer.step, model.state_dict, lambda: zeropp.full_state(model), lambda: model(torch.ones(1, 8))):
+        with pytest.raises((RuntimeError, ValueError)) as caught:
+            use()
+        said.append(str(caught.value))
+    return said
+
+
+def test_use_after_close_is_refused() -> None:
+    for said in run_ranks(2, closed):
+        assert "close()" in said[0]
+        assert all("partitioned" in text or "close()" in text or "not managed" in text for text in said), said

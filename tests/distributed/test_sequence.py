@@ -356,6 +356,19 @@ class Leaver:
         self.model.state_dict()
         self.train()
 
+    def saves_all(self) -> None:
+        zeropp.full_state(self.model)
+        self.train()
+
+    def loads(self) -> None:
+        """Loading refreshes what is kept whole, on one rank only."""
+        self.model.load_state_dict(Routed(5).state_dict())
+        self.train()
+
+    def resumes(self) -> None:
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        self.train()
+
 
 def leave(how: str, settings: dict[str, object]) -> tuple[str, float, bool, bool]:
     """Three common steps, then the last rank leaves; error, seconds, whether weights changed, whether one was late."""
@@ -386,7 +399,7 @@ def leave(how: str, settings: dict[str, object]) -> tuple[str, float, bool, bool
 
 LEAVES = [
     "no_forward", "second_step", "silent", "other_module", "two_forwards", "no_backward", "no_sync", "skipped_step",
-    "saves",
+    "saves", "saves_all", "loads", "resumes",
 ]  # fmt: skip
 GRACE = 5  # seconds beside hang_timeout: for the ranks' accounts of the failure, and for slow machines
 

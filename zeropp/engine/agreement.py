@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ __all__ = ["Agreement"]
 
 _T = TypeVar("_T")
 _WIDTH = 8  # integers in an exchange
+_MEET = 100  # kind of an exchange; the schedule has its own
 
 _TOGETHER = 0.2  # seconds within which ranks that do the same come to the same place
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
@@ -66,6 +68,17 @@ class Agreement:
             others = [rank for rank, row in enumerate(rows) if row[0] != kind]
             raise self.failure(f"{doing}, while ranks {others} are somewhere else in the program")
         return [row[1 : 1 + len(values)] for row in rows]
+
+    def meet(self, what: str) -> None:
+        """Make sure that every rank has come to the same call, before it gathers or changes anything.
+
+        Raises:
+            RuntimeError: some rank has not.
+        """
+        code = zlib.crc32(what.encode())
+        rows = self.exchange(_MEET, [code], f"at {what}")
+        if any(row != [code] for row in rows):
+            raise self.failure(f"at {what}, and others at another collective call")
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's picklable value; for the end of a learned phase and for reports."""

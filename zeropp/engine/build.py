@@ -24,7 +24,7 @@ from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
 from zeropp.flat_buffer import FlatBuffer
-from zeropp.guard import keeper_of, register
+from zeropp.guard import is_managed, keeper_of, register
 from zeropp.layout import BufferLayout, build_layout, dense_strides
 from zeropp.members import Group, find_members, gather_objects, to_process_group, world_group
 from zeropp.placement import stage3_placement
@@ -214,10 +214,13 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 f"parameter {name!r} is a DTensor, already distributed by another library; give zeropp a model of "
                 "plain parameters"
             )
-        if keeper_of(parameter) is not None:
+        if is_managed(parameter):
+            state = "is already managed by a ZeroOptimizer" if keeper_of(parameter) else (
+                "was partitioned by a ZeroOptimizer that is gone, and its values with it"
+            )
             raise ValueError(
-                f"parameter {name!r} is already managed by a ZeroOptimizer; wrap a model once, and give several "
-                "parameter groups to one optimizer"
+                f"parameter {name!r} {state}; wrap a model once, keep the ZeroOptimizer as long as the model, and give "
+                "several parameter groups to one optimizer"
             )
         if parameter.layout is not torch.strided or parameter.is_inference():
             kind = "was made in inference mode" if parameter.is_inference() else f"has layout {parameter.layout}"

@@ -94,6 +94,7 @@ class Engine:
         self.phase = Phase.IDLE
         self.pending_gradients = False
         self.after_backward: Callable[[], None] = lambda: None
+        self.before_backward: Callable[[], None] = lambda: None
         self.after_zero_grad: Callable[[], None] = lambda: None
         self.used = [[False] * sum(len(b.parameters) for b in unit.trainable) for unit in self.units]
         self._backwards = 0  # finished or given up
@@ -103,6 +104,7 @@ class Engine:
         self._touched: set[int] = set()  # units used in this pass outside their modules
         self._touched_in: dict[PhaseKey, set[int]] = {}
         self._closing: list[Callable[[], None]] = []
+        self.closed = False
         self.loading = False  # a state dict is being copied into the parameters
         self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
@@ -210,6 +212,7 @@ class Engine:
     def _begin_backward(self) -> None:
         if self.phase is not Phase.IDLE:
             return
+        self.before_backward()
         self.phase = Phase.BACKWARD
         queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
@@ -286,8 +289,10 @@ class Engine:
         """Refuse a call in the middle of a pass; a backward that failed is over.
 
         Raises:
-            RuntimeError: a pass is running.
+            RuntimeError: a pass is running, or the engine was closed.
         """
+        if self.closed:
+            raise RuntimeError(f"{what} was called after close(), which gave up the partitioned values")
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
             self.recover()
         if self.phase is not Phase.IDLE:
@@ -355,6 +360,9 @@ class Engine:
 
     def close(self) -> None:
         """Take every hook off the model and end streams and groups. Parameters stay partitioned and guarded."""
+        if self.closed:
+            return
+        self.closed = True
         self.hooks.remove()
         for action in self._closing:
             action()
@@ -395,12 +403,29 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget gradients."""
+        for buffer in self.trainable:
+            buffer.drop_unsent()
+        self.forget_gradients()
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients of finished backwards."""
         self.pending_gradients = False
         for buffer in self.trainable:
             buffer.drop_gradients()
         for flags in self.used:
             flags[:] = [False] * len(flags)
         self.after_zero_grad()
+
+    def forget_gradient(self, parameter: nn.Parameter) -> None:
+        """``parameter.grad = None``: drop what has been reduced of it on this rank; the next backward starts anew."""
+        unit = self._unit_of[id(parameter)]
+        position = 0
+        for buffer in unit.trainable:
+            for other in buffer.parameters:
+                if other is parameter:
+                    buffer.drop_gradient(parameter)
+                    self.used[unit.index][position] = False
+                position += 1
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""

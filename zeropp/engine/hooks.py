@@ -14,8 +14,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from zeropp._compat import current_graph_task, will_execute
 from zeropp.engine.outputs import copy_views
 from zeropp.engine.tensors import differentiable
 from zeropp.unit import Unit
@@ -72,15 +74,39 @@ class Driver(Protocol):
 
 
 class BackwardCall:
-    """One call of a site, as backward will see it: a hook shared by its outputs."""
+    """One call of a site, as backward will see it: a hook shared by its outputs.
 
-    __slots__ = ("__weakref__", "_driver", "reached", "site", "tracked")
+    It lives as long as the graph of those. Hooks on the inputs hold it weakly: what they hold lives as long as the
+    inputs' graph, and a call that knew them both ways would keep the whole graph for ever, unseen by Python's
+    collector. (``register_multi_grad_hook`` does that for graphs without a backward, as checkpointing makes them.)
+    """
+
+    __slots__ = ("__weakref__", "_driver", "_inputs", "_left", "_pass", "reached", "site")
 
     def __init__(self, driver: weakref.ref[Driver], site: Site) -> None:
         self._driver = driver
         self.site = site
         self.reached = -1  # the backward that has reached it; a retained graph may see several
-        self.tracked = False  # whether the inputs tell when this call's backward is over
+        self._inputs: list[Node] = []
+        self._pass = -1  # the backward that has reached an input
+        self._left = 0  # gradients of inputs that it has yet to compute
+
+    @property
+    def tracked(self) -> bool:
+        """Whether the inputs tell when this call's backward is over."""
+        return bool(self._inputs)
+
+    def watch(self, inputs: list[Tensor]) -> list[RemovableHandle]:
+        """Be told when backward has the gradients of all ``inputs`` that it computes."""
+        self._inputs = [get_gradient_edge(tensor).node for tensor in inputs]
+        ref = weakref.ref(self)
+
+        def arrived(gradient: Tensor) -> None:
+            call = ref()
+            if call is not None:
+                call._input_arrived()
+
+        return [tensor.register_hook(arrived) for tensor in inputs]
 
     def __call__(self, gradient: Tensor) -> None:
         """Backward has the gradient of an output."""
@@ -88,10 +114,13 @@ class BackwardCall:
         if driver is not None:
             driver.backward_reached(self)
 
-    def inputs_done(self, gradients: object) -> None:
-        """Backward has the gradients of all inputs."""
+    def _input_arrived(self) -> None:
+        task = current_graph_task()
+        if task != self._pass:
+            self._pass, self._left = task, sum(will_execute(node) for node in self._inputs)
+        self._left -= 1
         driver = self._driver()
-        if driver is not None:
+        if self._left == 0 and driver is not None:
             driver.backward_left(self)
 
 
@@ -167,9 +196,8 @@ class SiteHooks:
             stack.append(_Frame(site, call, sys.exc_info()[1]))
             if call is not None and site.frozen:
                 inputs = differentiable((args, kwargs))
-                if inputs:
-                    call.tracked = True
-                    torch.autograd.graph.register_multi_grad_hook(inputs, call.inputs_done)
+                handles = call.watch(inputs)
+                self._on_leaves += [h for h, tensor in zip(handles, inputs, strict=True) if tensor.is_leaf]
             return changed
 
         return torch.compiler.disable(before)  # type: ignore[no-any-return]

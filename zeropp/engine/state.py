@@ -1,7 +1,7 @@
 """Whole values of a partitioned model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
 
-Saving gathers one unit at a time on every rank. Loading needs no traffic: each rank takes its own piece of the values
-it is given, straight into its main weights.
+Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it is
+given, straight into its main weights. Both begin with a word from every rank that it is there.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
     """
     engine = engine_of(model)
     engine.require_idle("full_state")
+    engine.agreement.meet("full_state")
     keep = not rank0_only or engine.comm.rank == 0
     values: dict[int, Tensor] = {}
     for buffer in engine.buffers:
@@ -71,7 +72,8 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
 
 def _gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer in the main dtype. On the gather stream, whose collectives keep one order."""
-    whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
+    with torch.inference_mode(False):  # the gather stream writes to it, outside the caller's mode
+        whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
     path = buffer.gather_path
     with engine.agreement.watching("gathering", buffer.unit):
         event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.views(whole), buffer.unit))
@@ -112,8 +114,9 @@ class _Saving:
                 "keep_vars out to get whole copies"
             )
         if self.outermost is None or prefix == "":
-            self.outermost = module
             self.gathered.clear()  # of a call that failed
+            engine.agreement.meet(f"state_dict() of a {type(module).__name__}")
+            self.outermost = module
 
     def end(self, module: nn.Module) -> None:
         """After a module's state_dict, children included."""
@@ -182,6 +185,7 @@ class _Loading:
                 "values are copied into the partitions, in the main weights' precision"
             )
         if self.outermost is None or prefix == "":
+            engine.agreement.meet(f"load_state_dict() of a {type(module).__name__}")
             self.outermost = module
             engine.loading = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -52,9 +53,18 @@ def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = [f"optimizer {type(optimizer).__name__}"]
     for index, group in enumerate(optimizer.param_groups):
-        plain = {key: value for key, value in group.items() if isinstance(value, (int, float, str, tuple, type(None)))}
-        lines.append(f"group {index} of {[names[id(parameter)] for parameter in group['params']]} with {plain}")
+        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
+        lines.append(f"group {index} of {[names[id(parameter)] for parameter in group['params']]} with {settings}")
     return lines
+
+
+def _plain(value: object) -> object:
+    """What ranks can compare of a setting: numbers and text, in tensors and sequences too; else its type."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
 def refuse_inner_step(*args: object, **kwargs: object) -> None:

@@ -30,6 +30,7 @@ class Slice:
         gradient: view of the gradient shard.
         arrived: whether that holds a gradient of this step.
         shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
+        removed: whether the user has taken it away since.
     """
 
     name: str
@@ -41,20 +42,21 @@ class Slice:
     gradient: Tensor
     arrived: Callable[[], bool]
     shown: bool = False
+    removed: bool = False
 
-    def take_edit(self) -> bool:
-        """Take over a gradient that the user has put in place of ours; False if it was taken away."""
+    def take_edit(self) -> None:
+        """Take over a gradient that the user has put in place of ours, or taken away."""
         found = self.parameter.grad
-        if found is None and self.shown:
+        if found is None:
             self.gradient.zero_()
-        elif found is not None and found is not self.gradient:
+            self.shown, self.removed = False, True
+        elif found is not self.gradient:
             self.gradient.copy_(found)
-        return found is not None or not self.shown
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
         self.parameter.grad = self.gradient if present else None
-        self.shown = present
+        self.shown, self.removed = present, False
 
 
 def make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:

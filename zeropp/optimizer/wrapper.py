@@ -81,14 +81,18 @@ class ZeroOptimizer(Optimizer):
         self._accumulation_steps = self.config.resolve_batch(self.engine.comm.world)[2] or 1
         self.boundary = Boundary(self.engine)
         self.engine.after_backward = _weakly(self._after_backward)
+        self.engine.before_backward = _weakly(self._before_backward)
         self.engine.after_zero_grad = _weakly(self._after_zero_grad)
         self.defaults = optimizer.defaults
         self._by_parameter = make_slices(self.engine.units)
-        self._slices = [piece for pieces in self._by_parameter.values() for piece in pieces]
-        if not self._slices:
-            self._slices = [stand_in(self.engine.device)]
-            optimizer.param_groups[0]["params"].append(self._slices[0].parameter)
-            self._by_parameter[id(self._slices[0].parameter)] = self._slices
+        stepped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(self._by_parameter.get(parameter) for parameter in stepped):
+            nothing = stand_in(self.engine.device)
+            optimizer.param_groups[0]["params"].append(nothing.parameter)
+            self._by_parameter[id(nothing.parameter)] = [nothing]
+            stepped.append(id(nothing.parameter))
+        # What the optimizer steps; the model may have trainable parameters besides.
+        self._slices = [piece for parameter in stepped for piece in self._by_parameter.get(parameter, [])]
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
             move_state(optimizer, parameter, self._by_parameter.get(id(parameter), []))
         for group in optimizer.param_groups:
@@ -191,7 +195,7 @@ class ZeroOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.require_idle("step")
-        removed = self._take_edits()
+        self._take_edits()
         verdict = self.boundary.verdict()
         norm = self.boundary.norm_tensor()
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
@@ -203,7 +207,7 @@ class ZeroOptimizer(Optimizer):
         self._refuse_unused(verdict)
         for piece in self._slices:
             used = piece.unit < 0 or verdict.used[piece.unit][piece.position]
-            piece.show_gradient(used and id(piece) not in removed)
+            piece.show_gradient(used and not piece.removed)
         if self.config.gradient_clipping > 0:
             self._scale_gradients(norm, self.config.gradient_clipping)
         self.engine.settle_refresh()
@@ -247,6 +251,7 @@ class ZeroOptimizer(Optimizer):
                 "optimizer's state cannot be loaded into partitions; start with fresh optimizer states"
             )
         saved = state_dict["zeropp"]
+        self.engine.agreement.meet("load_state_dict() of the ZeroOptimizer")
         self.engine.settle_refresh()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
@@ -279,11 +284,20 @@ class ZeroOptimizer(Optimizer):
             witness.show_gradient(True)
         self.boundary.spread_overflow(witness.gradient)
 
-    def _take_edits(self) -> set[int]:
-        """Take over gradients that the user has replaced; ``id`` of slices whose gradient was removed."""
-        if not self.engine.pending_gradients:
-            return set()
-        return {id(piece) for piece in self._slices if piece.arrived() and not piece.take_edit()}
+    @torch.no_grad()
+    def _before_backward(self) -> None:
+        self._take_edits()
+
+    def _take_edits(self) -> None:
+        """Take over gradients that the user has replaced or removed since they were shown.
+
+        Where all were removed, as torch's own zero_grad does, nothing is left of this step.
+        """
+        shown = [piece for piece in self._slices if piece.shown]
+        for piece in shown:
+            piece.take_edit()
+        if shown and all(piece.removed for piece in shown):
+            self.engine.forget_gradients()
 
     def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

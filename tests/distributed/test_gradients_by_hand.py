@@ -1,0 +1,140 @@
+"""Gradients that users clear or replace in the ways torch's own optimizers allow, against plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import make_config
+
+Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, the plain optimizer, the one that steps
+
+
+def by_wrapper(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+def by_inner(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
+    inner.zero_grad()
+
+
+def by_inner_in_place(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
+    inner.zero_grad(set_to_none=False)
+
+
+def by_model(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
+    model.zero_grad()
+
+
+def by_parameters(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def by_groups(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def by_some_parameters(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any) -> None:
+    """The others keep on accumulating."""
+    for parameter in list(model.parameters())[:3]:
+        parameter.grad = None
+
+
+CLEARS: dict[str, Clear] = {
+    clear.__name__: clear
+    for clear in (by_wrapper, by_inner, by_inner_in_place, by_model, by_parameters, by_groups, by_some_parameters)
+}
+
+
+class Net(nn.Module):
+    """Its last layer is left out now and then: without a gradient it must not move, momentum or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 40), nn.Linear(40, 40), nn.Linear(40, 6)])
+
+    def forward(self, x: Tensor, last: bool = True) -> Tensor:
+        for layer in self.layers[: 3 if last else 2]:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def model_and_sgd() -> tuple[Net, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Net().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def batches(world: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(2 * world, 6, generator=generator, dtype=torch.float64) for _ in range(8)]
+
+
+def share(batch: Tensor, rank: int) -> Tensor:
+    return batch[2 * rank : 2 * rank + 2]
+
+
+def drive(model: nn.Module, inner: torch.optim.Optimizer, optimizer: Any, data: list[Tensor], how: str) -> None:
+    for index, batch in enumerate(data):
+        CLEARS[how](model, inner, optimizer)
+        model(batch, index % 3 != 2).backward()
+        optimizer.step()
+
+
+def cleared(how: str, persist: int) -> float:
+    """Largest difference of a weight from plain torch."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    plain, sgd = model_and_sgd()
+    drive(plain, sgd, sgd, batches(world), how)
+    model, inner = model_and_sgd()
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(persist=persist))
+    drive(model, inner, optimizer, [share(batch, rank) for batch in batches(world)], how)
+    return worst(plain, model)
+
+
+def worst(plain: nn.Module, model: nn.Module) -> float:
+    state = zeropp.full_state(model)
+    return max((value - state[name]).abs().max().item() for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("persist", [0, 10_000])
+@pytest.mark.parametrize("how", CLEARS)
+def test_gradients_cleared(how: str, persist: int) -> None:
+    assert max(run_ranks(2, cleared, how, persist)) < 1e-12
+
+
+def halve(parameters: Any) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+def replaced() -> float:
+    """Each micro-batch's gradients are replaced before the next one adds to them."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    plain, sgd = model_and_sgd()
+    model, inner = model_and_sgd()
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config())
+    for batch in batches(world):
+        for part in (batch, batch.flip(0) * 0.5):
+            plain(part).backward()
+            halve(plain.parameters())
+            model(share(part, rank)).backward()
+            halve(parameter for group in optimizer.param_groups for parameter in group["params"])
+        for each in (sgd, optimizer):
+            each.step()
+            each.zero_grad()
+    return worst(plain, model)
+
+
+def test_gradients_replaced_between_micro_batches() -> None:
+    assert max(run_ranks(2, replaced)) < 1e-12
