@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from torch import nn
@@ -58,6 +58,25 @@ class Unit:
     def version(self) -> int:
         """Version of the weights; only trainable ones ever change."""
         return max(buffer.version for buffer in self.buffers)
+
+    def owned_bytes(self) -> Iterator[tuple[str, int]]:
+        """(term of ``plan.memory``, bytes) of each storage, as it is right now."""
+        for buffer in self.buffers:
+            yield "main_weights" if buffer.trainable else "frozen_weights", buffer.shard.untyped_storage().nbytes()
+            if buffer.grad is not None:
+                yield "gradients", buffer.grad.untyped_storage().nbytes()
+            yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
+
+    def drop_gradient(self, parameter: nn.Parameter) -> int:
+        """Forget the gradient of one trainable parameter; returns its position among them."""
+        position = 0
+        for buffer in self.trainable:
+            for other in buffer.parameters:
+                if other is parameter:
+                    buffer.drop_gradient(parameter)
+                    return position
+                position += 1
+        raise KeyError(f"unit {self.name!r} has no such trainable parameter")
 
     def gather(self, stream: Stream) -> None:
         """Queue the gather. A unit that is full joins without effect: the same values are written again."""

@@ -320,11 +320,7 @@ class Engine:
             buffer.drop_unsent()
 
     def weights_changed(self, *, everything: bool = False) -> None:
-        """Main weights have new values: what is gathered is out of date, what is kept is gathered again.
-
-        Args:
-            everything: frozen weights too.
-        """
+        """Main weights, or ``everything``, are new: what is gathered is out of date, what is kept is renewed."""
         for buffer in self.buffers:
             if buffer.trainable or everything:
                 buffer.version += 1
@@ -392,13 +388,8 @@ class Engine:
         """Bytes of the storages the engine owns right now, under the names of ``plan.memory``'s terms."""
         owned = dict.fromkeys(("main_weights", "gradients", "frozen_weights", "persistent_weights", "gathered"), 0)
         for unit in self.units:
-            for buffer in unit.buffers:
-                shard = "main_weights" if buffer.trainable else "frozen_weights"
-                owned[shard] += buffer.shard.untyped_storage().nbytes()
-                if buffer.grad is not None:
-                    owned["gradients"] += buffer.grad.untyped_storage().nbytes()
-                whole = buffer.flat.untyped_storage().nbytes()
-                owned["persistent_weights" if unit.persistent else "gathered"] += whole
+            for term, nbytes in unit.owned_bytes():
+                owned[term] += nbytes
         return owned
 
     def zero_grad(self) -> None:
@@ -419,13 +410,8 @@ class Engine:
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``: drop what has been reduced of it on this rank; the next backward starts anew."""
         unit = self._unit_of[id(parameter)]
-        position = 0
-        for buffer in unit.trainable:
-            for other in buffer.parameters:
-                if other is parameter:
-                    buffer.drop_gradient(parameter)
-                    self.used[unit.index][position] = False
-                position += 1
+        if parameter.requires_grad:
+            self.used[unit.index][unit.drop_gradient(parameter)] = False
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""
