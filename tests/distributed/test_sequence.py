@@ -34,8 +34,8 @@ def follow(
             pair.zero_grad()
         pair.backward(*routes)
         pair.step()
-        pair.check()
         rounds += agreements(pair.optimizer)
+        pair.check()
     return rounds
 
 

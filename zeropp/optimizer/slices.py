@@ -13,7 +13,7 @@ from zeropp.flat_buffer import FlatBuffer
 from zeropp.layout import Fragment
 from zeropp.unit import Unit
 
-__all__ = ["Slice", "make_slices", "move_state", "stand_in"]
+__all__ = ["Slice", "put_slices"]
 
 
 @dataclass(eq=False)
@@ -59,7 +59,27 @@ class Slice:
         self.shown, self.removed = present, False
 
 
-def make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:
+def put_slices(optimizer: Optimizer, units: tuple[Unit, ...], device: torch.device) -> list[Slice]:
+    """Put this rank's slices in the place of the optimizer's parameters, state included.
+
+    Returns:
+        The slices that the optimizer steps; the model may have trainable parameters besides. Never empty.
+    """
+    by_parameter = _make_slices(units)
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(by_parameter.get(id(parameter)) for parameter in stepped):
+        nothing = _stand_in(device)
+        optimizer.param_groups[0]["params"].append(nothing.parameter)
+        by_parameter[id(nothing.parameter)] = [nothing]
+        stepped.append(nothing.parameter)
+    for parameter in stepped:
+        _move_state(optimizer, parameter, by_parameter.get(id(parameter), []))
+    for group in optimizer.param_groups:
+        group["params"] = [s.parameter for p in group["params"] for s in by_parameter.get(id(p), [])]
+    return [piece for parameter in stepped for piece in by_parameter.get(id(parameter), [])]
+
+
+def _make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:
     """Slices of every trainable parameter by its ``id``; an empty list for those with no part on this rank."""
     slices: dict[int, list[Slice]] = {}
     for unit in units:
@@ -83,13 +103,13 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, gradient, lambda: buffer.has_grad)
 
 
-def stand_in(device: torch.device) -> Slice:
+def _stand_in(device: torch.device) -> Slice:
     """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     return Slice("<nothing>", -1, 0, 0, (), parameter, torch.zeros(1, device=device), lambda: False)
 
 
-def move_state(optimizer: Optimizer, parameter: nn.Parameter, pieces: list[Slice]) -> None:
+def _move_state(optimizer: Optimizer, parameter: nn.Parameter, pieces: list[Slice]) -> None:
     """Cut the state an optimizer has for a parameter the way the parameter was cut.
 
     Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise optimizers.

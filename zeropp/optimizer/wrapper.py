@@ -19,7 +19,7 @@ from zeropp.engine.refusals import explain_freed
 from zeropp.members import Group, group_size
 from zeropp.optimizer.checks import check_optimizer, check_scale, describe_optimizer, refuse_inner_step
 from zeropp.optimizer.elementwise import check_elementwise
-from zeropp.optimizer.slices import make_slices, move_state, stand_in
+from zeropp.optimizer.slices import put_slices
 from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
@@ -84,19 +84,7 @@ class ZeroOptimizer(Optimizer):
         self.engine.before_backward = _weakly(self._before_backward)
         self.engine.after_zero_grad = _weakly(self._after_zero_grad)
         self.defaults = optimizer.defaults
-        self._by_parameter = make_slices(self.engine.units)
-        stepped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        if not any(self._by_parameter.get(parameter) for parameter in stepped):
-            nothing = stand_in(self.engine.device)
-            optimizer.param_groups[0]["params"].append(nothing.parameter)
-            self._by_parameter[id(nothing.parameter)] = [nothing]
-            stepped.append(id(nothing.parameter))
-        # What the optimizer steps; the model may have trainable parameters besides.
-        self._slices = [piece for parameter in stepped for piece in self._by_parameter.get(parameter, [])]
-        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-            move_state(optimizer, parameter, self._by_parameter.get(id(parameter), []))
-        for group in optimizer.param_groups:
-            group["params"] = [s.parameter for p in group["params"] for s in self._by_parameter.get(id(p), [])]
+        self._slices = put_slices(optimizer, self.engine.units, self.engine.device)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
