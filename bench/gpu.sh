@@ -1,11 +1,18 @@
 #!/usr/bin/env bash
-# On one CUDA card, in under ten minutes: what the card is, the GPU tests, and step time beside FSDP2.
+# On one CUDA card, each part in under ten minutes. Bits first: a wrong kernel's speed is of no interest.
 #
-#   bench/gpu.sh                 # writes bench/results/<date>_gpu-{w1,staged}.{md,json}
-#   PYTHON=python3.12 bench/gpu.sh
+#   bench/gpu.sh kernels    # bits of every kernel, and a run beyond 2^31 elements
+#   bench/gpu.sh speed      # bandwidth of every kernel, host time of a call
+#   bench/gpu.sh engine     # the engine on the card, and its step time beside FSDP2
+#   bench/gpu.sh            # all of it
+#   PYTHON=python3.12 bench/gpu.sh kernels
+#
+# Writes bench/results/<date>_gpu-{kernels,w1,staged}.{md,json,png}.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH=".:kernels${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python}
+part=${1:-both}
 
 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit --format=csv
 "$python" - <<'PY'
@@ -15,24 +22,44 @@ if not torch.cuda.is_available():
     raise SystemExit("torch sees no CUDA device")
 PY
 
-# The tests come first: a wrong kernel's speed is of no interest. That none were found is a failure, too.
-status=0
-timeout 200 "$python" -m pytest -q -m gpu tests/gpu || status=$?
-if [[ $status -ne 0 ]]; then
-    echo "the GPU tests ended with exit code $status; no benchmark" >&2
-    exit "$status"
+# That no tests were found is a failure, too.
+must_pass() {
+    local status=0
+    timeout "$1" "$python" -m pytest -q "${@:2}" || status=$?
+    if [[ $status -ne 0 ]]; then
+        echo "tests ended with exit code $status; no benchmark" >&2
+        exit "$status"
+    fi
+}
+
+if [[ $part == kernels || $part == both ]]; then
+    # Some hundred kernels are compiled at their first use.
+    must_pass 540 -m "not campaign" tests/kernels/test_agreement.py tests/kernels/test_large.py
 fi
 
-# About 1.0e9 parameters at 8 k tokens a step where both systems fit side by side, a fifth of that elsewhere.
-memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
-if ((memory_mib >= 70000)); then
-    size=(--layers 20 --d-model 2048 --heads 16 --seq-len 2048 --batch 4)
-else
-    size=(--layers 16 --d-model 1024 --heads 16 --seq-len 1024 --batch 4)
+if [[ $part == speed || $part == both ]]; then
+    "$python" bench/kernels/launch.py
+    measured=$(mktemp -d)
+    for size in 256 1 16 1024 2048; do # one process a size: what was measured is kept if time runs out
+        timeout 110 "$python" -m pytest -q bench/kernels --sizes "$size" --benchmark-json="$measured/$size.json" || break
+    done
+    "$python" bench/kernels/report.py "$measured"/*.json --save gpu-kernels
 fi
-timeout 260 "$python" bench/step_time.py --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp \
-    --rounds 12 --discard 2 --steps 5 --save gpu-w1 "${size[@]}"
 
-# Two ranks share the card, through gloo and host memory: for the engine's streams under load, not for its speed.
-timeout 110 "$python" bench/step_time.py --device cuda --ranks 2 --staged --dtype bf16 --systems fsdp2,zeropp \
-    --rounds 4 --discard 1 --layers 4 --d-model 1024 --heads 16 --seq-len 256 --no-memory --save gpu-staged
+if [[ $part == engine || $part == both ]]; then
+    must_pass 200 -m gpu tests/gpu
+
+    # About 1.0e9 parameters at 8 k tokens a step where both systems fit side by side, a fifth of that elsewhere.
+    memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
+    if ((memory_mib >= 70000)); then
+        size=(--layers 20 --d-model 2048 --heads 16 --seq-len 2048 --batch 4)
+    else
+        size=(--layers 16 --d-model 1024 --heads 16 --seq-len 1024 --batch 4)
+    fi
+    timeout 260 "$python" bench/step_time.py --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp \
+        --rounds 12 --discard 2 --steps 5 --save gpu-w1 "${size[@]}"
+
+    # Two ranks share the card, through gloo and host memory: for the engine's streams under load, not for its speed.
+    timeout 110 "$python" bench/step_time.py --device cuda --ranks 2 --staged --dtype bf16 --systems fsdp2,zeropp \
+        --rounds 4 --discard 1 --layers 4 --d-model 1024 --heads 16 --seq-len 256 --no-memory --save gpu-staged
+fi

@@ -2,4 +2,38 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from .ops import (
+    delta_apply_,
+    delta_encode_,
+    dequantize_,
+    gather_,
+    lossless_count_,
+    lossless_decode_,
+    lossless_encode_,
+    quantize_,
+    quantize_tensors_,
+    reduce_,
+    reduce_quantize_,
+    scatter_,
+)
+from .wire import LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
+
+__all__ = [
+    "LosslessLayout",
+    "MessageLayout",
+    "delta_apply_",
+    "delta_encode_",
+    "dequantize_",
+    "gather_",
+    "lossless_count_",
+    "lossless_decode_",
+    "lossless_encode_",
+    "lossless_layout",
+    "message_layout",
+    "quantize_",
+    "quantize_tensors_",
+    "reduce_",
+    "reduce_quantize_",
+    "scatter_",
+    "state_layout",
+]

@@ -1,6 +1,5 @@
-"""Every operation in plain torch: the oracle for the Triton kernels, and the path that runs on CPU.
+"""The plain operations: many tensors into one flat buffer, n messages into one sum, and a norm.
 
-This version holds what the plain codec needs: many tensors into one flat buffer, and n messages into one sum.
 Nothing here allocates on the hot path: callers give the outputs.
 """
 

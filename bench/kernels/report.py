@@ -1,0 +1,87 @@
+"""A table and a bar chart of what `pytest bench/kernels --benchmark-json=FILE` measured.
+
+    python bench/kernels/report.py FILE...                # prints the table
+    python bench/kernels/report.py FILE... --save NAME    # also bench/results/<date>_NAME.{md,json,png}
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+Row = dict[str, object]
+
+
+def rows_of(measured: dict) -> list[Row]:
+    return [entry["extra_info"] for entry in measured["benchmarks"] if "operation" in entry.get("extra_info", {})]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: one line for each operation, contender and size."""
+    if not rows:
+        raise SystemExit("the file holds no measurements of bench/kernels")
+    lines = [
+        f"{rows[0]['device']}, torch {rows[0]['torch']}. GB/s of bytes that must move; percent of a copy in that run.",
+        "",
+        "| operation | by | MiB of bf16 | us | GB/s | % of copy | target on a GPU |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        percent = f"{row['percent_of_copy']:.0f}" if row["percent_of_copy"] is not None else "-"
+        target = f"{row['target']}" if row["target"] and row["contender"] == "zeropp_kernels" else ""
+        lines.append(
+            f"| {row['operation']} | {row['contender']} | {row['mebibytes']} | {1e6 * row['seconds']:.0f} "
+            f"| {row['gigabytes_per_second']:.2f} | {percent} | {target} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def chart(rows: Sequence[Row], path: Path) -> None:
+    """Bars of GB/s at the largest size, one colour a contender, and a line at the copy's."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    largest = max(row["mebibytes"] for row in rows)
+    shown = [row for row in rows if row["mebibytes"] == largest]
+    names = list(dict.fromkeys(row["operation"] for row in shown))
+    contenders = list(dict.fromkeys(row["contender"] for row in shown))
+    figure, axes = plt.subplots(figsize=(9, 0.45 * len(names) + 1.5), layout="constrained")
+    height = 0.8 / len(contenders)
+    for index, contender in enumerate(contenders):
+        own = {row["operation"]: row["gigabytes_per_second"] for row in shown if row["contender"] == contender}
+        places = [names.index(name) + index * height for name in own]
+        axes.barh(places, list(own.values()), height=height, label=contender)
+    copies = [row["gigabytes_per_second"] for row in shown if row["operation"] == "copy"]
+    if copies:
+        axes.axvline(copies[0], color="black", linewidth=0.8, linestyle="--", label="copy")
+    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"GB/s, {largest} MiB of bfloat16 values, {shown[0]['device']}")
+    axes.legend(loc="lower right", fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--save", metavar="NAME", default="")
+    given = parser.parse_args()
+    rows = [row for file in given.files for row in rows_of(json.loads(file.read_text()))]
+    rows.sort(key=lambda row: row["mebibytes"])
+    text = table(rows)
+    print(text)
+    if given.save:
+        base = RESULTS / f"{date.today()}_{given.save}"
+        base.with_suffix(".md").write_text(text)
+        base.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+        chart(rows, base.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

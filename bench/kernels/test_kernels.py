@@ -1,0 +1,124 @@
+"""Bandwidth of every operation beside a copy in the same run, with pytest-benchmark.
+
+    pytest bench/kernels                                  # one core and small sizes on CPU, 1 MiB to 2 GiB on a GPU
+    pytest bench/kernels --sizes 1,256 -k "int4"
+    pytest bench/kernels --benchmark-json=out.json && python bench/kernels/report.py out.json --save NAME
+
+A size is that of the values in bfloat16. A round is as many calls as take some milliseconds, timed together: on a GPU
+between two synchronisations, so that a call's own launch is hidden where kernels are long, and seen where they are not.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from bench.kernels.operations import OPERATIONS, Operation, Run
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ROUNDS = 7
+ROUND_SECONDS = 0.02
+SIZES = [1, 16, 64, 256, 1024, 2048] if DEVICE == "cuda" else [1, 16]
+_copied: dict[int, float] = {}  # size -> bytes a second of the copy in this run
+torch.set_num_threads(1)  # on CPU the figures are those of one core
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "mebibytes" in metafunc.fixturenames:
+        given = metafunc.config.getoption("--sizes")
+        metafunc.parametrize("mebibytes", [int(size) for size in given.split(",")] if given else SIZES)
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def calls_of(run: Run) -> int:
+    """How many calls make a round."""
+    for _ in range(3):
+        run()
+    synchronize()
+    begin = time.perf_counter()
+    run()
+    synchronize()
+    return max(1, math.ceil(ROUND_SECONDS / max(time.perf_counter() - begin, 1e-6)))
+
+
+def seconds(benchmark: Callable[..., object], run: Run) -> float:
+    """Median of a call."""
+    calls = calls_of(run)
+
+    def several() -> None:
+        for _ in range(calls):
+            run()
+        synchronize()
+
+    benchmark.pedantic(several, rounds=ROUNDS, warmup_rounds=1)  # type: ignore[attr-defined]
+    return float(benchmark.stats.stats.median) / calls  # type: ignore[attr-defined]
+
+
+def record(benchmark: Callable[..., object], operation: Operation, contender: str, mebibytes: int, run: Run) -> None:
+    taken = seconds(benchmark, run)
+    numel = mebibytes << 19
+    rate = operation.nbytes(numel) / taken
+    if operation.name == "copy":
+        _copied[mebibytes] = rate
+    benchmark.extra_info.update(  # type: ignore[attr-defined]
+        operation=operation.name,
+        contender=contender,
+        mebibytes=mebibytes,
+        seconds=taken,
+        gigabytes_per_second=rate / 1e9,
+        percent_of_copy=100 * rate / _copied[mebibytes] if mebibytes in _copied else None,
+        target=operation.target,
+        device=torch.cuda.get_device_name() if DEVICE == "cuda" else "one CPU core",
+        machine=platform.processor() or platform.machine(),
+        torch=torch.__version__,
+    )
+
+
+NAMED = {operation.name: operation for operation in OPERATIONS}
+BY_HAND = [operation.name for operation in OPERATIONS if operation.eager is not None]
+
+
+@pytest.mark.parametrize("name", NAMED)  # the copy comes first: the others are compared with it
+def test_zeropp(benchmark: Callable[..., object], name: str, mebibytes: int) -> None:
+    record(benchmark, NAMED[name], "zeropp_kernels", mebibytes, NAMED[name].make(mebibytes << 19, DEVICE))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_eager(benchmark: Callable[..., object], name: str, mebibytes: int) -> None:
+    eager = NAMED[name].eager
+    assert eager is not None
+    record(benchmark, NAMED[name], "torch eager", mebibytes, eager(mebibytes << 19, DEVICE))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_compiled(benchmark: Callable[..., object], name: str, mebibytes: int) -> None:
+    """The same by hand, through torch.compile; its bits are not those of the formula."""
+    eager = NAMED[name].eager
+    assert eager is not None
+    torch._dynamo.reset()
+    run = torch.compile(eager(mebibytes << 19, DEVICE), dynamic=False)
+    record(benchmark, NAMED[name], "torch.compile", mebibytes, run)
+
+
+def test_deepspeed(benchmark: Callable[..., object], mebibytes: int) -> None:
+    """DeepSpeed's symmetric int8 quantizer in groups of 256; a CUDA extension that it builds at first use."""
+    builder = pytest.importorskip("deepspeed.ops.op_builder", reason="deepspeed is not installed").QuantizerBuilder()
+    if DEVICE != "cuda":
+        pytest.skip("DeepSpeed's quantizer needs CUDA")
+    module = builder.load()
+    x = torch.randn(mebibytes << 19, device=DEVICE).half()
+    groups = x.numel() // 256
+
+    def run() -> None:
+        module.quantize(x, groups, 8, module.Symmetric)
+
+    record(benchmark, NAMED["quantize int8"], "DeepSpeed", mebibytes, run)

@@ -1,0 +1,117 @@
+"""What is in a compiled kernel: registers, spills, widths of loads and stores, fused multiply-adds."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+
+__all__ = ["Facts", "inspect"]
+
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one kernel on one target; counts are static.
+
+    Attributes:
+        instructions: of machine code, without padding.
+        registers: of a thread (vector registers on AMD).
+        spilled: bytes or registers that went to memory, stack included.
+        wide_loads, wide_stores: of 128 bits.
+        narrow_loads, narrow_stores: of global memory, below 32 bits.
+        fused: multiply-adds that are not part of a division.
+        shared: bytes of shared memory.
+    """
+
+    instructions: int
+    registers: int
+    spilled: int
+    wide_loads: int
+    wide_stores: int
+    narrow_loads: int
+    narrow_stores: int
+    fused: int
+    shared: int
+
+
+def inspect(kernel: Any) -> Facts:
+    """Facts of what ``triton.compile`` gave."""
+    return _nvidia(kernel) if "cubin" in kernel.asm else _amd(kernel)
+
+
+def _run(tool: str, *arguments: str) -> str:
+    done = subprocess.run([str(_TOOLS / tool), *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} {' '.join(arguments)} failed: {done.stderr}")
+    return done.stdout
+
+
+def _nvidia(kernel: Any) -> Facts:
+    handle, name = tempfile.mkstemp(suffix=".cubin")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(kernel.asm["cubin"])
+        code = Counter(_SASS.findall(_run("nvdisasm", "-c", name)))
+        usage = _run("cuobjdump", "-res-usage", name)
+    finally:
+        os.unlink(name)
+
+    def count(pattern: str) -> int:
+        return sum(number for opcode, number in code.items() if re.match(pattern, opcode))
+
+    def resource(key: str) -> int:
+        found = re.search(rf"{key}:(\d+)", usage)
+        if found is None:
+            raise RuntimeError(f"cuobjdump said nothing about {key}: {usage!r}")
+        return int(found.group(1))
+
+    return Facts(
+        instructions=sum(code.values()) - code["NOP"],
+        registers=resource("REG"),
+        spilled=resource("STACK") + resource("LOCAL") + count(r"LDL|STL"),
+        wide_loads=count(r"LDG\..*\b128"),
+        wide_stores=count(r"STG\..*\b128"),
+        narrow_loads=count(r"LDG\..*\b[US](8|16)\b"),
+        narrow_stores=count(r"STG\..*\b[US](8|16)\b"),
+        fused=len(re.findall(r"\bfma\.rn", kernel.asm["ptx"])),
+        shared=kernel.metadata.shared,
+    )
+
+
+def _amd(kernel: Any) -> Facts:
+    text = kernel.asm["amdgcn"]
+    code = Counter(re.findall(r"^\s+([a-z]+_[a-z0-9_]+)\b", text, re.MULTILINE))
+
+    def count(pattern: str) -> int:
+        return sum(number for opcode, number in code.items() if re.fullmatch(pattern, opcode))
+
+    def resource(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", text)
+        if found is None:
+            raise RuntimeError(f"the code object says nothing about {key}")
+        return int(found.group(1))
+
+    # A division is exact by itself: five multiply-adds before each v_div_fmas.
+    fused = count(r"v_(pk_)?(fma|fmac|mad)_f32(_e32|_e64)?") - 5 * count(r"v_div_fmas_f32(_e64)?")
+    return Facts(
+        instructions=sum(code.values()),
+        registers=resource("vgpr_count"),
+        # Scalar registers spill into lanes of vector registers, which takes no memory.
+        spilled=resource("vgpr_spill_count") + resource("private_segment_fixed_size"),
+        wide_loads=count(r"(global|buffer)_load_dwordx4"),
+        wide_stores=count(r"(global|buffer)_store_dwordx4"),
+        narrow_loads=count(r"(global|buffer)_load_[us]?(byte|short).*"),
+        narrow_stores=count(r"(global|buffer)_store_(byte|short).*"),
+        fused=max(fused, 0),
+        shared=kernel.metadata.shared,
+    )

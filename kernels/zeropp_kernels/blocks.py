@@ -1,0 +1,249 @@
+"""What the Triton kernels share: tiles of groups in registers, rounding, scales, codes, rotation.
+
+A tile is TILE groups in registers, as two tensors of shape [TILE, K, 64]: the lower and the upper halves of rows of
+128 elements (K is 1 for groups of 128 and 2 for groups of 256). So the two int4 codes of a byte, and the two ends of
+the rotation's widest step, meet in one thread, and each thread has 16 elements in a row: 128-bit loads and stores.
+
+That these kernels and :mod:`zeropp_kernels.reference` give the same bits rests on three things: kernels are launched
+with ``enable_fp_fusion=False``, divisions are rounded once (``div_rn``), and casts from and to bfloat16 are integers
+under Triton's interpreter, which would truncate, and flush what is subnormal.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = [
+    "INTERPRETED",
+    "LAUNCH",
+    "ROWS",
+    "bfloat16_bits",
+    "cast",
+    "encode_pair",
+    "group_peak",
+    "half_rows",
+    "load_codes",
+    "load_pair",
+    "rotate",
+    "saturate",
+    "scale_of",
+    "scale_value",
+    "store_codes",
+    "store_pair",
+    "store_scales",
+    "value_pair",
+    "widen",
+]
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+# Rows of 128 elements in a tile. The interpreter's time is that of programs, whatever they hold; bits are the same.
+ROWS = 256 if INTERPRETED else 32
+# 32 rows are 128 threads of 16 + 16 elements: four warps of 32 threads, or two of AMD's 64.
+LAUNCH = {"num_warps": 2 if torch.version.hip else 4, "enable_fp_fusion": False}
+
+_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest integer, halves to even
+_EXPONENT = tl.constexpr(0x7F800000)  # all ones: Inf or NaN
+_NAN_SCALE = tl.constexpr(0x7FC0)
+_SMALLEST_SCALE = tl.constexpr(0x0080)  # 2**-126
+_LARGEST_SCALE_4 = tl.constexpr(0x7E12)  # the largest bfloat16 of which 7 times is finite in float32
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def half_rows(STRIDE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """[TILE, K, 64]: offsets of the first 64 places of each row, where rows are STRIDE apart."""
+    group = tl.arange(0, TILE)[:, None, None]
+    row = tl.arange(0, K)[None, :, None]
+    column = tl.arange(0, 64)[None, None, :]
+    return (group * K + row) * STRIDE + column
+
+
+@triton.jit
+def widen(x):
+    """float32 of 16-bit or float32 values."""
+    if x.dtype == tl.bfloat16 and _INTERPRETED:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def load_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """A tile of values in float32; zeros where ``live`` [TILE] is false, or from element ``left`` on if not EVEN."""
+    at = half_rows(128, TILE, K)
+    live = live[:, None, None]
+    if EVEN:
+        lower = tl.load(source + at, mask=live, other=0.0)
+        upper = tl.load(source + at + 64, mask=live, other=0.0)
+    else:
+        lower = tl.load(source + at, mask=live & (at < left), other=0.0)
+        upper = tl.load(source + at + 64, mask=live & (at + 64 < left), other=0.0)
+    return widen(lower), widen(upper)
+
+
+@triton.jit
+def saturate(x, dtype: tl.constexpr):
+    """What passes the largest finite value of ``dtype`` becomes that value; NaN stays NaN."""
+    if dtype == tl.float32:
+        limit = 3.4028234663852886e38
+    elif dtype == tl.bfloat16:
+        limit = 3.3895313892515355e38
+    else:
+        limit = 65504.0
+    x = tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def bfloat16_bits(x):
+    """int32 in [0, 65536): float32 rounded to bfloat16, halves to even, and one NaN for all."""
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    return tl.where((bits & 0x7FFFFFFF) > _EXPONENT, 0x7FC0, rounded)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """float32 rounded to ``dtype``, halves to even."""
+    if dtype == tl.bfloat16 and _INTERPRETED:
+        return bfloat16_bits(x).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def store_pair(target, lower, upper, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Write a tile of float32 values in the dtype of ``target``; the mirror of :func:`load_pair`."""
+    at = half_rows(128, TILE, K)
+    live = live[:, None, None]
+    lower = cast(lower, target.dtype.element_ty)
+    upper = cast(upper, target.dtype.element_ty)
+    if EVEN:
+        tl.store(target + at, lower, mask=live)
+        tl.store(target + at + 64, upper, mask=live)
+    else:
+        tl.store(target + at, lower, mask=live & (at < left))
+        tl.store(target + at + 64, upper, mask=live & (at + 64 < left))
+
+
+@triton.jit
+def group_peak(lower, upper):
+    """[TILE]: bits of the largest magnitude in each group; as integers, so that NaN is larger than any number."""
+    lower = lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    upper = upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.max(tl.maximum(lower, upper), axis=2), axis=1)
+
+
+@triton.jit
+def scale_value(bits):
+    """float32 from the 16 bits of a bfloat16."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_of(peak, BITS: tl.constexpr):
+    """(bfloat16 bits of the scale, its inverse, mask of the low bits that a code keeps), each [TILE].
+
+    The scale is peak / 127 or peak / 7 rounded up to bfloat16, so that no code passes the ends and none is clamped.
+    A group that is not finite gets a NaN scale, and mask 0: its codes are zeros on every machine.
+    """
+    levels: tl.constexpr = 127.0 if BITS == 8 else 7.0
+    scale = tl.div_rn(peak.to(tl.float32, bitcast=True), tl.full(peak.shape, levels, tl.float32))
+    bits = tl.maximum((scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
+    if BITS == 4:
+        bits = tl.minimum(bits, _LARGEST_SCALE_4)
+    finite = peak < _EXPONENT
+    bits = tl.where(finite, bits, _NAN_SCALE)
+    inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale_value(bits))
+    return bits, inverse, tl.where(finite, (1 << BITS) - 1, 0)
+
+
+@triton.jit
+def _code(x, inverse, mask):
+    """Two's complement of x * inverse rounded to an integer: the low bits of the float after adding 1.5 * 2**23."""
+    return (x * inverse + _MAGIC).to(tl.int32, bitcast=True) & mask
+
+
+@triton.jit
+def encode_pair(lower, upper, inverse, mask):
+    """Codes (int32, without sign extension) of a tile."""
+    inverse = inverse[:, None, None]
+    mask = mask[:, None, None]
+    return _code(lower, inverse, mask), _code(upper, inverse, mask)
+
+
+@triton.jit
+def _code_value(code, BITS: tl.constexpr):
+    """float32 value of a code: its bits set below those of 2**23, which takes no conversion from an integer."""
+    if BITS == 8:
+        return (code ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
+    return (code ^ 0x4B000008).to(tl.float32, bitcast=True) - 8388616.0
+
+
+@triton.jit
+def value_pair(lower, upper, scale, BITS: tl.constexpr):
+    """Values of a tile of codes under ``scale``, which broadcasts to [TILE, K, 64].
+
+    Exact: a scale has 8 significant bits and a code at most 7, so a product that a compiler fuses into a sum changes
+    nothing.
+    """
+    return _code_value(lower, BITS) * scale, _code_value(upper, BITS) * scale
+
+
+@triton.jit
+def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Write a tile's codes at ``base``. int4: byte j of a row holds element j, and element j + 64 above it."""
+    at = half_rows(16 * BITS, TILE, K)
+    live = live[:, None, None]
+    if BITS == 8:
+        tl.store(base + at, lower.to(tl.uint8), mask=live)
+        tl.store(base + at + 64, upper.to(tl.uint8), mask=live)
+    else:
+        tl.store(base + at, (lower | (upper << 4)).to(tl.uint8), mask=live)
+
+
+@triton.jit
+def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Read a tile's codes at ``base``, zeros where ``live`` (broadcast to [TILE, K, 64]) is false."""
+    at = half_rows(16 * BITS, TILE, K)
+    if BITS == 8:
+        lower = tl.load(base + at, mask=live, other=0).to(tl.int32)
+        upper = tl.load(base + at + 64, mask=live, other=0).to(tl.int32)
+    else:
+        packed = tl.load(base + at, mask=live, other=0).to(tl.int32)
+        lower = packed & 15
+        upper = packed >> 4
+    return lower, upper
+
+
+@triton.jit
+def store_scales(base, bits, first, groups, slots, TILE: tl.constexpr):
+    """Write a tile's scales at ``base``, and zeros in the places after the last group."""
+    group = first + tl.arange(0, TILE)
+    scales = base.to(tl.pointer_type(tl.int16)) + first
+    tl.store(scales + tl.arange(0, TILE), tl.where(group < groups, bits, 0).to(tl.int16), mask=group < slots)
+
+
+@triton.jit
+def _halve(x):
+    """One step of the transform in runs of 16: sums of neighbours come first, their differences after them."""
+    tile: tl.constexpr = x.shape[0]
+    k: tl.constexpr = x.shape[1]
+    even, odd = tl.split(tl.reshape(x, [tile, k, 4, 8, 2]))
+    return tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 1, 2, 4, 3]), [tile, k, 64])
+
+
+@triton.jit
+def rotate(lower, upper):
+    """Hadamard transform, times 2**-5, of each 32 elements: 16 in a row of the lower half with the 16 of the upper.
+
+    The factor keeps every partial sum finite. Twice is 2**-5 times the input; all factors are exact.
+    """
+    lower = lower * 0.03125
+    upper = upper * 0.03125
+    total = lower + upper
+    difference = lower - upper
+    for _ in tl.static_range(4):
+        total = _halve(total)
+        difference = _halve(difference)
+    return total, difference

@@ -1,0 +1,193 @@
+"""What every operation asks of its arguments, said in errors that name the argument.
+
+Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors too; addresses when data is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .wire import BLOCK, GROUPS, MessageLayout, lossless_layout, message_layout, state_layout
+
+__all__ = [
+    "FLOATS",
+    "Memory",
+    "check_bits",
+    "check_blocks",
+    "check_count",
+    "check_encoding",
+    "check_feedback",
+    "check_flat",
+    "check_lossless",
+    "check_messages",
+    "check_offsets",
+    "check_stats",
+]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_MESSAGES = 65535  # second axis of a launch grid
+_ALIGNMENT = 16  # bytes, of messages and states: codes are stored 128 bits at a time
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS, numel: int | None = None) -> None:
+    """One dimension, contiguous, one of ``dtypes``, and ``numel`` elements where that is given."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} is {_names([tensor.dtype])}; expected {_names(dtypes)}")
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected one contiguous dimension: "
+            f"pass {name}.view(-1) of a contiguous tensor"
+        )
+    if numel is not None and tensor.numel() != numel:
+        raise ValueError(f"{name} has {tensor.numel()} elements; expected {numel}")
+
+
+def check_count(name: str, count: int, numel: int, of: str) -> int:
+    """``count`` is 1 or more and divides ``numel``; returns the quotient."""
+    if not 1 <= count <= _MOST_MESSAGES:
+        raise ValueError(f"{name} is {count}; expected 1 to {_MOST_MESSAGES} messages")
+    if numel % count:
+        raise ValueError(f"{of} has {numel} elements, which {name}={count} does not divide; pad {of} or change {name}")
+    return numel // count
+
+
+def check_blocks(name: str, numel: int, count: int) -> None:
+    """Each of several messages begins on a block."""
+    if count > 1 and numel % BLOCK:
+        raise ValueError(f"{name} is {numel}; expected a multiple of {BLOCK} where there is more than one message")
+
+
+def check_messages(name: str, tensor: Tensor, layout: MessageLayout, count: int) -> None:
+    """Bytes for exactly ``count`` messages."""
+    check_flat(name, tensor, (torch.uint8,))
+    if tensor.numel() != layout.nbytes * count:
+        raise ValueError(
+            f"{name} has {tensor.numel()} bytes; expected {layout.nbytes * count}: {count} x {layout.nbytes} for "
+            f"{layout.numel} elements of {layout.bits} bits (zeropp_kernels.message_layout tells)"
+        )
+
+
+def check_bits(name: str, bits: int) -> None:
+    if bits not in GROUPS:
+        raise ValueError(f"{name} is {bits}; expected {' or '.join(map(str, sorted(GROUPS)))}")
+
+
+def check_feedback(state: Tensor | None, numel: int, count: int, bits: int, beta: float) -> None:
+    """The bytes of a state, and a factor in [0, 1)."""
+    if state is None:
+        return
+    if not 0.0 <= beta < 1.0:
+        raise ValueError(f"beta is {beta}; expected 0 <= beta < 1, the part of the old error that is kept")
+    nbytes = state_layout(numel, bits).nbytes * count
+    check_flat("state", state, (torch.uint8,))
+    if state.numel() != nbytes:
+        raise ValueError(
+            f"state has {state.numel()} bytes; expected {nbytes}, zeros at first (zeropp_kernels.state_layout tells)"
+        )
+
+
+def check_encoding(
+    numel: int, messages: Tensor, count: int, bits: int, state: Tensor | None, beta: float
+) -> None:
+    """What all operations that write quantized messages ask of their outputs."""
+    check_bits("bits", bits)
+    check_messages("messages", messages, message_layout(numel, bits), count)
+    check_feedback(state, numel, count, bits, beta)
+
+
+def check_offsets(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, what: str) -> None:
+    """Contiguous tensors of one dtype, on blocks of a buffer of ``numel`` elements, in order, apart."""
+    if len(tensors) != len(offsets):
+        raise ValueError(f"tensors has {len(tensors)} entries and offsets {len(offsets)}; expected one offset a tensor")
+    end = 0
+    for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+        name = f"tensors[{index}]"
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} is {_names([tensor.dtype])}; expected {_names(FLOATS)}")
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(
+                f"{name} is {_names([tensor.dtype])} and tensors[0] {_names([tensors[0].dtype])}; expected one dtype"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a contiguous tensor"
+            )
+        if offset % BLOCK or offset < end:
+            raise ValueError(
+                f"offsets[{index}] is {offset}; expected a multiple of {BLOCK} that is at least {end}, the end of the "
+                f"tensor before it"
+            )
+        end = offset + tensor.numel()
+        if end > numel:
+            raise ValueError(f"{name} would end at element {end}; {what} has {numel}")
+
+
+def check_stats(norms: Tensor | None, flag: Tensor | None, numel: int) -> None:
+    """float32 for each block, and one int32."""
+    if norms is not None:
+        check_flat("norms", norms, (torch.float32,), -(-numel // BLOCK))
+    if flag is not None:
+        check_flat("flag", flag, (torch.int32,), 1)
+
+
+def check_lossless(messages: Tensor, name: str, numel: int, count: int, room8: int, room16: int) -> int:
+    """Bytes for exactly ``count`` messages; returns their blocks."""
+    layout = lossless_layout(numel, room8, room16)
+    check_flat(name, messages, (torch.uint8,))
+    if messages.numel() != layout.nbytes * count:
+        raise ValueError(
+            f"{name} has {messages.numel()} bytes; expected {layout.nbytes * count}: {count} x {layout.nbytes} for "
+            f"{numel} elements, room8={room8} and room16={room16} (zeropp_kernels.lossless_layout tells)"
+        )
+    return layout.blocks
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Where the arguments of a call must lie: all on one device.
+
+    Attributes:
+        tensors: by name; None for those that were not given.
+        aligned: names of those that begin at a multiple of 16 bytes.
+        pinned: name of one that may lie in pinned host memory instead.
+    """
+
+    tensors: dict[str, Tensor | None]
+    aligned: tuple[str, ...] = ()
+    pinned: str = ""
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.tensors.items() if tensor is not None}
+
+    @property
+    def device(self) -> torch.device:
+        """That of the first tensor that is not on CPU, if there is one."""
+        return next((t.device for t in self.given.values() if t.device.type != "cpu"), torch.device("cpu"))
+
+    def check_devices(self) -> None:
+        """Raise ValueError for a tensor that lies elsewhere."""
+        device = self.device
+        for name, tensor in self.given.items():
+            if tensor.device == device or (name == self.pinned and tensor.device.type == "cpu"):
+                continue
+            raise ValueError(f"{name} is on {tensor.device}; expected {device} like the other arguments")
+
+    def check_addresses(self) -> None:
+        """Raise ValueError for memory that is pageable, or not aligned; real tensors only."""
+        for name, tensor in self.given.items():
+            if tensor.device != self.device and not tensor.is_pinned():
+                raise ValueError(f"{name} is in pageable memory; expected pinned memory, or memory on {self.device}")
+            if name in self.aligned and tensor.data_ptr() % _ALIGNMENT:
+                raise ValueError(
+                    f"{name} starts at an address that is {tensor.data_ptr() % _ALIGNMENT} more than a multiple of "
+                    f"{_ALIGNMENT} bytes; allocate it on its own, or start it at a multiple of {_ALIGNMENT}"
+                )

@@ -1,0 +1,111 @@
+"""Triton: many tensors <-> one flat buffer in one launch, with cast, scale, squared norms and a non-finite flag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .blocks import LAUNCH, ROWS, load_pair, store_pair
+from .table import block_table, load_blocks, store_blocks
+from .wire import BLOCK
+
+__all__ = ["gather_", "scatter_"]
+
+_TILE = ROWS * 128 // BLOCK
+
+
+@triton.jit
+def _block_norm(lower, upper, TILE: tl.constexpr):
+    """[TILE]: sum of squares of each block; always two terms at a time, so that every machine adds in one order."""
+    total = lower * lower + upper * upper
+    for step in tl.static_range(4):  # in runs of 16, what is 8, 4, 2 and 1 apart
+        total = tl.sum(tl.reshape(total, [TILE, 2, 4, 2, 8 >> step]), axis=3)
+    total = tl.sum(tl.reshape(total, [TILE, 2, 2, 2]), axis=2)
+    return tl.sum(tl.sum(total, axis=2), axis=1)
+
+
+@triton.jit
+def _report(lower, upper, norms, flag, first, live, NORM: tl.constexpr, FLAG: tl.constexpr, TILE: tl.constexpr):
+    """Write the norm of each block, and set the flag if a value is Inf or NaN; programs only ever write a 1."""
+    if NORM:
+        tl.store(norms + first + tl.arange(0, TILE), _block_norm(lower, upper, TILE), mask=live)
+    if FLAG:
+        lower = lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        upper = upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        bad = tl.max(tl.max(tl.maximum(lower, upper), axis=2), axis=1) >= 0x7F800000
+        tl.store(flag + tl.zeros([TILE], tl.int32), tl.full([TILE], 1, tl.int32), mask=live & bad)
+
+
+@triton.jit
+def gather_kernel(
+    table, tensor_of_block, flat, numel, blocks, scale, norms, flag,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, NORM: tl.constexpr, FLAG: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
+    first = tl.program_id(0) * TILE
+    live = first + tl.arange(0, TILE) < blocks
+    start = first.to(tl.int64) * 256
+    lower, upper = load_blocks(table, tensor_of_block, start, live, DTYPE, EVEN, TILE, 2)
+    lower *= scale
+    upper *= scale
+    _report(lower, upper, norms, flag, first, live, NORM, FLAG, TILE)
+    store_pair(flat + start, lower, upper, numel - start, live, FLAT_EVEN, TILE, 2)
+
+
+@triton.jit
+def scatter_kernel(
+    table, tensor_of_block, flat, numel, blocks, scale, norms, flag,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, NORM: tl.constexpr, FLAG: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks: flat buffer -> tensors. Grid: (tiles,)."""
+    first = tl.program_id(0) * TILE
+    live = first + tl.arange(0, TILE) < blocks
+    start = first.to(tl.int64) * 256
+    lower, upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
+    lower *= scale
+    upper *= scale
+    _report(lower, upper, norms, flag, first, live, NORM, FLAG, TILE)
+    store_blocks(table, tensor_of_block, start, live, lower, upper, DTYPE, EVEN, TILE, 2)
+
+
+def _launch(
+    kernel: triton.runtime.KernelInterface,
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    flat: Tensor,
+    scale: float,
+    norms: Tensor | None,
+    flag: Tensor | None,
+) -> None:
+    blocks = -(-flat.numel() // BLOCK)
+    if blocks == 0:
+        return
+    device = next((tensor.device for tensor in (*tensors, flat) if tensor.device.type == "cuda"), flat.device)
+    table = block_table(tensors, offsets, flat.numel(), device)
+    kernel[(triton.cdiv(blocks, _TILE),)](
+        table.tensors, table.tensor_of_block, flat, flat.numel(), blocks, scale,
+        norms if norms is not None else flat, flag if flag is not None else flat,
+        DTYPE=table.dtype, EVEN=table.even, FLAT_EVEN=flat.numel() % BLOCK == 0,
+        NORM=norms is not None, FLAG=flag is not None, TILE=_TILE, **LAUNCH,
+    )  # fmt: skip
+
+
+def gather_(
+    tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor, scale: float, norms: Tensor | None,
+    flag: Tensor | None,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.gather_`."""
+    _launch(gather_kernel, tensors, offsets, flat, scale, norms, flag)
+
+
+def scatter_(
+    flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, norms: Tensor | None,
+    flag: Tensor | None,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.scatter_`."""
+    _launch(scatter_kernel, tensors, offsets, flat, scale, norms, flag)

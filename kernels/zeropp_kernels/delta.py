@@ -1,0 +1,103 @@
+"""Triton: weights sent as 4-bit differences against a copy that every receiver has."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .blocks import (
+    LAUNCH,
+    ROWS,
+    encode_pair,
+    group_peak,
+    load_codes,
+    load_pair,
+    saturate,
+    scale_of,
+    scale_value,
+    store_codes,
+    store_pair,
+    store_scales,
+    value_pair,
+)
+from .wire import message_layout
+
+__all__ = ["delta_apply_", "delta_encode_"]
+
+
+@triton.jit
+def _advance(
+    reference, lower, upper, lower_code, upper_code, scale, left, live,
+    EVEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add a tile of decoded differences to the reference; owner and receivers run these same lines."""
+    lower_value, upper_value = value_pair(lower_code, upper_code, scale[:, None, None], 4)
+    dtype: tl.constexpr = reference.dtype.element_ty
+    lower = saturate(lower + lower_value, dtype)
+    upper = saturate(upper + upper_value, dtype)
+    store_pair(reference, lower, upper, left, live, EVEN, TILE, 1)
+
+
+@triton.jit
+def delta_encode_kernel(
+    shard, reference, message, numel, groups, slots, scales_offset,
+    UPDATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of one shard. Grid: (tiles,)."""
+    first = tl.program_id(0) * TILE
+    start = first.to(tl.int64) * 128
+    left = numel - start
+    live = first + tl.arange(0, TILE) < groups
+    lower, upper = load_pair(shard + start, left, live, EVEN, TILE, 1)
+    old_lower, old_upper = load_pair(reference + start, left, live, EVEN, TILE, 1)
+    lower -= old_lower
+    upper -= old_upper
+    bits, inverse, mask = scale_of(group_peak(lower, upper), 4)
+    lower_code, upper_code = encode_pair(lower, upper, inverse, mask)
+    store_codes(message + first.to(tl.int64) * 64, lower_code, upper_code, live, 4, TILE, 1)
+    store_scales(message + scales_offset, bits, first, groups, slots, TILE)
+    if UPDATE:
+        _advance(
+            reference + start, old_lower, old_upper, lower_code, upper_code, scale_value(bits), left, live, EVEN, TILE
+        )
+
+
+@triton.jit
+def delta_apply_kernel(
+    messages, reference, numel, groups, nbytes, scales_offset, EVEN: tl.constexpr, TILE: tl.constexpr
+):
+    """A tile of one message. Grid: (tiles of a message, messages)."""
+    first = tl.program_id(0) * TILE
+    start = first.to(tl.int64) * 128
+    left = numel - start
+    live = first + tl.arange(0, TILE) < groups
+    message = messages + tl.program_id(1).to(tl.int64) * nbytes
+    target = reference + tl.program_id(1).to(tl.int64) * numel + start
+    lower, upper = load_pair(target, left, live, EVEN, TILE, 1)
+    lower_code, upper_code = load_codes(message + first.to(tl.int64) * 64, live[:, None, None], 4, TILE, 1)
+    scales = (message + scales_offset).to(tl.pointer_type(tl.int16)) + first
+    scale = scale_value(tl.load(scales + tl.arange(0, TILE), mask=live, other=0))
+    _advance(target, lower, upper, lower_code, upper_code, scale, left, live, EVEN, TILE)
+
+
+def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> None:
+    """See :func:`zeropp_kernels.delta_encode_`."""
+    layout = message_layout(shard.numel(), 4)
+    if layout.groups == 0:
+        return
+    delta_encode_kernel[(triton.cdiv(layout.slots, ROWS),)](
+        shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
+        UPDATE=update, EVEN=layout.numel % layout.group == 0, TILE=ROWS, **LAUNCH,
+    )  # fmt: skip
+
+
+def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
+    """See :func:`zeropp_kernels.delta_apply_`."""
+    layout = message_layout(reference.numel() // count, 4)
+    if layout.groups == 0:
+        return
+    delta_apply_kernel[triton.cdiv(layout.groups, ROWS), count](
+        messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
+        EVEN=layout.numel % layout.group == 0, TILE=ROWS, **LAUNCH,
+    )  # fmt: skip

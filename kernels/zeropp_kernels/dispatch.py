@@ -1,0 +1,259 @@
+"""Registration with torch.library: checks first, then Triton for CUDA and ROCm tensors, plain torch for CPU ones.
+
+``Library.define`` and ``impl`` cost 2 us a call where ``torch.library.custom_op`` costs 20. Triton is imported at
+the first call on a GPU, so that CPU users need none.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .checks import (
+    FLOATS,
+    Memory,
+    check_bits,
+    check_blocks,
+    check_count,
+    check_encoding,
+    check_flat,
+    check_lossless,
+    check_messages,
+    check_offsets,
+    check_stats,
+)
+from .wire import BLOCK, message_layout
+
+__all__ = ["NAMESPACE"]
+
+NAMESPACE = "zeropp"
+_library = torch.library.Library(NAMESPACE, "DEF")
+_FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
+_BF16_OR_FP16 = (torch.bfloat16, torch.float16)
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
+
+
+def _quantize(
+    x: Tensor, messages: Tensor, count: int, bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool
+) -> Memory:
+    check_flat("x", x)
+    check_encoding(check_count("count", count, x.numel(), "x"), messages, count, bits, state, beta)
+    return Memory({"x": x, "messages": messages, "state": state}, ("messages", "state"))
+
+
+def _quantize_tensors(
+    tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, messages: Tensor, count: int, bits: int,
+    rotate: bool, state: Tensor | None, beta: float, reset: bool,
+) -> Memory:  # fmt: skip
+    check_count("count", count, numel * count, "messages")
+    check_blocks("numel", numel, count)
+    check_offsets(tensors, offsets, numel * count, f"the buffer of {count} messages of {numel}")
+    check_encoding(numel, messages, count, bits, state, beta)
+    return Memory({**_named(tensors), "messages": messages, "state": state}, ("messages", "state"))
+
+
+def _reduce_quantize(
+    sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
+) -> Memory:  # fmt: skip
+    check_bits("source_bits", source_bits)
+    check_count("count", count, numel * count, "sources")
+    check_messages("sources", sources, message_layout(numel, source_bits), count)
+    part = check_count("out_count", out_count, numel, "the sum")
+    check_blocks("numel // out_count", part, out_count)
+    check_encoding(part, messages, out_count, bits, state, beta)
+    return Memory({"sources": sources, "messages": messages, "state": state}, ("sources", "messages", "state"))
+
+
+def _dequantize(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> Memory:
+    check_bits("bits", bits)
+    check_flat("out", out)
+    check_messages("messages", messages, message_layout(check_count("count", count, out.numel(), "out"), bits), count)
+    return Memory({"messages": messages, "out": out}, ("messages",))
+
+
+def _reduce(
+    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
+) -> Memory:
+    check_bits("bits", bits)
+    check_count("count", count, 0, "messages")
+    check_flat("out", out, (torch.float32,) if accumulate else FLOATS)
+    check_messages("messages", messages, message_layout(out.numel(), bits), count)
+    return Memory({"messages": messages, "out": out}, ("messages",))
+
+
+def _delta_encode(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> Memory:
+    check_flat("shard", shard, (torch.float32,))
+    check_flat("reference", reference, _BF16_OR_FP16, shard.numel())
+    check_messages("message", message, message_layout(shard.numel(), 4), 1)
+    return Memory({"shard": shard, "reference": reference, "message": message}, ("message",))
+
+
+def _delta_apply(messages: Tensor, reference: Tensor, count: int) -> Memory:
+    check_flat("reference", reference, _BF16_OR_FP16)
+    numel = check_count("count", count, reference.numel(), "reference")
+    check_messages("messages", messages, message_layout(numel, 4), count)
+    return Memory({"messages": messages, "reference": reference}, ("messages",))
+
+
+def _check_offset_table(offsets: Tensor, shape: tuple[int, ...]) -> None:
+    if offsets.dtype != torch.int64:
+        raise TypeError(f"offsets is {offsets.dtype}; expected int64")
+    if tuple(offsets.shape) != shape or not offsets.is_contiguous():
+        raise ValueError(f"offsets has shape {tuple(offsets.shape)}; expected {shape}, contiguous")
+
+
+def _lossless_count(values: Tensor, reference: Tensor, offsets: Tensor) -> Memory:
+    check_flat("values", values, (torch.float32, torch.bfloat16))
+    check_flat("reference", reference, (torch.bfloat16,), values.numel())
+    _check_offset_table(offsets, (2, _blocks(values.numel()) + 1))
+    return Memory({"values": values, "reference": reference, "offsets": offsets})
+
+
+def _lossless_encode(
+    values: Tensor, reference: Tensor, offsets: Tensor, message: Tensor, room8: int, room16: int
+) -> Memory:
+    tensors = _lossless_count(values, reference, offsets).tensors
+    check_lossless(message, "message", values.numel(), 1, room8, room16)
+    return Memory({**tensors, "message": message}, ("message",))
+
+
+def _lossless_decode(
+    messages: Tensor, reference: Tensor, out: Tensor, offsets: Tensor, count: int, room8: int, room16: int
+) -> Memory:
+    check_flat("out", out, (torch.bfloat16,))
+    check_flat("reference", reference, (torch.bfloat16,), out.numel())
+    numel = check_count("count", count, out.numel(), "out")
+    blocks = check_lossless(messages, "messages", numel, count, room8, room16)
+    _check_offset_table(offsets, (count, 2, blocks + 1))
+    return Memory({"messages": messages, "reference": reference, "out": out, "offsets": offsets}, ("messages",))
+
+
+def _gather(
+    tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor, scale: float, norms: Tensor | None,
+    flag: Tensor | None,
+) -> Memory:  # fmt: skip
+    check_flat("flat", flat)
+    check_offsets(tensors, offsets, flat.numel(), "flat")
+    check_stats(norms, flag, flat.numel())
+    return Memory({**_named(tensors), "flat": flat, "norms": norms, "flag": flag}, pinned="flat")
+
+
+def _scatter(
+    flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, norms: Tensor | None,
+    flag: Tensor | None,
+) -> Memory:  # fmt: skip
+    return _gather(tensors, offsets, flat, scale, norms, flag)
+
+
+def _unsupported(name: str, *arguments: object) -> None:
+    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+    raise RuntimeError(f"{NAMESPACE}.{name} runs on CPU, CUDA and ROCm tensors; got one on {device}")
+
+
+def _register(name: str, schema: str, module: str, check: Callable[..., Memory]) -> None:
+    """Define an operation; its Triton side is the function of that name in ``module``."""
+
+    def checked(*arguments: object) -> Memory:
+        memory = check(*arguments)
+        memory.check_devices()
+        memory.check_addresses()
+        return memory
+
+    plain = getattr(reference, name)
+
+    @functools.cache
+    def fast() -> Callable[..., None]:
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)  # type: ignore[no-any-return]
+
+    def on_cpu(*arguments: object) -> None:
+        checked(*arguments)
+        with torch.no_grad():
+            plain(*arguments)
+
+    def on_gpu(*arguments: object) -> None:
+        with torch.cuda.device(checked(*arguments).device), torch.no_grad():
+            fast()(*arguments)
+
+    def fake(*arguments: object) -> None:
+        check(*arguments).check_devices()
+
+    _library.define(f"{name}({schema}) -> ()")
+    _library.impl(name, on_cpu, "CPU")
+    _library.impl(name, on_gpu, "CUDA")
+    _library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+
+
+_register(
+    "quantize_",
+    f"Tensor x, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
+    "quantize",
+    _quantize,
+)
+_register(
+    "quantize_tensors_",
+    f"Tensor[] tensors, int[] offsets, int numel, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
+    "quantize",
+    _quantize_tensors,
+)
+_register(
+    "reduce_quantize_",
+    "Tensor sources, int numel, int count, int source_bits, float scale, Tensor(a!) messages, int out_count, "
+    f"int bits, bool rotate, {_FEEDBACK}",
+    "quantize",
+    _reduce_quantize,
+)
+_register(
+    "dequantize_", "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate", "reduce", _dequantize
+)
+_register(
+    "reduce_",
+    "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate, float scale, bool accumulate",
+    "reduce",
+    _reduce,
+)
+_register(
+    "delta_encode_",
+    "Tensor shard, Tensor(a!) reference, Tensor(b!) message, bool update",
+    "delta",
+    _delta_encode,
+)
+_register("delta_apply_", "Tensor messages, Tensor(a!) reference, int count", "delta", _delta_apply)
+_register("lossless_count_", "Tensor values, Tensor reference, Tensor(a!) offsets", "lossless", _lossless_count)
+_register(
+    "lossless_encode_",
+    "Tensor values, Tensor reference, Tensor offsets, Tensor(a!) message, int room8, int room16",
+    "lossless",
+    _lossless_encode,
+)
+_register(
+    "lossless_decode_",
+    "Tensor messages, Tensor reference, Tensor(a!) out, Tensor(b!) offsets, int count, int room8, int room16",
+    "lossless",
+    _lossless_decode,
+)
+_register(
+    "gather_",
+    "Tensor[] tensors, int[] offsets, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
+    "copy",
+    _gather,
+)
+_register(
+    "scatter_",
+    "Tensor flat, Tensor(a!)[] tensors, int[] offsets, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
+    "copy",
+    _scatter,
+)

@@ -1,0 +1,261 @@
+"""The operations: flat buffers in, message bytes out, and back. All write to memory that the caller gives.
+
+CUDA and ROCm tensors go to Triton kernels, CPU tensors to plain torch, with the same bits. All operations are
+registered with ``torch.library`` as ``torch.ops.zeropp.*`` and work inside ``torch.compile(fullgraph=True)``.
+None is differentiable.
+
+Common arguments:
+
+- ``count``: messages that follow each other in one buffer, in the order of their destinations (or sources).
+- ``bits``: 8 (groups of 256 elements) or 4 (groups of 128).
+- ``rotate``: encode in the rotated domain (Hadamard, groups of 32), or come back from it.
+- ``state``, ``beta``, ``reset``: error feedback. ``state`` is uint8 [count * state_layout(numel, bits).nbytes], zeros
+  at first. What encoding loses is averaged into it, ``e <- beta * e + (1 - beta) * lost``, and added to the next
+  input. With ``reset`` the old error counts as zero. Groups that are not finite leave their state unchanged to the
+  bit.
+
+Outputs may not overlap inputs, but for ``out`` of :func:`lossless_decode_`, which may be its reference. Arguments that
+do not fit raise ``TypeError`` or ``ValueError`` that names the argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import dispatch  # noqa: F401  registers torch.ops.zeropp
+
+__all__ = [
+    "delta_apply_",
+    "delta_encode_",
+    "dequantize_",
+    "gather_",
+    "lossless_count_",
+    "lossless_decode_",
+    "lossless_encode_",
+    "quantize_",
+    "quantize_tensors_",
+    "reduce_",
+    "reduce_quantize_",
+    "scatter_",
+]
+
+
+def quantize_(
+    x: Tensor,
+    messages: Tensor,
+    *,
+    count: int = 1,
+    bits: int = 8,
+    rotate: bool = False,
+    state: Tensor | None = None,
+    beta: float = 0.8,
+    reset: bool = False,
+) -> None:
+    """Encode a flat buffer as ``count`` messages.
+
+    For each group: s = max|x| / 127 (or / 7) rounded up to bfloat16, at least 2**-126; code = x * (1 / s) rounded
+    half to even. A group with Inf or NaN gets a NaN scale and zero codes.
+
+    Args:
+        x: [count * numel], float32, bfloat16 or float16, any alignment.
+        messages: uint8 [count * message_layout(numel, bits).nbytes], written in full.
+
+    Source: ZeRO++ (arXiv 2306.10209) for the blocks, LoCo (arXiv 2407.04480) for the feedback, SDP4Bit
+    (arXiv 2410.15526) for the rotation.
+    """
+    torch.ops.zeropp.quantize_(x, messages, count, bits, rotate, state, beta, reset)
+
+
+def quantize_tensors_(
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    messages: Tensor,
+    *,
+    numel: int,
+    count: int = 1,
+    bits: int = 8,
+    rotate: bool = False,
+    state: Tensor | None = None,
+    beta: float = 0.8,
+    reset: bool = False,
+) -> None:
+    """:func:`quantize_` of a flat buffer that does not exist: tensors are read where they lie.
+
+    Args:
+        tensors: contiguous, one dtype of float32, bfloat16, float16. What lies between them counts as zeros.
+        offsets: where each tensor begins in the flat buffer, in order; multiples of 256.
+        messages: uint8 [count * message_layout(numel, bits).nbytes], written in full.
+        numel: elements of a message; with more than one message a multiple of 256.
+    """
+    torch.ops.zeropp.quantize_tensors_(
+        list(tensors), list(offsets), numel, messages, count, bits, rotate, state, beta, reset
+    )
+
+
+def reduce_quantize_(
+    sources: Tensor,
+    messages: Tensor,
+    *,
+    numel: int,
+    count: int,
+    source_bits: int = 8,
+    scale: float = 1.0,
+    out_count: int = 1,
+    bits: int = 4,
+    rotate: bool = False,
+    state: Tensor | None = None,
+    beta: float = 0.8,
+    reset: bool = False,
+) -> None:
+    """Decode ``count`` messages, sum them in float32 in their order, times ``scale``, and encode for the next hop.
+
+    Messages in the rotated domain stay there with ``rotate=False``; ``rotate=True`` takes the sum into it.
+
+    Args:
+        sources: uint8 [count * message_layout(numel, source_bits).nbytes].
+        messages: uint8 [out_count * message_layout(numel // out_count, bits).nbytes], written in full.
+        numel: elements of each source; numel // out_count is a multiple of 256 if out_count is more than 1.
+
+    Source: the two-hop all-to-all of ZeRO++ (arXiv 2306.10209, section 3.3).
+    """
+    torch.ops.zeropp.reduce_quantize_(
+        sources, numel, count, source_bits, scale, messages, out_count, bits, rotate, state, beta, reset
+    )
+
+
+def dequantize_(messages: Tensor, out: Tensor, *, count: int = 1, bits: int = 8, rotate: bool = False) -> None:
+    """Decode ``count`` messages into a flat buffer; values past the largest finite one of ``out`` become that one.
+
+    Args:
+        messages: uint8 [count * message_layout(numel, bits).nbytes].
+        out: [count * numel], float32, bfloat16 or float16, any alignment.
+    """
+    torch.ops.zeropp.dequantize_(messages, out, count, bits, rotate)
+
+
+def reduce_(
+    messages: Tensor,
+    out: Tensor,
+    *,
+    count: int,
+    bits: int = 8,
+    rotate: bool = False,
+    scale: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """``out = scale * sum of count messages``, or ``out +=``; summed in float32 in the order of the messages.
+
+    ``scale`` multiplies the finished sum, once; then comes the inverse rotation, if any, and the rounding to ``out``.
+
+    Args:
+        messages: uint8 [count * message_layout(numel, bits).nbytes].
+        out: [numel], float32, bfloat16 or float16; float32 with ``accumulate``.
+    """
+    torch.ops.zeropp.reduce_(messages, out, count, bits, rotate, scale, accumulate)
+
+
+def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, *, update: bool = True) -> None:
+    """Encode ``shard - reference`` as int4, and with ``update`` add the decoded difference to the reference.
+
+    The owner's reference and that of every receiver that calls :func:`delta_apply_` end with the same bits; what the
+    four bits lost is still in the shard and goes with the next difference.
+
+    Args:
+        shard: float32 [numel], the weights as they are.
+        reference: bfloat16 or float16 [numel], what all holders have.
+        message: uint8 [message_layout(numel, 4).nbytes], written in full.
+
+    Source: the weight differences of SDP4Bit (arXiv 2410.15526).
+    """
+    torch.ops.zeropp.delta_encode_(shard, reference, message, update)
+
+
+def delta_apply_(messages: Tensor, reference: Tensor, *, count: int = 1) -> None:
+    """Add ``count`` decoded messages to the reference, bfloat16 or float16 [count * numel]."""
+    torch.ops.zeropp.delta_apply_(messages, reference, count)
+
+
+def lossless_count_(values: Tensor, reference: Tensor, offsets: Tensor) -> None:
+    """Count what will not fit 4 bits, and 8 bits: the sizes of a message's two tiers of escapes.
+
+    Differences are those of bfloat16 encodings under an order-preserving key (b, or b ^ 0x7fff for b < 0).
+
+    Args:
+        values: bfloat16 [numel], or float32, which is rounded to bfloat16.
+        reference: bfloat16 [numel].
+        offsets: int64 [2, blocks + 1] for blocks of 256, written in full: where the escapes of each block begin,
+            for 8-bit codes and for 16-bit values; the totals come last.
+    """
+    torch.ops.zeropp.lossless_count_(values, reference, offsets)
+
+
+def lossless_encode_(
+    values: Tensor, reference: Tensor, offsets: Tensor, message: Tensor, *, room8: int, room16: int
+) -> None:
+    """Encode bfloat16 values exactly, as differences against the reference: about 4.6 bits each between two steps.
+
+    Args:
+        values, reference, offsets: as :func:`lossless_count_` had and wrote them.
+        message: uint8 [lossless_layout(numel, room8, room16).nbytes], written in full.
+        room8, room16: escapes that find room. More than that are left out: compare the totals before you send.
+    """
+    torch.ops.zeropp.lossless_encode_(values, reference, offsets, message, room8, room16)
+
+
+def lossless_decode_(
+    messages: Tensor,
+    reference: Tensor,
+    out: Tensor,
+    offsets: Tensor,
+    *,
+    count: int = 1,
+    room8: int,
+    room16: int,
+) -> None:
+    """Decode ``count`` messages; bit-identical to the encoded values for every pattern of 16 bits.
+
+    Args:
+        messages: uint8 [count * lossless_layout(numel, room8, room16).nbytes].
+        reference: bfloat16 [count * numel], the same bits as the sender's.
+        out: bfloat16 [count * numel]; may be the reference itself.
+        offsets: int64 [count, 2, blocks + 1], room to work in; holds the escapes' places afterwards.
+    """
+    torch.ops.zeropp.lossless_decode_(messages, reference, out, offsets, count, room8, room16)
+
+
+def gather_(
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    flat: Tensor,
+    *,
+    scale: float = 1.0,
+    norms: Tensor | None = None,
+    flag: Tensor | None = None,
+) -> None:
+    """Copy many tensors into one flat buffer, in one launch: ``flat = scale * tensor``, zeros between tensors.
+
+    Args:
+        tensors: contiguous, one dtype of float32, bfloat16, float16.
+        offsets: where each begins in ``flat``, in order; multiples of 256.
+        flat: [numel], float32, bfloat16 or float16; on a GPU it may be pinned host memory, which the caller keeps
+            until the kernel has ended.
+        norms: float32 [ceil(numel / 256)], gets the sum of squares of each block, of the scaled float32 values.
+        flag: int32 [1], becomes 1 if a scaled value is Inf or NaN, and is left alone otherwise.
+    """
+    torch.ops.zeropp.gather_(list(tensors), list(offsets), flat, scale, norms, flag)
+
+
+def scatter_(
+    flat: Tensor,
+    tensors: Sequence[Tensor],
+    offsets: Sequence[int],
+    *,
+    scale: float = 1.0,
+    norms: Tensor | None = None,
+    flag: Tensor | None = None,
+) -> None:
+    """The mirror of :func:`gather_`: ``tensor = scale * flat``; norms and flag are those of all of ``flat``."""
+    torch.ops.zeropp.scatter_(flat, list(tensors), list(offsets), scale, norms, flag)

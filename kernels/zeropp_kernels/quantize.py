@@ -1,0 +1,179 @@
+"""Triton: values -> messages, from a flat buffer, from tensors where they lie, or from the sum of other messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .blocks import (
+    LAUNCH,
+    ROWS,
+    encode_pair,
+    group_peak,
+    load_pair,
+    rotate,
+    scale_of,
+    scale_value,
+    store_codes,
+    store_scales,
+    value_pair,
+)
+from .feedback import keep_error, load_error
+from .reduce import sum_pair
+from .table import block_table, load_blocks
+from .wire import message_layout, state_layout
+
+__all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
+
+
+@triton.jit
+def _encode(
+    lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
+    beta, rest, reset,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The second half of every kernel here: rotate, add the error, encode, keep the new error."""
+    K: tl.constexpr = BITS // 4
+    message = messages + tl.program_id(1).to(tl.int64) * nbytes
+    live = first + tl.arange(0, TILE) < groups
+    if ROTATE:
+        lower, upper = rotate(lower, upper)
+    if FEEDBACK:
+        state += tl.program_id(1).to(tl.int64) * state_nbytes
+        old_lower, old_upper = load_error(state, state_scales_offset, first, live, reset, TILE, K)
+        lower += old_lower
+        upper += old_upper
+    bits, inverse, mask = scale_of(group_peak(lower, upper), BITS)
+    lower_code, upper_code = encode_pair(lower, upper, inverse, mask)
+    store_codes(message + first.to(tl.int64) * (16 * BITS * K), lower_code, upper_code, live, BITS, TILE, K)
+    store_scales(message + scales_offset, bits, first, groups, slots, TILE)
+    if FEEDBACK:
+        lower_value, upper_value = value_pair(lower_code, upper_code, scale_value(bits)[:, None, None], BITS)
+        keep_error(
+            state, state_scales_offset, first, live & (mask != 0), old_lower, old_upper,
+            lower - lower_value, upper - upper_value, beta, rest, TILE, K,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["reset"])
+def quantize_kernel(
+    x, numel, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
+    beta, rest, reset,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a flat buffer. Grid: (tiles of a message, messages)."""
+    K: tl.constexpr = BITS // 4
+    first = tl.program_id(0) * TILE
+    start = first.to(tl.int64) * (128 * K)
+    live = first + tl.arange(0, TILE) < groups
+    source = x + tl.program_id(1).to(tl.int64) * numel + start
+    lower, upper = load_pair(source, numel - start, live, EVEN, TILE, K)
+    _encode(
+        lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
+        beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["reset"])
+def quantize_tensors_kernel(
+    table, tensor_of_block, numel, messages, state, groups, slots, nbytes, scales_offset, state_nbytes,
+    state_scales_offset, beta, rest, reset,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of tensors that lie anywhere. Grid: (tiles of a message, messages)."""
+    K: tl.constexpr = BITS // 4
+    first = tl.program_id(0) * TILE
+    live = first + tl.arange(0, TILE) < groups
+    start = tl.program_id(1).to(tl.int64) * numel + first.to(tl.int64) * (128 * K)
+    lower, upper = load_blocks(table, tensor_of_block, start, live, DTYPE, EVEN, TILE, K)
+    _encode(
+        lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
+        beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["reset"])
+def reduce_quantize_kernel(
+    sources, count, source_groups, source_nbytes, source_scales_offset, scale, numel,
+    messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset, beta, rest, reset,
+    SOURCE_BITS: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of the scaled sum of ``count`` messages. Grid: (tiles of an outgoing message, outgoing messages)."""
+    K: tl.constexpr = BITS // 4
+    first = tl.program_id(0) * TILE
+    row = (tl.program_id(1).to(tl.int64) * numel) // 128 + first.to(tl.int64) * K
+    lower, upper = sum_pair(
+        sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, TILE, K
+    )
+    _encode(
+        lower * scale, upper * scale, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes,
+        state_scales_offset, beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
+    )  # fmt: skip
+
+
+def _launch(
+    kernel: triton.runtime.KernelInterface,
+    source: Sequence[object],
+    messages: Tensor,
+    numel: int,
+    count: int,
+    bits: int,
+    rotate: bool,
+    state: Tensor | None,
+    beta: float,
+    reset: bool,
+    **constants: object,
+) -> None:
+    """Launch an encoding kernel: ``source`` are its first arguments, the rest is the same for all."""
+    layout = message_layout(numel, bits)
+    kept = state_layout(numel, bits)
+    tile = ROWS * 128 // layout.group
+    if layout.slots == 0 or count == 0:
+        return
+    kernel[triton.cdiv(layout.slots, tile), count](
+        *source, messages, state if state is not None else messages,
+        layout.groups, layout.slots, layout.nbytes, layout.scales_offset, kept.nbytes, kept.scales_offset,
+        beta, 1.0 - beta, int(reset),
+        BITS=bits, ROTATE=rotate, FEEDBACK=state is not None, TILE=tile, **constants, **LAUNCH,
+    )  # fmt: skip
+
+
+def quantize_(
+    x: Tensor, messages: Tensor, count: int, bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool
+) -> None:
+    """See :func:`zeropp_kernels.quantize_`."""
+    numel = x.numel() // count
+    even = numel % message_layout(numel, bits).group == 0
+    _launch(quantize_kernel, (x, numel), messages, numel, count, bits, rotate, state, beta, reset, EVEN=even)
+
+
+def quantize_tensors_(
+    tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, messages: Tensor, count: int, bits: int,
+    rotate: bool, state: Tensor | None, beta: float, reset: bool,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.quantize_tensors_`."""
+    table = block_table(tensors, offsets, numel * count, messages.device)
+    source = (table.tensors, table.tensor_of_block, numel)
+    _launch(
+        quantize_tensors_kernel, source, messages, numel, count, bits, rotate, state, beta, reset,
+        DTYPE=table.dtype, EVEN=table.even,
+    )  # fmt: skip
+
+
+def reduce_quantize_(
+    sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.reduce_quantize_`."""
+    source = message_layout(numel, source_bits)
+    part = numel // out_count
+    arguments = (sources, count, source.groups, source.nbytes, source.scales_offset, scale, part)
+    _launch(
+        reduce_quantize_kernel, arguments, messages, part, out_count, bits, rotate, state, beta, reset,
+        SOURCE_BITS=source_bits,
+    )  # fmt: skip

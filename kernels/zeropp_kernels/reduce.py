@@ -1,0 +1,95 @@
+"""Triton: messages -> values, n messages -> their sum."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .blocks import LAUNCH, ROWS, load_codes, load_pair, rotate, saturate, scale_value, store_pair, value_pair
+from .wire import message_layout
+
+__all__ = ["dequantize_", "reduce_", "sum_pair"]
+
+
+@triton.jit
+def _message_pair(message, scales_offset, row, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Values of TILE * K rows of one message from row ``row`` on; K need not be that of the message's groups."""
+    rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
+    group = rows // (BITS // 4)
+    live = group < groups
+    scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
+    scale = scale_value(tl.load(scales + group, mask=live, other=0))
+    lower, upper = load_codes(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
+    return value_pair(lower, upper, scale[:, :, None], BITS)
+
+
+@triton.jit
+def sum_pair(
+    messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
+):
+    """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on."""
+    lower, upper = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
+    for _ in range(1, count):
+        messages += nbytes
+        next_lower, next_upper = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
+        lower += next_lower
+        upper += next_upper
+    return lower, upper
+
+
+@triton.jit
+def reduce_kernel(
+    messages, count, out, numel, groups, nbytes, scales_offset, scale,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
+    K: tl.constexpr = BITS // 4
+    part = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * TILE
+    row = first.to(tl.int64) * K
+    left = numel - row * 128
+    live = first + tl.arange(0, TILE) < groups
+    lower, upper = sum_pair(
+        messages + part * count * nbytes, count, row, groups, nbytes, scales_offset, BITS, TILE, K
+    )
+    lower *= scale
+    upper *= scale
+    if ROTATE:
+        lower, upper = rotate(lower, upper)
+        lower *= 32.0
+        upper *= 32.0
+    target = out + part * numel + row * 128
+    lower = saturate(lower, out.dtype.element_ty)
+    upper = saturate(upper, out.dtype.element_ty)
+    if ACCUMULATE:
+        old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, K)
+        lower += old_lower
+        upper += old_upper
+    store_pair(target, lower, upper, left, live, EVEN, TILE, K)
+
+
+def _launch(
+    messages: Tensor, out: Tensor, parts: int, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
+) -> None:
+    numel = out.numel() // parts
+    layout = message_layout(numel, bits)
+    if layout.groups == 0:
+        return
+    tile = ROWS * 128 // layout.group
+    reduce_kernel[triton.cdiv(layout.groups, tile), parts](
+        messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
+        BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile, **LAUNCH,
+    )  # fmt: skip
+
+
+def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
+    """See :func:`zeropp_kernels.dequantize_`."""
+    _launch(messages, out, count, 1, bits, rotate, 1.0, False)
+
+
+def reduce_(
+    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
+) -> None:
+    """See :func:`zeropp_kernels.reduce_`."""
+    _launch(messages, out, 1, count, bits, rotate, scale, accumulate)

@@ -1,0 +1,155 @@
+"""Groups of elements in plain torch: scales, codes, rotation, and the walk over a buffer in tiles that fit a cache.
+
+A tile is a float32 tensor [rows, group]. All arithmetic is elementwise float32, each operation rounded once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..wire import MessageLayout
+
+__all__ = [
+    "Part", "decode_", "encode_", "parts", "rotate_", "saturate_", "scale_values", "scratch", "tiles", "unrotate_",
+]  # fmt: skip
+
+_TILE = 1 << 16  # elements: 256 KiB of float32, so that a tile and its scratch stay in a core's cache
+_LEVELS = {8: torch.tensor(127.0, device="cpu"), 4: torch.tensor(7.0, device="cpu")}
+_ONE = torch.tensor(1.0, device="cpu")
+_SMALLEST_SCALE = 0x0080  # 2**-126 in bfloat16
+# The largest bfloat16 of which 7 times is finite in float32; for 127 times, rounding up never gets that far.
+_LARGEST_SCALE = {8: 0x7F7F, 4: 0x7E12}
+_NAN_SCALE = 0x7FC0
+
+
+class _Scratch(threading.local):
+    """Tiles that calls of one thread share: fresh memory would cost more in page faults than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+
+
+_scratch = _Scratch()
+
+
+def scratch(name: str, rows: int, columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """[rows, columns] of this thread's buffer of that name."""
+    buffer = _scratch.buffers.get((name, dtype))
+    if buffer is None:
+        with torch.inference_mode(False):  # a tensor of that mode could not be written to outside it
+            buffer = _scratch.buffers[(name, dtype)] = torch.empty(_TILE, dtype=dtype, device="cpu")
+    return buffer[: rows * columns].view(rows, columns)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Codes uint8 [groups, bytes of a group] and scales (bits of bfloat16) int16 [groups] of one message."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def rows(self, first: int, last: int) -> Part:
+        return Part(self.codes[first:last], self.scales[first:last])
+
+
+def parts(messages: Tensor, layout: MessageLayout, count: int) -> list[Part]:
+    """Views of ``count`` messages that follow each other."""
+    found = []
+    for index in range(count):
+        message = messages[index * layout.nbytes : (index + 1) * layout.nbytes]
+        codes = message[: layout.codes_nbytes].view(layout.groups, layout.group * layout.bits // 8)
+        found.append(Part(codes, message[layout.scales_offset :].view(torch.int16)))
+    return found
+
+
+def tiles(layout: MessageLayout) -> Iterator[tuple[int, int]]:
+    """(first group, last group) of each tile of a message."""
+    step = _TILE // layout.group
+    for first in range(0, layout.groups, step):
+        yield first, min(first + step, layout.groups)
+
+
+def _scale_bits(peak: Tensor, finite: Tensor, bits: int) -> Tensor:
+    """int32 [rows]: bfloat16 bits of peak / levels rounded up; NaN where the group is not finite."""
+    raised = (torch.div(peak, _LEVELS[bits]).view(torch.int32) + 0xFFFF) >> 16
+    return raised.clamp_(_SMALLEST_SCALE, _LARGEST_SCALE[bits]).masked_fill_(~finite, _NAN_SCALE)
+
+
+def scale_values(scales: Tensor) -> Tensor:
+    """float32 [rows, 1] from bits of bfloat16."""
+    return (scales.to(torch.int32) << 16).view(torch.float32).unsqueeze(1)
+
+
+def encode_(values: Tensor, part: Part, bits: int) -> Tensor:
+    """Write a tile as codes and scales; returns which groups are finite, bool [rows]."""
+    rows, group = values.shape
+    work = scratch("encode", rows, group)
+    peak = torch.amax(torch.abs(values, out=work), 1)
+    finite = peak.isfinite()
+    scales = _scale_bits(peak, finite, bits)
+    part.scales.copy_(scales)
+    torch.mul(values, torch.div(_ONE, scale_values(scales)), out=work).round_()
+    if not finite.all():
+        work.masked_fill_(~finite.unsqueeze(1), 0.0)
+    if bits == 8:
+        part.codes.view(torch.int8).copy_(work)
+        return finite
+    codes = scratch("codes", rows, group, torch.int8).copy_(work)
+    half = group // 2
+    packed = part.codes.view(torch.int8)
+    torch.bitwise_left_shift(codes[:, half:], 4, out=packed)
+    packed.bitwise_or_(codes[:, :half].bitwise_and_(15))
+    return finite
+
+
+def decode_(part: Part, out: Tensor, bits: int, *, add: bool = False) -> None:
+    """``out`` [rows, group] float32 becomes, or gains, the values of a tile; products with a scale are exact."""
+    rows, group = out.shape
+    scale = scale_values(part.scales)
+    codes = part.codes.view(torch.int8)
+    if bits == 4:
+        half = group // 2
+        packed, codes = codes, scratch("codes", rows, group, torch.int8)
+        torch.bitwise_left_shift(packed, 4, out=codes[:, :half])
+        torch.bitwise_right_shift(codes[:, :half], 4, out=codes[:, :half])
+        torch.bitwise_right_shift(packed, 4, out=codes[:, half:])
+    if add:
+        out.addcmul_(scratch("decode", rows, group).copy_(codes), scale)
+    else:
+        out.copy_(codes).mul_(scale)
+
+
+def _halve(x: Tensor) -> Tensor:
+    """One step of the transform in runs of 16: sums of neighbours come first, their differences after them."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.cat((even + odd, even - odd), dim=-1)
+
+
+def rotate_(values: Tensor) -> None:
+    """Hadamard transform, times 2**-5, of each 32 elements of a tile, in place.
+
+    In each 128 elements, 16 in a row of the first 64 go with the same 16 of the last 64. Source of the transform:
+    SDP4Bit (arXiv 2410.15526); orthonormal but for a power of two, which is exact where sqrt(32) is not.
+    """
+    lower, upper = values.mul_(0.03125).view(-1, 2, 4, 16).unbind(1)
+    pair = torch.stack((lower + upper, lower - upper), dim=1)
+    for _ in range(4):
+        pair = _halve(pair)
+    values.copy_(pair.view(values.shape))
+
+
+def unrotate_(values: Tensor) -> None:
+    """The inverse of :func:`rotate_`, in place."""
+    rotate_(values)
+    values.mul_(32.0)
+
+
+def saturate_(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What passes the largest finite value of ``dtype`` becomes that value; NaN stays NaN. In place."""
+    limit = torch.finfo(dtype).max
+    return values.clamp_(-limit, limit)

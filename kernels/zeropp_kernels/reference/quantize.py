@@ -1,0 +1,122 @@
+"""Values -> messages, from a flat buffer, from tensors where they lie, or from the sum of other messages."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..wire import MessageLayout, message_layout, state_layout
+from .blocks import Part, decode_, encode_, parts, rotate_, scratch, tiles
+from .reduce import sum_tile_
+
+__all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
+
+# fill(values [n] float32, start, stop): write elements from ``start`` on, before ``stop``; returns how many.
+Fill = Callable[[Tensor, int, int], int]
+
+
+def _keep_error(part: Part, error: Tensor, lost: Tensor, finite: Tensor, beta: float) -> None:
+    """Average what was lost into the error, and keep that as int8; groups that are not finite keep theirs."""
+    error.mul_(beta).add_(lost.mul_(1.0 - beta))
+    spoilt = (~finite).nonzero().squeeze(1)
+    codes, scales = part.codes[spoilt], part.scales[spoilt]
+    encode_(error, part, 8)
+    part.codes[spoilt] = codes
+    part.scales[spoilt] = scales
+
+
+def _encode_tile(values: Tensor, message: Part, bits: int, state: Part | None, beta: float, reset: bool) -> None:
+    """Encode a tile, with feedback where there is a state."""
+    if state is None:
+        encode_(values, message, bits)
+        return
+    error = scratch("error", *values.shape)
+    if reset:
+        error.zero_()
+    else:
+        decode_(state, error, 8)
+    values.add_(error)
+    finite = encode_(values, message, bits)
+    decoded = scratch("decoded", *values.shape)
+    decode_(message, decoded, bits)
+    _keep_error(state, error, values.sub_(decoded), finite, beta)
+
+
+def _encode_all(
+    fill: Fill, messages: Tensor, layout: MessageLayout, count: int, rotate: bool, state: Tensor | None, beta: float,
+    reset: bool,
+) -> None:  # fmt: skip
+    """Walk over ``count`` messages tile by tile; ``fill`` gives the values."""
+    kept = state_layout(layout.numel, layout.bits)
+    states = parts(state, kept, count) if state is not None else [None] * count
+    for index, (message, error) in enumerate(zip(parts(messages, layout, count), states, strict=True)):
+        for first, last in tiles(layout):
+            values = scratch("values", last - first, layout.group)
+            flat = values.view(-1)
+            present = fill(flat, index * layout.numel + first * layout.group, (index + 1) * layout.numel)
+            flat[present:].zero_()
+            if rotate:
+                rotate_(values)
+            tile_error = error.rows(first, last) if error is not None else None
+            _encode_tile(values, message.rows(first, last), layout.bits, tile_error, beta, reset)
+        message.scales[layout.groups :].zero_()
+
+
+def quantize_(
+    x: Tensor, messages: Tensor, count: int, bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool
+) -> None:
+    """See :func:`zeropp_kernels.quantize_`."""
+
+    def fill(values: Tensor, start: int, stop: int) -> int:
+        source = x[start : min(stop, start + values.numel())]
+        values[: source.numel()].copy_(source)
+        return source.numel()
+
+    layout = message_layout(x.numel() // count, bits)
+    _encode_all(fill, messages, layout, count, rotate, state, beta, reset)
+
+
+def quantize_tensors_(
+    tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, messages: Tensor, count: int, bits: int,
+    rotate: bool, state: Tensor | None, beta: float, reset: bool,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.quantize_tensors_`."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+
+    def fill(values: Tensor, start: int, stop: int) -> int:
+        values.zero_()
+        stop = min(stop, start + values.numel())
+        index = max(bisect_right(offsets, start) - 1, 0)
+        while index < len(flat) and offsets[index] < stop:
+            begin = max(start, offsets[index])
+            end = min(stop, offsets[index] + flat[index].numel())
+            if begin < end:
+                values[begin - start : end - start].copy_(flat[index][begin - offsets[index] : end - offsets[index]])
+            index += 1
+        return stop - start
+
+    _encode_all(fill, messages, message_layout(numel, bits), count, rotate, state, beta, reset)
+
+
+def reduce_quantize_(
+    sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.reduce_quantize_`."""
+    source = message_layout(numel, source_bits)
+    incoming = parts(sources, source, count)
+
+    def fill(values: Tensor, start: int, stop: int) -> int:
+        # Rotated messages hold more than ``numel`` elements: what a group's padding became counts too.
+        first = start // source.group
+        last = min(-(-(start + values.numel()) // source.group), source.groups)
+        total = scratch("sum", last - first, source.group)
+        sum_tile_(incoming, first, last, source_bits, total)
+        present = total.view(-1)[start - first * source.group :][: values.numel()]
+        torch.mul(present, scale, out=values[: present.numel()])
+        return present.numel()
+
+    _encode_all(fill, messages, message_layout(numel // out_count, bits), out_count, rotate, state, beta, reset)

@@ -1,0 +1,51 @@
+"""Messages -> values, n messages -> their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..wire import message_layout
+from .blocks import Part, decode_, parts, saturate_, scratch, tiles, unrotate_
+
+__all__ = ["dequantize_", "reduce_", "sum_tile_"]
+
+
+def sum_tile_(messages: Sequence[Part], first: int, last: int, bits: int, out: Tensor) -> None:
+    """Float32 sum of groups [first, last) of the messages, in their order, into ``out`` [last - first, group]."""
+    for index, message in enumerate(messages):
+        decode_(message.rows(first, last), out, bits, add=index > 0)
+
+
+def _sum(
+    messages: Sequence[Part], out: Tensor, bits: int, rotate: bool, scale: float, accumulate: bool
+) -> None:
+    layout = message_layout(out.numel(), bits)
+    for first, last in tiles(layout):
+        total = scratch("sum", last - first, layout.group)
+        sum_tile_(messages, first, last, bits, total)
+        if scale != 1.0:
+            total.mul_(scale)
+        if rotate:
+            unrotate_(total)
+        start, stop = first * layout.group, min(last * layout.group, layout.numel)
+        present = saturate_(total, out.dtype).view(-1)[: stop - start]
+        if accumulate:
+            out[start:stop].add_(present)
+        else:
+            out[start:stop].copy_(present)
+
+
+def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
+    """See :func:`zeropp_kernels.dequantize_`."""
+    numel = out.numel() // count
+    for index, message in enumerate(parts(messages, message_layout(numel, bits), count)):
+        _sum([message], out[index * numel : (index + 1) * numel], bits, rotate, 1.0, False)
+
+
+def reduce_(
+    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
+) -> None:
+    """See :func:`zeropp_kernels.reduce_`."""
+    _sum(parts(messages, message_layout(out.numel(), bits), count), out, bits, rotate, scale, accumulate)

@@ -1,0 +1,127 @@
+"""Message layout: where codes and scales lie in the bytes that one hop carries. Integers only, no torch.
+
+A message holds the codes of its elements, block by block, and after them everything that the blocks share::
+
+    quantized | codes, padded to 16 bytes | one bfloat16 scale a group | zeros to 128 bytes |
+    lossless  | 4-bit codes | 8-bit codes of escapes, padded to 16 bytes | 16-bit values | zeros to 128 bytes |
+
+Scales come last and not beside their group, since 130-byte groups would break the 16-byte alignment that wide loads
+need. n messages of one hop follow each other in the order of their destinations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = [
+    "BLOCK",
+    "CODES_ALIGNMENT",
+    "GROUPS",
+    "MESSAGE_ALIGNMENT",
+    "LosslessLayout",
+    "MessageLayout",
+    "lossless_layout",
+    "message_layout",
+    "state_layout",
+]
+
+BLOCK = 256  # elements: the unit of alignment; a tensor that travels with others starts on a block
+CODES_ALIGNMENT = 16  # bytes: one 128-bit store
+MESSAGE_ALIGNMENT = 128  # bytes: one cache line
+SCALE_NBYTES = 2  # bfloat16
+GROUPS = {8: 256, 4: 128}  # bits of a code -> elements that share a scale
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _blocks(numel: int, size: int) -> int:
+    if numel < 0:
+        raise ValueError(f"numel is {numel}; a message holds 0 or more elements")
+    return -(-numel // size)
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """One message of ``numel`` elements in codes of ``bits`` bits, a scale for every ``group`` of them."""
+
+    numel: int
+    bits: int
+    group: int
+
+    @property
+    def groups(self) -> int:
+        """Groups, the last of which may be partly filled; what is missing is encoded as zeros."""
+        return _blocks(self.numel, self.group)
+
+    @property
+    def codes_nbytes(self) -> int:
+        return self.groups * self.group * self.bits // 8
+
+    @property
+    def scales_offset(self) -> int:
+        """Bytes from the start of the message to the first scale."""
+        return _round_up(self.codes_nbytes, CODES_ALIGNMENT)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole message."""
+        return _round_up(self.scales_offset + self.groups * SCALE_NBYTES, MESSAGE_ALIGNMENT)
+
+    @property
+    def slots(self) -> int:
+        """Places for scales up to the end of the message; those after the last group hold zeros."""
+        return (self.nbytes - self.scales_offset) // SCALE_NBYTES
+
+
+def message_layout(numel: int, bits: int) -> MessageLayout:
+    """Layout of ``numel`` elements in int8 (``bits`` 8, group 256) or int4 (``bits`` 4, group 128)."""
+    if bits not in GROUPS:
+        raise ValueError(f"bits is {bits!r}; codes have {' or '.join(map(str, sorted(GROUPS)))} bits")
+    return MessageLayout(numel, bits, GROUPS[bits])
+
+
+def state_layout(numel: int, bits: int) -> MessageLayout:
+    """Layout of the error that feedback keeps beside a message of ``bits``: 8-bit codes in the message's groups."""
+    return MessageLayout(numel, 8, message_layout(numel, bits).group)
+
+
+@dataclass(frozen=True)
+class LosslessLayout:
+    """One message of ``numel`` differences in 4 bits, with room for those that need 8, and those that need 16."""
+
+    numel: int
+    room8: int
+    room16: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 256, the last of which may be partly filled."""
+        return _blocks(self.numel, BLOCK)
+
+    @property
+    def codes_nbytes(self) -> int:
+        return self.blocks * BLOCK // 2
+
+    @property
+    def room8_offset(self) -> int:
+        """Bytes to the first 8-bit code."""
+        return self.codes_nbytes
+
+    @property
+    def room16_offset(self) -> int:
+        """Bytes to the first 16-bit value."""
+        return _round_up(self.room8_offset + self.room8, CODES_ALIGNMENT)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole message."""
+        return _round_up(self.room16_offset + 2 * self.room16, MESSAGE_ALIGNMENT)
+
+
+def lossless_layout(numel: int, room8: int, room16: int) -> LosslessLayout:
+    """Layout of ``numel`` differences with room for ``room8`` escapes from 4 bits and ``room16`` escapes from 8."""
+    if room8 < 0 or room16 < 0:
+        raise ValueError(f"room8 is {room8} and room16 is {room16}; room for escapes is 0 or more elements")
+    return LosslessLayout(numel, room8, room16)

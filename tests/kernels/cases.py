@@ -1,0 +1,72 @@
+"""What the kernel tests share: lengths, values that hit every branch, and the Triton side of each operation.
+
+The Triton side runs on a CUDA device where there is one, and otherwise on CPU tensors under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from zeropp_kernels import copy, delta, lossless, quantize, reduce
+
+__all__ = ["BITS", "DEVICE", "DTYPES", "LENGTHS", "TRITON", "poisoned", "same_bits", "values"]
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = (8, 4)
+LENGTHS = (1, 127, 128, 129, 255, 256, 257, 100_003)
+
+TRITON = SimpleNamespace(
+    quantize_=quantize.quantize_,
+    quantize_tensors_=quantize.quantize_tensors_,
+    reduce_quantize_=quantize.reduce_quantize_,
+    dequantize_=reduce.dequantize_,
+    reduce_=reduce.reduce_,
+    delta_encode_=delta.delta_encode_,
+    delta_apply_=delta.delta_apply_,
+    lossless_count_=lossless.lossless_count_,
+    lossless_encode_=lossless.lossless_encode_,
+    lossless_decode_=lossless.lossless_decode_,
+    gather_=copy.gather_,
+    scatter_=copy.scatter_,
+)
+
+
+def values(numel: int, dtype: torch.dtype, seed: int = 0, *, spoilt: bool = True) -> Tensor:
+    """Heavy-tailed values of every size, at an odd address; among them, where there is room, the special cases.
+
+    Whole groups of zeros and of subnormals, -0, the largest finite value, and with ``spoilt`` Inf and NaN.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + numel)
+    spread = torch.randn(numel + 1, generator=generator).mul_(3).exp_()
+    x = torch.randn(numel + 1, generator=generator).mul_(spread).clamp_(-6e4, 6e4).to(dtype)[1:]
+    if numel >= 3:
+        x[1] = -0.0
+    if numel > 5000:
+        x[256:512] = 0.0
+        x[512:768] = torch.finfo(dtype).smallest_normal / 3 * torch.randn(256, generator=generator)
+        x[1024] = torch.finfo(dtype).max
+        if spoilt:
+            x[1300] = float("inf")
+            x[2000] = float("nan")
+            x[-1] = float("-inf")
+    return x
+
+
+def poisoned(nbytes: int) -> Tensor:
+    """Bytes that no operation may leave behind."""
+    return torch.full((nbytes,), 0xA5, dtype=torch.uint8)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal bit for bit, but any NaN equals any other: their payload is the machine's own affair."""
+    a, b = a.cpu(), b.cpu()
+    if a.dtype.is_floating_point:
+        nan = a.isnan()
+        if not torch.equal(nan, b.isnan()):
+            return False
+        a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,90 @@
+"""The formulas of the wire a third time, in numpy and float64, written from the design and not from either program.
+
+Float64 holds every product and sum of two float32 numbers exactly or rounds it innocuously, so one rounding to float32
+after each operation is float32 arithmetic.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Values = npt.NDArray[np.float64]
+GROUP = {8: 256, 4: 128}
+LEVELS = {8: 127.0, 4: 7.0}
+
+
+def single(x: Values) -> Values:
+    """Rounded to float32."""
+    with np.errstate(over="ignore"):
+        return x.astype(np.float32).astype(np.float64)
+
+
+def bfloat16_up(x: Values) -> Values:
+    """The smallest number of 8 significant bits that is not below x > 0, and at least 2**-126."""
+    mantissa, exponent = np.frexp(x)
+    return np.maximum(np.ldexp(np.ceil(mantissa * 256) / 256, exponent), 2.0**-126)
+
+
+def grouped(x: Values, group: int) -> Values:
+    return np.pad(x, (0, -len(x) % group)).reshape(-1, group)
+
+
+def encode(x: Values, bits: int, group: int | None = None) -> tuple[Values, Values]:
+    """(codes [groups, group], scales [groups])."""
+    rows = grouped(x, group or GROUP[bits])
+    peak = np.abs(rows).max(axis=1)
+    finite = np.isfinite(peak)
+    scale = np.where(finite, bfloat16_up(np.where(finite, peak, 1.0) / LEVELS[bits]), np.nan)
+    inverse = single(1.0 / scale)
+    codes = np.rint(single(np.where(finite[:, None], rows, 0.0) * inverse[:, None]))
+    return np.where(finite[:, None], codes, 0.0), scale
+
+
+def decode(codes: Values, scales: Values, numel: int) -> Values:
+    return (codes * scales[:, None]).reshape(-1)[:numel]
+
+
+def unpack(message: npt.NDArray[np.uint8], numel: int, bits: int, group: int | None = None) -> tuple[Values, Values]:
+    """Codes and scales out of a message; byte j of 64 has element j of 128 below, and j + 64 above."""
+    group = group or GROUP[bits]
+    groups = -(-numel // group)
+    size = groups * group * bits // 8
+    if bits == 8:
+        codes = message[:size].view(np.int8).reshape(groups, group).astype(np.float64)
+    else:
+        pairs = message[:size].reshape(groups, 64)
+        both = np.concatenate([pairs & 15, pairs >> 4], axis=1).astype(np.float64)
+        codes = np.where(both > 7, both - 16, both)
+    words = message[size : size + 2 * groups].view(np.uint16).astype(np.uint32) << 16
+    return codes, words.view(np.float32).astype(np.float64)
+
+
+def feedback(x: Values, error: Values, bits: int, beta: float) -> tuple[Values, Values, Values, Values]:
+    """(codes, scales, codes and scales of the new error); the error in 8 bits, in the groups of the message."""
+    h = single(x + error)
+    codes, scales = encode(h, bits)
+    lost = single(h - decode(codes, scales, len(h)))
+    keep, rest = single(np.array(beta)), single(np.array(1.0 - beta))
+    new = single(single(error * keep) + single(lost * rest))
+    return codes, scales, *encode(new, 8, GROUP[bits])
+
+
+def hadamard() -> Values:
+    """The orthonormal matrix of 32, by doubling."""
+    matrix = np.ones((1, 1))
+    while len(matrix) < 32:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(32.0)
+
+
+def rotated(x: Values) -> Values:
+    """Each 32 elements of 128, 16 in a row of both halves, through the orthonormal matrix; up to their order."""
+    rows = grouped(x, 128).reshape(-1, 2, 4, 16).transpose(0, 2, 1, 3).reshape(-1, 32)
+    return rows @ hadamard()
+
+
+def key(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """Of bfloat16: an integer that grows with the number."""
+    signed = bits.view(np.int16)
+    return np.where(signed < 0, signed ^ 0x7FFF, signed).astype(np.int64)

@@ -1,0 +1,239 @@
+"""The registered operations: what torch asks of them, and what they ask of their arguments."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeropp_kernels as kernels
+from tests.kernels.cases import BITS, DTYPES, values
+from zeropp_kernels import lossless_layout, message_layout, state_layout
+
+NUMEL = 600
+
+
+def messages_for(numel: int, bits: int, count: int = 1) -> Tensor:
+    return torch.zeros(message_layout(numel, bits).nbytes * count, dtype=torch.uint8)
+
+
+def real_messages(numel: int, bits: int, count: int = 1) -> Tensor:
+    messages = messages_for(numel, bits, count)
+    kernels.quantize_(values(numel * count, torch.float32, 3), messages, count=count, bits=bits)
+    return messages
+
+
+def samples() -> dict[str, tuple[object, ...]]:
+    """Arguments of one call of each operation, as torch.ops sees them."""
+    x = values(NUMEL, torch.bfloat16)
+    state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
+    held = values(NUMEL, torch.bfloat16, 1)
+    offsets = torch.zeros(2, 4, dtype=torch.int64)
+    lossless = torch.zeros(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
+    tensors, places = [values(100, torch.float32), values(300, torch.float32)], [0, 256]
+    shard, flat = values(NUMEL, torch.float32).clone(), torch.zeros(NUMEL)
+    norms, flag = torch.zeros(3), torch.zeros(1, dtype=torch.int32)
+    return {
+        "quantize_": (x, messages_for(NUMEL, 4), 1, 4, True, state, 0.8, False),
+        "quantize_tensors_": (tensors, places, NUMEL, messages_for(NUMEL, 8), 1, 8, False, None, 0.0, False),
+        "reduce_quantize_": (
+            real_messages(NUMEL, 8, 2), NUMEL, 2, 8, 0.5, messages_for(NUMEL, 4), 1, 4, False, state, 0.8, True,
+        ),
+        "dequantize_": (real_messages(NUMEL, 8), torch.zeros(NUMEL), 1, 8, False),
+        "reduce_": (real_messages(NUMEL, 8, 3), torch.zeros(NUMEL), 3, 8, False, 0.5, True),
+        "delta_encode_": (shard, held.clone(), messages_for(NUMEL, 4), True),
+        "delta_apply_": (real_messages(NUMEL, 4), held.clone(), 1),
+        "lossless_count_": (x, held, offsets),
+        "lossless_encode_": (x, held, offsets, lossless, NUMEL, NUMEL),
+        "lossless_decode_": (lossless, held, torch.zeros_like(held), offsets[None].clone(), 1, NUMEL, NUMEL),
+        "gather_": (tensors, places, flat, 1.0, norms, flag),
+        "scatter_": (shard, [tensor.clone() for tensor in tensors], places, 2.0, None, None),
+    }  # fmt: skip
+
+
+NAMES = list(samples())
+
+
+def test_every_operation_has_a_sample() -> None:
+    assert sorted(NAMES) == sorted(name for name in kernels.__all__ if name.endswith("_"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.zeropp, name).default, samples()[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inside_a_compiled_region(name: str) -> None:
+    """One graph, and the same results; the compiler sees through to the operation and its outputs."""
+    operation = getattr(torch.ops.zeropp, name)
+
+    def run(*arguments: object) -> None:
+        operation(*arguments)
+
+    torch._dynamo.reset()  # one function serves all operations, and compiles anew for each
+    plain, compiled = samples()[name], samples()[name]
+    run(*plain)
+    torch.compile(run, fullgraph=True, backend="aot_eager")(*compiled)
+    changed = 0
+    for before, left, right in zip(samples()[name], plain, compiled, strict=True):
+        for old, a, b in zip(listed(before), listed(left), listed(right), strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+            changed += not torch.equal(old.nan_to_num(), a.nan_to_num())
+    assert changed, "the operation wrote nothing"
+
+
+def listed(argument: object) -> list[Tensor]:
+    """The tensors of an argument."""
+    found = argument if isinstance(argument, list) else [argument]
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]
+
+
+def test_after_inference_mode_and_with_gradients() -> None:
+    """Memory that calls share was first made in inference mode; inputs that require gradients are only read."""
+
+    def round_trip(x: Tensor) -> Tensor:
+        message, out = messages_for(x.numel(), 4), torch.empty(x.numel())
+        kernels.quantize_(x, message, bits=4, rotate=True)
+        kernels.dequantize_(message, out, bits=4, rotate=True)
+        return out
+
+    found = []
+
+    def work() -> None:
+        x = values(NUMEL, torch.float32)
+        with torch.inference_mode():
+            found.append(round_trip(x))
+        found.append(round_trip(x))
+        found.append(round_trip(x.clone().requires_grad_()))
+        targets = [torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(300))]
+        with torch.no_grad():
+            kernels.scatter_(x.clone(), targets, [0, 256])
+        found.append(torch.cat([target.detach() for target in targets]))
+
+    thread = threading.Thread(target=work)  # shared memory belongs to a thread
+    thread.start()
+    thread.join()
+    assert len(found) == 4 and torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert torch.equal(found[3][:100], values(NUMEL, torch.float32)[:100])
+
+
+def test_public_functions_compile_whole() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def round_trip(x: Tensor, message: Tensor, out: Tensor) -> Tensor:
+        kernels.quantize_(x * 2, message)
+        kernels.dequantize_(message, out)
+        return out + 1
+
+    x, message = values(NUMEL, torch.float32).clamp(-9, 9), messages_for(NUMEL, 8)
+    found = round_trip(x, message, torch.zeros(NUMEL))
+    assert (found - 1 - 2 * x).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_inputs(dtype: torch.dtype, bits: int) -> None:
+    nothing, message = torch.empty(0, dtype=dtype), messages_for(0, bits)
+    kernels.quantize_(nothing, message, bits=bits)
+    kernels.dequantize_(message, nothing, bits=bits)
+    kernels.reduce_(message, nothing, count=2, bits=bits)
+    kernels.reduce_quantize_(message, message, numel=0, count=3, source_bits=bits, bits=bits)
+    full = messages_for(512, bits).fill_(7)
+    kernels.quantize_tensors_([], [], full, numel=512, bits=bits)
+    assert (full[: message_layout(512, bits).codes_nbytes] == 0).all()
+    kernels.gather_([nothing], [0], flat := torch.ones(300, dtype=dtype))
+    assert (flat == 0).all()
+    kernels.scatter_(nothing, [nothing], [0])
+    offsets = torch.full((2, 1), 5)
+    if dtype == torch.bfloat16:
+        kernels.lossless_count_(nothing, nothing, offsets)
+        kernels.lossless_encode_(nothing, nothing, offsets, messages_for(0, 4), room8=0, room16=0)
+        kernels.lossless_decode_(messages_for(0, 4), nothing, nothing, offsets[None], room8=0, room16=0)
+        assert (offsets == 0).all()
+        kernels.delta_encode_(torch.empty(0), nothing, messages_for(0, 4))
+        kernels.delta_apply_(messages_for(0, 4), nothing)
+
+
+def quantize(**changes: object) -> Callable[[], None]:
+    arguments: dict[str, object] = {"x": torch.ones(NUMEL), "messages": messages_for(NUMEL, 8), **changes}
+    return lambda: kernels.quantize_(**arguments)  # type: ignore[arg-type]
+
+
+def gather(**changes: object) -> Callable[[], None]:
+    arguments: dict[str, object] = {"tensors": [torch.ones(9)] * 2, "offsets": [0, 256], "flat": torch.ones(600)}
+    return lambda: kernels.gather_(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+def reduce(**changes: object) -> Callable[[], None]:
+    arguments: dict[str, object] = {"messages": messages_for(NUMEL, 8, 2), "out": torch.ones(NUMEL), "count": 2}
+    return lambda: kernels.reduce_(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
+BF16 = torch.ones(NUMEL, dtype=torch.bfloat16)
+ROOMS = {"room8": 0, "room16": 0}
+WRONG: dict[str, tuple[Callable[[], None], str]] = {
+    "dtype of x": (quantize(x=torch.ones(NUMEL, dtype=torch.float64)), "x is float64; expected float32 or bfloat16"),
+    "shape of x": (quantize(x=torch.ones(20, 30)), r"x has shape \(20, 30\).*one contiguous dimension"),
+    "strides of x": (quantize(x=torch.ones(2 * NUMEL)[::2]), r"x has shape.*strides \(2,\).*contiguous"),
+    "count": (quantize(count=7), "x has 600 elements, which count=7 does not divide"),
+    "count of nothing": (quantize(count=0), "count is 0; expected 1 to 65535"),
+    "bits": (quantize(bits=5), "bits is 5; expected 4 or 8"),
+    "dtype of messages": (quantize(messages=torch.ones(896)), "messages is float32; expected uint8"),
+    "size of messages": (quantize(messages=messages_for(NUMEL + 256, 8)), "messages has 1152 bytes; expected 896: 1 x"),
+    "alignment of messages": (quantize(messages=messages_for(NUMEL + 256, 8)[8:904]), "messages starts at an address"),
+    "size of state": (quantize(state=messages_for(10, 8)), "state has 384 bytes; expected 896.*state_layout"),
+    "beta": (quantize(state=messages_for(NUMEL, 8), beta=1.0), "beta is 1.0; expected 0 <= beta < 1"),
+    "device": (quantize(x=torch.ones(NUMEL, device="meta")), "messages is on cpu; expected meta like the other"),
+    "dtype of out": (reduce(out=torch.ones(NUMEL, dtype=torch.int32)), "out is int32"),
+    "accumulate in 16 bits": (reduce(out=BF16, accumulate=True), "out is bfloat16; expected float32"),
+    "size of what is summed": (reduce(count=3), "messages has 1792 bytes; expected 2688: 3 x 896"),
+    "parts of a sum": (
+        lambda: kernels.reduce_quantize_(
+            messages_for(NUMEL, 8), messages_for(300, 4, 2), numel=NUMEL, count=1, out_count=2
+        ),
+        "numel // out_count is 300; expected a multiple of 256",
+    ),
+    "several messages off blocks": (
+        lambda: kernels.quantize_tensors_([], [], messages_for(300, 8, 2), numel=300, count=2),
+        "numel is 300; expected a multiple of 256",
+    ),
+    "offset off a block": (gather(offsets=[0, 100]), r"offsets\[1\] is 100; expected a multiple of 256"),
+    "overlap": (gather(tensors=[torch.ones(300)] * 2), r"offsets\[1\] is 256; .*at least 300"),
+    "past the end": (gather(offsets=[0, 768]), r"tensors\[1\] would end at element 777; flat has 600"),
+    "number of offsets": (gather(offsets=[0]), "tensors has 2 entries and offsets 1"),
+    "two dtypes": (gather(tensors=[torch.ones(9), BF16[:9]]), r"tensors\[1\] is bfloat16 and tensors\[0\] float32"),
+    "tensor with strides": (gather(tensors=[torch.ones(9, 9).t()[:3]] * 2), r"tensors\[0\] has shape \(3, 9\)"),
+    "norms": (gather(norms=torch.ones(2)), "norms has 2 elements; expected 3"),
+    "flag": (gather(flag=torch.ones(1)), "flag is float32; expected int32"),
+    "shard": (lambda: kernels.delta_encode_(BF16, BF16.clone(), messages_for(NUMEL, 4)), "shard is bfloat16"),
+    "reference": (lambda: kernels.delta_apply_(messages_for(NUMEL, 4), torch.ones(NUMEL)), "reference is float32"),
+    "offsets": (
+        lambda: kernels.lossless_count_(BF16, BF16, torch.zeros(2, 3, dtype=torch.int64)),
+        r"offsets has shape \(2, 3\); expected \(2, 4\)",
+    ),
+    "room": (
+        lambda: kernels.lossless_encode_(
+            BF16, BF16, torch.zeros(2, 4, dtype=torch.int64), messages_for(NUMEL, 8), **ROOMS
+        ),
+        "message has 896 bytes; expected 384.*room8=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_are_named(name: str) -> None:
+    call, pattern = WRONG[name]
+    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
+        call()
+    assert re.search(pattern, str(caught.value), re.DOTALL), str(caught.value)
+
+
+def test_another_device_is_refused_by_name() -> None:
+    from zeropp_kernels.dispatch import _unsupported
+
+    with pytest.raises(RuntimeError, match=r"zeropp.quantize_ runs on CPU, CUDA and ROCm tensors; got one on meta"):
+        _unsupported("quantize_", torch.ones(1, device="meta"))
