@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .wire import BLOCK, GROUPS, MessageLayout, lossless_layout, message_layout, state_layout
+from .wire import BLOCK, GROUPS, MessageLayout, blocks_of, lossless_layout, message_layout, state_layout
 
 __all__ = [
     "FLOATS",
@@ -133,7 +133,7 @@ def check_offsets(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int,
 def check_stats(norms: Tensor | None, flag: Tensor | None, numel: int) -> None:
     """float32 for each block, and one int32."""
     if norms is not None:
-        check_flat("norms", norms, (torch.float32,), -(-numel // BLOCK))
+        check_flat("norms", norms, (torch.float32,), blocks_of(numel))
     if flag is not None:
         check_flat("flag", flag, (torch.int32,), 1)
 

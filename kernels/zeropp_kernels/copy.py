@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .blocks import LAUNCH, ROWS, load_pair, store_pair
 from .table import block_table, load_blocks, store_blocks
-from .wire import BLOCK
+from .wire import BLOCK, blocks_of
 
 __all__ = ["gather_", "scatter_"]
 
@@ -82,7 +82,7 @@ def _launch(
     norms: Tensor | None,
     flag: Tensor | None,
 ) -> None:
-    blocks = -(-flat.numel() // BLOCK)
+    blocks = blocks_of(flat.numel())
     if blocks == 0:
         return
     device = next((tensor.device for tensor in (*tensors, flat) if tensor.device.type == "cuda"), flat.device)

@@ -27,7 +27,7 @@ from .checks import (
     check_offsets,
     check_stats,
 )
-from .wire import BLOCK, message_layout
+from .wire import blocks_of, message_layout
 
 __all__ = ["NAMESPACE"]
 
@@ -35,10 +35,6 @@ NAMESPACE = "zeropp"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 _BF16_OR_FP16 = (torch.bfloat16, torch.float16)
-
-
-def _blocks(numel: int) -> int:
-    return -(-numel // BLOCK)
 
 
 def _named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -118,7 +114,7 @@ def _check_offset_table(offsets: Tensor, shape: tuple[int, ...]) -> None:
 def _lossless_count(values: Tensor, reference: Tensor, offsets: Tensor) -> Memory:
     check_flat("values", values, (torch.float32, torch.bfloat16))
     check_flat("reference", reference, (torch.bfloat16,), values.numel())
-    _check_offset_table(offsets, (2, _blocks(values.numel()) + 1))
+    _check_offset_table(offsets, (2, blocks_of(values.numel()) + 1))
     return Memory({"values": values, "reference": reference, "offsets": offsets})
 
 

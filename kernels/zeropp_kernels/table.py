@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .blocks import cast, widen
-from .wire import BLOCK
+from .wire import BLOCK, blocks_of
 
 __all__ = ["BlockTable", "block_table", "load_blocks", "store_blocks"]
 
@@ -33,7 +33,7 @@ class BlockTable:
 def _tensor_of_block(offsets: tuple[int, ...], numels: tuple[int, ...], blocks: int, device: torch.device) -> Tensor:
     owners = torch.full((blocks,), -1, dtype=torch.int32, device="cpu")
     for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
-        owners[offset // BLOCK : -(-(offset + numel) // BLOCK)] = index
+        owners[offset // BLOCK : blocks_of(offset + numel)] = index
     return owners.to(device)
 
 
@@ -49,7 +49,7 @@ def block_table(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, d
         host = host.pin_memory()
     return BlockTable(
         tensors=host.to(device, non_blocking=True),
-        tensor_of_block=_tensor_of_block(tuple(offsets), numels, -(-numel // BLOCK), device),
+        tensor_of_block=_tensor_of_block(tuple(offsets), numels, blocks_of(numel), device),
         dtype=_TRITON_DTYPES[tensors[0].dtype if tensors else torch.float32],
         even=all(address % 16 == 0 and count % 64 == 0 for address, count, _ in rows),
     )

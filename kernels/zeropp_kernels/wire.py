@@ -20,6 +20,7 @@ __all__ = [
     "MESSAGE_ALIGNMENT",
     "LosslessLayout",
     "MessageLayout",
+    "blocks_of",
     "lossless_layout",
     "message_layout",
     "state_layout",
@@ -40,6 +41,11 @@ def _blocks(numel: int, size: int) -> int:
     if numel < 0:
         raise ValueError(f"numel is {numel}; a message holds 0 or more elements")
     return -(-numel // size)
+
+
+def blocks_of(numel: int) -> int:
+    """Blocks of 256 that ``numel`` elements take, the last perhaps partly filled."""
+    return _blocks(numel, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ class LosslessLayout:
     @property
     def blocks(self) -> int:
         """Blocks of 256, the last of which may be partly filled."""
-        return _blocks(self.numel, BLOCK)
+        return blocks_of(self.numel)
 
     @property
     def codes_nbytes(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..wire import BLOCK
+from ..wire import BLOCK, blocks_of
 
 __all__ = ["gather_", "scatter_"]
 
@@ -29,7 +29,7 @@ def _report(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | Non
     if flag is not None and not values.isfinite().all():
         flag.fill_(1)
     if norms is not None and values.numel():
-        blocks = -(-values.numel() // BLOCK)
+        blocks = blocks_of(values.numel())
         padded = values if values.numel() % BLOCK == 0 else values.new_zeros(blocks * BLOCK)
         if padded is not values:
             padded[: values.numel()] = values
