@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -19,6 +20,13 @@ if not torch.cuda.is_available():
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before tests/conftest.py could set TRITON_INTERPRET=1")
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+with contextlib.suppress(ImportError):  # bench/gpu.sh needs no hypothesis
+    import hypothesis
+
+    # Time tells nothing on a machine that does other things too.
+    hypothesis.settings.register_profile("patient", deadline=None)
+    hypothesis.settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import zeropp_kernels as kernels
-from zeropp_kernels import lossless_layout, message_layout, state_layout
+from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, state_layout
 
 __all__ = ["OPERATIONS", "Operation", "Run"]
 
@@ -191,25 +191,26 @@ def lossless_decode(numel: int, device: str) -> Run:
     return lambda: kernels.lossless_decode_(message, held, out, offsets[None], **rooms)
 
 
-def _parts(flat: Tensor) -> tuple[list[Tensor], list[int]]:
+def _parts(flat: Tensor) -> tuple[list[Tensor], BlockTable]:
     """Twelve tensors that fill a flat buffer, as a transformer block's gradients would."""
     size = max(flat.numel() // 12 // 256 * 256, 256)
     offsets = list(range(0, flat.numel() - size + 1, size))
-    return [flat[offset : offset + size].clone() for offset in offsets], offsets
+    table = block_table([size] * len(offsets), offsets, flat.numel(), device=flat.device)
+    return [flat[offset : offset + size].clone() for offset in offsets], table
 
 
 def gather(numel: int, device: str) -> Run:
-    tensors, offsets = _parts(values(numel, device))
+    tensors, table = _parts(values(numel, device))
     flat = torch.empty(numel, device=device)
     norms = torch.empty(-(-numel // 256), device=device)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
-    return lambda: kernels.gather_(tensors, offsets, flat, scale=0.5, norms=norms, flag=flag)
+    return lambda: kernels.gather_(tensors, table, flat, scale=0.5, norms=norms, flag=flag)
 
 
 def eager_gather(numel: int, device: str) -> Run:
-    tensors, offsets = _parts(values(numel, device))
+    tensors, table = _parts(values(numel, device))
     flat = torch.empty(numel, device=device)
-    places = [flat[offset : offset + t.numel()] for t, offset in zip(tensors, offsets, strict=True)]
+    places = [flat[offset : offset + t.numel()] for t, offset in zip(tensors, table.host[2].tolist(), strict=True)]
 
     def run() -> None:
         torch._foreach_copy_(places, tensors)
@@ -222,14 +223,14 @@ def eager_gather(numel: int, device: str) -> Run:
 
 def scatter(numel: int, device: str) -> Run:
     flat = values(numel, device, torch.float32)
-    tensors, offsets = _parts(values(numel, device))
-    return lambda: kernels.scatter_(flat, tensors, offsets)
+    tensors, table = _parts(values(numel, device))
+    return lambda: kernels.scatter_(flat, tensors, table)
 
 
 def quantize_tensors(numel: int, device: str) -> Run:
-    tensors, offsets = _parts(values(numel, device))
+    tensors, table = _parts(values(numel, device))
     message = torch.empty(wire(numel, 8), dtype=torch.uint8, device=device)
-    return lambda: kernels.quantize_tensors_(tensors, offsets, message, numel=numel)
+    return lambda: kernels.quantize_tensors_(tensors, table, message)
 
 
 OPERATIONS = (

@@ -16,11 +16,14 @@ from .ops import (
     reduce_quantize_,
     scatter_,
 )
+from .table import BlockTable, block_table
 from .wire import LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
 
 __all__ = [
+    "BlockTable",
     "LosslessLayout",
     "MessageLayout",
+    "block_table",
     "delta_apply_",
     "delta_encode_",
     "dequantize_",

@@ -11,6 +11,9 @@ under Triton's interpreter, which would truncate, and flush what is subnormal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +27,7 @@ __all__ = [
     "encode_pair",
     "group_peak",
     "half_rows",
+    "launched",
     "load_codes",
     "load_pair",
     "rotate",
@@ -34,6 +38,7 @@ __all__ = [
     "store_pair",
     "store_scales",
     "value_pair",
+    "whole",
     "widen",
 ]
 
@@ -43,12 +48,36 @@ ROWS = 256 if INTERPRETED else 32
 # 32 rows are 128 threads of 16 + 16 elements: four warps of 32 threads, or two of AMD's 64.
 LAUNCH = {"num_warps": 2 if torch.version.hip else 4, "enable_fp_fusion": False}
 
+
+def launched(*scattered: str) -> Callable[[Callable[..., None]], Any]:
+    """A kernel that the host launches, compiled once for each set of its constants and of aligned pointers.
+
+    Triton would compile anew for integers that are 1 or multiples of 16, and for each width that a value needs; here a
+    parameter's annotation says how wide it is, and the kernels say themselves what is a multiple of what.
+
+    Args:
+        scattered: pointers that are read or written one value at a time, whose alignment makes no difference.
+    """
+
+    def decorate(function: Callable[..., None]) -> Any:
+        integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
+        return triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(scattered))
+
+    return decorate
+
+
 _MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest integer, halves to even
 _EXPONENT = tl.constexpr(0x7F800000)  # all ones: Inf or NaN
 _NAN_SCALE = tl.constexpr(0x7FC0)
 _SMALLEST_SCALE = tl.constexpr(0x0080)  # 2**-126
 _LARGEST_SCALE_4 = tl.constexpr(0x7E12)  # the largest bfloat16 of which 7 times is finite in float32
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def whole(size, MULTIPLE: tl.constexpr):
+    """``size``, a multiple of MULTIPLE, in a form that shows it to the compiler: wide access rests on that."""
+    return size // MULTIPLE * MULTIPLE
 
 
 @triton.jit

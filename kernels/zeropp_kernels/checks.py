@@ -1,6 +1,6 @@
 """What every operation asks of its arguments, said in errors that name the argument.
 
-Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors too; addresses when data is there.
+Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors too; the rest when data is there.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ __all__ = [
     "check_flat",
     "check_lossless",
     "check_messages",
-    "check_offsets",
     "check_stats",
+    "check_table",
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,21 +94,31 @@ def check_feedback(state: Tensor | None, numel: int, count: int, bits: int, beta
         )
 
 
-def check_encoding(
-    numel: int, messages: Tensor, count: int, bits: int, state: Tensor | None, beta: float
-) -> None:
+def check_encoding(numel: int, messages: Tensor, count: int, bits: int, state: Tensor | None, beta: float) -> None:
     """What all operations that write quantized messages ask of their outputs."""
     check_bits("bits", bits)
     check_messages("messages", messages, message_layout(numel, bits), count)
     check_feedback(state, numel, count, bits, beta)
 
 
-def check_offsets(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, what: str) -> None:
-    """Contiguous tensors of one dtype, on blocks of a buffer of ``numel`` elements, in order, apart."""
-    if len(tensors) != len(offsets):
-        raise ValueError(f"tensors has {len(tensors)} entries and offsets {len(offsets)}; expected one offset a tensor")
-    end = 0
-    for index, (tensor, offset) in enumerate(zip(tensors, offsets, strict=True)):
+def check_table(
+    tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, what: str
+) -> None:
+    """Contiguous tensors of one dtype, and a table of as many, for a flat buffer as long as ``what``."""
+    size = len(tensors)
+    for name, part, dtype, shape in (
+        ("host", host, torch.int64, (3, size)),
+        ("entries", entries, torch.int64, (3, size)),
+        ("owners", owners, torch.int32, (blocks_of(numel),)),
+    ):
+        if part.dtype != dtype or tuple(part.shape) != shape or not part.is_contiguous():
+            raise ValueError(
+                f"table.{name} is {_names([part.dtype])} {list(part.shape)}; expected {_names([dtype])} {list(shape)} "
+                f"for {size} tensors and the {numel} elements of {what}: make the table with block_table"
+            )
+    if host.device.type != "cpu":
+        raise ValueError(f"table.host is on {host.device}; expected cpu: make the table with block_table")
+    for index, tensor in enumerate(tensors):
         name = f"tensors[{index}]"
         if tensor.dtype not in FLOATS:
             raise TypeError(f"{name} is {_names([tensor.dtype])}; expected {_names(FLOATS)}")
@@ -120,14 +130,6 @@ def check_offsets(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int,
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a contiguous tensor"
             )
-        if offset % BLOCK or offset < end:
-            raise ValueError(
-                f"offsets[{index}] is {offset}; expected a multiple of {BLOCK} that is at least {end}, the end of the "
-                f"tensor before it"
-            )
-        end = offset + tensor.numel()
-        if end > numel:
-            raise ValueError(f"{name} would end at element {end}; {what} has {numel}")
 
 
 def check_stats(norms: Tensor | None, flag: Tensor | None, numel: int) -> None:
@@ -158,11 +160,13 @@ class Memory:
         tensors: by name; None for those that were not given.
         aligned: names of those that begin at a multiple of 16 bytes.
         pinned: name of one that may lie in pinned host memory instead.
+        table: tensors, the ``host`` of a table that must be theirs, elements of the flat buffer.
     """
 
     tensors: dict[str, Tensor | None]
     aligned: tuple[str, ...] = ()
     pinned: str = ""
+    table: tuple[Sequence[Tensor], Tensor, int] | None = None
 
     @property
     def given(self) -> dict[str, Tensor]:
@@ -181,8 +185,8 @@ class Memory:
                 continue
             raise ValueError(f"{name} is on {tensor.device}; expected {device} like the other arguments")
 
-    def check_addresses(self) -> None:
-        """Raise ValueError for memory that is pageable, or not aligned; real tensors only."""
+    def check_data(self) -> None:
+        """Raise ValueError for what only real tensors tell: addresses, pageable memory, and what a table says."""
         for name, tensor in self.given.items():
             if tensor.device != self.device and not tensor.is_pinned():
                 raise ValueError(f"{name} is in pageable memory; expected pinned memory, or memory on {self.device}")
@@ -190,4 +194,14 @@ class Memory:
                 raise ValueError(
                     f"{name} starts at an address that is {tensor.data_ptr() % _ALIGNMENT} more than a multiple of "
                     f"{_ALIGNMENT} bytes; allocate it on its own, or start it at a multiple of {_ALIGNMENT}"
+                )
+        if self.table is not None:
+            tensors, host, room = self.table
+            _, numels, offsets = host.tolist()
+            for index, (tensor, numel) in enumerate(zip(tensors, numels, strict=True)):
+                if tensor.numel() != numel:
+                    raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
+            if tensors and offsets[-1] + numels[-1] > room:
+                raise ValueError(
+                    f"the last tensor would end at element {offsets[-1] + numels[-1]}; the flat buffer has {room}"
                 )

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blocks import LAUNCH, ROWS, load_pair, store_pair
-from .table import block_table, load_blocks, store_blocks
+from .blocks import LAUNCH, ROWS, launched, load_pair, store_pair
+from .places import load_blocks, store_blocks, triton_dtype
+from .table import locate
 from .wire import BLOCK, blocks_of
 
 __all__ = ["gather_", "scatter_"]
@@ -28,39 +29,40 @@ def _block_norm(lower, upper, TILE: tl.constexpr):
 
 
 @triton.jit
-def _report(lower, upper, norms, flag, first, live, NORM: tl.constexpr, FLAG: tl.constexpr, TILE: tl.constexpr):
-    """Write the norm of each block, and set the flag if a value is Inf or NaN; programs only ever write a 1."""
-    if NORM:
+def _report(lower, upper, norms, flag, first, live, TILE: tl.constexpr):
+    """Write the norm of each block, and set the flag if a value is Inf or NaN; programs only ever write a 1.
+
+    Either may be None, which is a constant to the compiler.
+    """
+    if norms is not None:
         tl.store(norms + first + tl.arange(0, TILE), _block_norm(lower, upper, TILE), mask=live)
-    if FLAG:
+    if flag is not None:
         lower = lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         upper = upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bad = tl.max(tl.max(tl.maximum(lower, upper), axis=2), axis=1) >= 0x7F800000
         tl.store(flag + tl.zeros([TILE], tl.int32), tl.full([TILE], 1, tl.int32), mask=live & bad)
 
 
-@triton.jit
+@launched("entries", "owners", "norms", "flag")
 def gather_kernel(
-    table, tensor_of_block, flat, numel, blocks, scale, norms, flag,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, NORM: tl.constexpr, FLAG: tl.constexpr,
-    TILE: tl.constexpr,
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
-    lower, upper = load_blocks(table, tensor_of_block, start, live, DTYPE, EVEN, TILE, 2)
+    lower, upper = load_blocks(entries, size, owners, start, live, DTYPE, EVEN, TILE, 2)
     lower *= scale
     upper *= scale
-    _report(lower, upper, norms, flag, first, live, NORM, FLAG, TILE)
+    _report(lower, upper, norms, flag, first, live, TILE)
     store_pair(flat + start, lower, upper, numel - start, live, FLAT_EVEN, TILE, 2)
 
 
-@triton.jit
+@launched("entries", "owners", "norms", "flag")
 def scatter_kernel(
-    table, tensor_of_block, flat, numel, blocks, scale, norms, flag,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, NORM: tl.constexpr, FLAG: tl.constexpr,
-    TILE: tl.constexpr,
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: flat buffer -> tensors. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
@@ -69,14 +71,16 @@ def scatter_kernel(
     lower, upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
     lower *= scale
     upper *= scale
-    _report(lower, upper, norms, flag, first, live, NORM, FLAG, TILE)
-    store_blocks(table, tensor_of_block, start, live, lower, upper, DTYPE, EVEN, TILE, 2)
+    _report(lower, upper, norms, flag, first, live, TILE)
+    store_blocks(entries, size, owners, start, live, lower, upper, DTYPE, EVEN, TILE, 2)
 
 
 def _launch(
     kernel: triton.runtime.KernelInterface,
     tensors: Sequence[Tensor],
-    offsets: Sequence[int],
+    host: Tensor,
+    entries: Tensor,
+    owners: Tensor,
     flat: Tensor,
     scale: float,
     norms: Tensor | None,
@@ -85,27 +89,24 @@ def _launch(
     blocks = blocks_of(flat.numel())
     if blocks == 0:
         return
-    device = next((tensor.device for tensor in (*tensors, flat) if tensor.device.type == "cuda"), flat.device)
-    table = block_table(tensors, offsets, flat.numel(), device)
     kernel[(triton.cdiv(blocks, _TILE),)](
-        table.tensors, table.tensor_of_block, flat, flat.numel(), blocks, scale,
-        norms if norms is not None else flat, flag if flag is not None else flat,
-        DTYPE=table.dtype, EVEN=table.even, FLAT_EVEN=flat.numel() % BLOCK == 0,
-        NORM=norms is not None, FLAG=flag is not None, TILE=_TILE, **LAUNCH,
+        entries, len(tensors), owners, flat, flat.numel(), blocks, scale, norms, flag,
+        DTYPE=triton_dtype(tensors), EVEN=locate(tensors, host, entries), FLAT_EVEN=flat.numel() % BLOCK == 0,
+        TILE=_TILE, **LAUNCH,
     )  # fmt: skip
 
 
 def gather_(
-    tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor, scale: float, norms: Tensor | None,
-    flag: Tensor | None,
+    tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
+    norms: Tensor | None, flag: Tensor | None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.gather_`."""
-    _launch(gather_kernel, tensors, offsets, flat, scale, norms, flag)
+    _launch(gather_kernel, tensors, host, entries, owners, flat, scale, norms, flag)
 
 
 def scatter_(
-    flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, norms: Tensor | None,
-    flag: Tensor | None,
+    flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
+    norms: Tensor | None, flag: Tensor | None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.scatter_`."""
-    _launch(scatter_kernel, tensors, offsets, flat, scale, norms, flag)
+    _launch(scatter_kernel, tensors, host, entries, owners, flat, scale, norms, flag)

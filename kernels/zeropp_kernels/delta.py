@@ -11,6 +11,7 @@ from .blocks import (
     ROWS,
     encode_pair,
     group_peak,
+    launched,
     load_codes,
     load_pair,
     saturate,
@@ -20,6 +21,7 @@ from .blocks import (
     store_pair,
     store_scales,
     value_pair,
+    whole,
 )
 from .wire import message_layout
 
@@ -39,9 +41,9 @@ def _advance(
     store_pair(reference, lower, upper, left, live, EVEN, TILE, 1)
 
 
-@triton.jit
+@launched()
 def delta_encode_kernel(
-    shard, reference, message, numel, groups, slots, scales_offset,
+    shard, reference, message, numel: tl.int64, groups: tl.int32, slots: tl.int32, scales_offset: tl.int64,
     UPDATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one shard. Grid: (tiles,)."""
@@ -63,17 +65,18 @@ def delta_encode_kernel(
         )
 
 
-@triton.jit
+@launched()
 def delta_apply_kernel(
-    messages, reference, numel, groups, nbytes, scales_offset, EVEN: tl.constexpr, TILE: tl.constexpr
-):
+    messages, reference, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
+    EVEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """A tile of one message. Grid: (tiles of a message, messages)."""
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * 128
     left = numel - start
     live = first + tl.arange(0, TILE) < groups
-    message = messages + tl.program_id(1).to(tl.int64) * nbytes
-    target = reference + tl.program_id(1).to(tl.int64) * numel + start
+    message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
+    target = reference + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + start)
     lower, upper = load_pair(target, left, live, EVEN, TILE, 1)
     lower_code, upper_code = load_codes(message + first.to(tl.int64) * 64, live[:, None, None], 4, TILE, 1)
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16)) + first

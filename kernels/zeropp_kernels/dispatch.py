@@ -24,8 +24,8 @@ from .checks import (
     check_flat,
     check_lossless,
     check_messages,
-    check_offsets,
     check_stats,
+    check_table,
 )
 from .wire import blocks_of, message_layout
 
@@ -34,6 +34,7 @@ __all__ = ["NAMESPACE"]
 NAMESPACE = "zeropp"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
+_TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
 _BF16_OR_FP16 = (torch.bfloat16, torch.float16)
 
 
@@ -50,14 +51,15 @@ def _quantize(
 
 
 def _quantize_tensors(
-    tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, messages: Tensor, count: int, bits: int,
-    rotate: bool, state: Tensor | None, beta: float, reset: bool,
+    tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, messages: Tensor, count: int,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> Memory:  # fmt: skip
-    check_count("count", count, numel * count, "messages")
-    check_blocks("numel", numel, count)
-    check_offsets(tensors, offsets, numel * count, f"the buffer of {count} messages of {numel}")
-    check_encoding(numel, messages, count, bits, state, beta)
-    return Memory({**_named(tensors), "messages": messages, "state": state}, ("messages", "state"))
+    part = check_count("count", count, numel, "table")
+    check_blocks("table.numel // count", part, count)
+    check_table(tensors, host, entries, owners, numel, "table")
+    check_encoding(part, messages, count, bits, state, beta)
+    memory = {**_named(tensors), "entries": entries, "owners": owners, "messages": messages, "state": state}
+    return Memory(memory, ("messages", "state"), table=(tensors, host, numel))
 
 
 def _reduce_quantize(
@@ -138,20 +140,21 @@ def _lossless_decode(
 
 
 def _gather(
-    tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor, scale: float, norms: Tensor | None,
-    flag: Tensor | None,
+    tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
+    norms: Tensor | None, flag: Tensor | None,
 ) -> Memory:  # fmt: skip
     check_flat("flat", flat)
-    check_offsets(tensors, offsets, flat.numel(), "flat")
+    check_table(tensors, host, entries, owners, flat.numel(), "flat")
     check_stats(norms, flag, flat.numel())
-    return Memory({**_named(tensors), "flat": flat, "norms": norms, "flag": flag}, pinned="flat")
+    memory = {**_named(tensors), "entries": entries, "owners": owners, "flat": flat, "norms": norms, "flag": flag}
+    return Memory(memory, pinned="flat", table=(tensors, host, flat.numel()))
 
 
 def _scatter(
-    flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, norms: Tensor | None,
-    flag: Tensor | None,
+    flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
+    norms: Tensor | None, flag: Tensor | None,
 ) -> Memory:  # fmt: skip
-    return _gather(tensors, offsets, flat, scale, norms, flag)
+    return _gather(tensors, host, entries, owners, flat, scale, norms, flag)
 
 
 def _unsupported(name: str, *arguments: object) -> None:
@@ -165,10 +168,20 @@ def _register(name: str, schema: str, module: str, check: Callable[..., Memory])
     def checked(*arguments: object) -> Memory:
         memory = check(*arguments)
         memory.check_devices()
-        memory.check_addresses()
+        memory.check_data()
         return memory
 
     plain = getattr(reference, name)
+    _library.define(f"{name}({schema}) -> ()")
+    declared = getattr(torch.ops.zeropp, name).default._schema.arguments
+    written = [index for index, each in enumerate(declared) if each.alias_info and each.alias_info.is_write]
+
+    def bump(arguments: Sequence[object]) -> None:
+        """What a kernel writes behind torch's back counts as written."""
+        for index in written:
+            argument = arguments[index]
+            if isinstance(argument, Tensor | list):
+                torch.autograd.graph.increment_version(argument)
 
     @functools.cache
     def fast() -> Callable[..., None]:
@@ -182,11 +195,11 @@ def _register(name: str, schema: str, module: str, check: Callable[..., Memory])
     def on_gpu(*arguments: object) -> None:
         with torch.cuda.device(checked(*arguments).device), torch.no_grad():
             fast()(*arguments)
+        bump(arguments)
 
     def fake(*arguments: object) -> None:
         check(*arguments).check_devices()
 
-    _library.define(f"{name}({schema}) -> ()")
     _library.impl(name, on_cpu, "CPU")
     _library.impl(name, on_gpu, "CUDA")
     _library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")
@@ -201,7 +214,7 @@ _register(
 )
 _register(
     "quantize_tensors_",
-    f"Tensor[] tensors, int[] offsets, int numel, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
+    f"Tensor[] tensors, {_TABLE}, int numel, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
     "quantize",
     _quantize_tensors,
 )
@@ -212,9 +225,7 @@ _register(
     "quantize",
     _reduce_quantize,
 )
-_register(
-    "dequantize_", "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate", "reduce", _dequantize
-)
+_register("dequantize_", "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate", "reduce", _dequantize)
 _register(
     "reduce_",
     "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate, float scale, bool accumulate",
@@ -243,13 +254,13 @@ _register(
 )
 _register(
     "gather_",
-    "Tensor[] tensors, int[] offsets, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
+    f"Tensor[] tensors, {_TABLE}, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
     "copy",
     _gather,
 )
 _register(
     "scatter_",
-    "Tensor flat, Tensor(a!)[] tensors, int[] offsets, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
+    f"Tensor flat, Tensor(a!)[] tensors, {_TABLE}, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
     "copy",
     _scatter,
 )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blocks import INTERPRETED, LAUNCH, bfloat16_bits, half_rows, load_codes, store_codes
+from .blocks import INTERPRETED, LAUNCH, bfloat16_bits, half_rows, launched, load_codes, store_codes, whole
 from .wire import lossless_layout
 
 __all__ = ["TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
@@ -77,8 +77,8 @@ def _differences(values, reference, numel, first, live, TILE: tl.constexpr):
     return lower, upper, _signed(_key(lower) - _key(old_lower), 16), _signed(_key(upper) - _key(old_upper), 16)
 
 
-@triton.jit
-def lossless_count_kernel(values, reference, numel, blocks, counts8, counts16, TILE: tl.constexpr):
+@launched("counts8", "counts16")
+def lossless_count_kernel(values, reference, numel: tl.int64, blocks: tl.int32, counts8, counts16, TILE: tl.constexpr):
     """Escapes of each block of values. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     block = first + tl.arange(0, TILE)
@@ -98,10 +98,10 @@ def _store_escapes(room8, room16, offset8, offset16, bits, difference, rank8, ra
     tl.store(room16 + place, bits.to(tl.int16), mask=(tl.abs(difference) > 127) & (place < limit16))
 
 
-@triton.jit
+@launched("offsets8", "offsets16")
 def lossless_encode_kernel(
-    values, reference, numel, blocks, offsets8, offsets16, message, room8_offset, room16_offset, limit8, limit16,
-    TILE: tl.constexpr,
+    values, reference, numel: tl.int64, blocks: tl.int32, offsets8, offsets16, message, room8_offset: tl.int64,
+    room16_offset: tl.int64, limit8: tl.int64, limit16: tl.int64, TILE: tl.constexpr,
 ):  # fmt: skip
     """Codes and escapes of a tile. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
@@ -121,24 +121,29 @@ def lossless_encode_kernel(
     _store_escapes(room8, room16, offset8, offset16, upper_bits, upper, upper8, upper16, limit8, limit16)
 
 
-@triton.jit
-def lossless_count4_kernel(messages, nbytes, blocks, offsets, row_numel, TILE: tl.constexpr):
+@launched("offsets")
+def lossless_count4_kernel(
+    messages, nbytes: tl.int64, blocks: tl.int32, offsets, row_numel: tl.int64, TILE: tl.constexpr
+):
     """4-bit codes of each block that escape. Grid: (tiles of a message, messages)."""
     first = tl.program_id(0) * TILE
     block = first + tl.arange(0, TILE)
     live = block < blocks
-    message = messages + tl.program_id(1).to(tl.int64) * nbytes
+    message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     lower, upper = load_codes(message + first.to(tl.int64) * 128, live[:, None, None], 4, TILE, 2)
     counts = _block_sum((lower == 8).to(tl.int32), (upper == 8).to(tl.int32)).to(tl.int64)
     tl.store(offsets + tl.program_id(1).to(tl.int64) * row_numel * 2 + 1 + block, counts, mask=live)
 
 
-@triton.jit
-def lossless_count8_kernel(messages, nbytes, blocks, offsets, row_numel, room8_offset, limit8, TILE: tl.constexpr):
+@launched("offsets")
+def lossless_count8_kernel(
+    messages, nbytes: tl.int64, blocks: tl.int32, offsets, row_numel: tl.int64, room8_offset: tl.int64,
+    limit8: tl.int64, TILE: tl.constexpr,
+):  # fmt: skip
     """8-bit codes of each block that escape. Grid: (tiles of a message, messages)."""
     block = tl.program_id(0) * TILE + tl.arange(0, TILE)
     live = block < blocks
-    room8 = messages + tl.program_id(1).to(tl.int64) * nbytes + room8_offset
+    room8 = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128) + room8_offset
     offsets += tl.program_id(1).to(tl.int64) * row_numel * 2
     begin = tl.load(offsets + block, mask=live, other=0)
     end = tl.minimum(tl.load(offsets + block + 1, mask=live, other=0), limit8)
@@ -166,17 +171,17 @@ def _decoded(room16, offset16, old, difference, raw, rank16, limit16):
     return tl.where(raw != 0, exact, _key(key)).to(tl.int16)
 
 
-@triton.jit
+@launched("offsets")
 def lossless_decode_kernel(
-    messages, reference, out, numel, nbytes, blocks, offsets, row_numel, room8_offset, room16_offset, limit8, limit16,
-    TILE: tl.constexpr,
+    messages, reference, out, numel: tl.int64, nbytes: tl.int64, blocks: tl.int32, offsets, row_numel: tl.int64,
+    room8_offset: tl.int64, room16_offset: tl.int64, limit8: tl.int64, limit16: tl.int64, TILE: tl.constexpr,
 ):  # fmt: skip
     """Values of a tile. Grid: (tiles of a message, messages)."""
     first = tl.program_id(0) * TILE
     block = first + tl.arange(0, TILE)
     live = block < blocks
     index = tl.program_id(1).to(tl.int64)
-    message = messages + index * nbytes
+    message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     start = first.to(tl.int64) * 256
     offsets += index * row_numel * 2
     offset8 = tl.load(offsets + block, mask=live, other=0)

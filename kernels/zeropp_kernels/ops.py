@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch  # noqa: F401  registers torch.ops.zeropp
+from .table import BlockTable
 
 __all__ = [
     "delta_apply_",
@@ -71,10 +72,9 @@ def quantize_(
 
 def quantize_tensors_(
     tensors: Sequence[Tensor],
-    offsets: Sequence[int],
+    table: BlockTable,
     messages: Tensor,
     *,
-    numel: int,
     count: int = 1,
     bits: int = 8,
     rotate: bool = False,
@@ -85,14 +85,15 @@ def quantize_tensors_(
     """:func:`quantize_` of a flat buffer that does not exist: tensors are read where they lie.
 
     Args:
-        tensors: contiguous, one dtype of float32, bfloat16, float16. What lies between them counts as zeros.
-        offsets: where each tensor begins in the flat buffer, in order; multiples of 256.
-        messages: uint8 [count * message_layout(numel, bits).nbytes], written in full.
-        numel: elements of a message; with more than one message a multiple of 256.
+        tensors: contiguous, one dtype of float32, bfloat16, float16, of the sizes in the table.
+        table: where they lie in the flat buffer; what lies between them counts as zeros.
+        messages: uint8 [count * message_layout(table.numel // count, bits).nbytes], written in full; with more than
+            one, each is a multiple of 256 elements.
     """
     torch.ops.zeropp.quantize_tensors_(
-        list(tensors), list(offsets), numel, messages, count, bits, rotate, state, beta, reset
-    )
+        list(tensors), table.host, table.entries, table.owners, table.numel, messages, count, bits, rotate, state,
+        beta, reset,
+    )  # fmt: skip
 
 
 def reduce_quantize_(
@@ -228,7 +229,7 @@ def lossless_decode_(
 
 def gather_(
     tensors: Sequence[Tensor],
-    offsets: Sequence[int],
+    table: BlockTable,
     flat: Tensor,
     *,
     scale: float = 1.0,
@@ -238,24 +239,24 @@ def gather_(
     """Copy many tensors into one flat buffer, in one launch: ``flat = scale * tensor``, zeros between tensors.
 
     Args:
-        tensors: contiguous, one dtype of float32, bfloat16, float16.
-        offsets: where each begins in ``flat``, in order; multiples of 256.
-        flat: [numel], float32, bfloat16 or float16; on a GPU it may be pinned host memory, which the caller keeps
+        tensors: contiguous, one dtype of float32, bfloat16, float16, of the sizes in the table.
+        table: where each lies in ``flat``.
+        flat: [table.numel], float32, bfloat16 or float16; on a GPU it may be pinned host memory, which the caller keeps
             until the kernel has ended.
         norms: float32 [ceil(numel / 256)], gets the sum of squares of each block, of the scaled float32 values.
         flag: int32 [1], becomes 1 if a scaled value is Inf or NaN, and is left alone otherwise.
     """
-    torch.ops.zeropp.gather_(list(tensors), list(offsets), flat, scale, norms, flag)
+    torch.ops.zeropp.gather_(list(tensors), table.host, table.entries, table.owners, flat, scale, norms, flag)
 
 
 def scatter_(
     flat: Tensor,
     tensors: Sequence[Tensor],
-    offsets: Sequence[int],
+    table: BlockTable,
     *,
     scale: float = 1.0,
     norms: Tensor | None = None,
     flag: Tensor | None = None,
 ) -> None:
     """The mirror of :func:`gather_`: ``tensor = scale * flat``; norms and flag are those of all of ``flat``."""
-    torch.ops.zeropp.scatter_(flat, list(tensors), list(offsets), scale, norms, flag)
+    torch.ops.zeropp.scatter_(flat, list(tensors), table.host, table.entries, table.owners, scale, norms, flag)

@@ -13,6 +13,7 @@ from .blocks import (
     ROWS,
     encode_pair,
     group_peak,
+    launched,
     load_pair,
     rotate,
     scale_of,
@@ -20,10 +21,12 @@ from .blocks import (
     store_codes,
     store_scales,
     value_pair,
+    whole,
 )
 from .feedback import keep_error, load_error
+from .places import load_blocks, triton_dtype
 from .reduce import sum_pair
-from .table import block_table, load_blocks
+from .table import locate
 from .wire import message_layout, state_layout
 
 __all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
@@ -32,17 +35,16 @@ __all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
 @triton.jit
 def _encode(
     lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
-    beta, rest, reset,
-    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+    beta, rest, reset, BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The second half of every kernel here: rotate, add the error, encode, keep the new error."""
     K: tl.constexpr = BITS // 4
-    message = messages + tl.program_id(1).to(tl.int64) * nbytes
+    message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     live = first + tl.arange(0, TILE) < groups
     if ROTATE:
         lower, upper = rotate(lower, upper)
     if FEEDBACK:
-        state += tl.program_id(1).to(tl.int64) * state_nbytes
+        state += tl.program_id(1).to(tl.int64) * whole(state_nbytes, 128)
         old_lower, old_upper = load_error(state, state_scales_offset, first, live, reset, TILE, K)
         lower += old_lower
         upper += old_upper
@@ -58,10 +60,10 @@ def _encode(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["reset"])
+@launched()
 def quantize_kernel(
-    x, numel, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
-    beta, rest, reset,
+    x, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
+    state_nbytes: tl.int64, state_scales_offset: tl.int64, beta: tl.float32, rest: tl.float32, reset: tl.int32,
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of a flat buffer. Grid: (tiles of a message, messages)."""
@@ -69,19 +71,19 @@ def quantize_kernel(
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * (128 * K)
     live = first + tl.arange(0, TILE) < groups
-    source = x + tl.program_id(1).to(tl.int64) * numel + start
-    lower, upper = load_pair(source, numel - start, live, EVEN, TILE, K)
+    source = tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + start
+    lower, upper = load_pair(x + source, numel - start, live, EVEN, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
         beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["reset"])
+@launched("entries", "owners")
 def quantize_tensors_kernel(
-    table, tensor_of_block, numel, messages, state, groups, slots, nbytes, scales_offset, state_nbytes,
-    state_scales_offset, beta, rest, reset,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr,
+    entries, size: tl.int32, owners, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32,
+    nbytes: tl.int64, scales_offset: tl.int64, state_nbytes: tl.int64, state_scales_offset: tl.int64,
+    beta: tl.float32, rest: tl.float32, reset: tl.int32, DTYPE: tl.constexpr, EVEN: tl.constexpr,
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of tensors that lie anywhere. Grid: (tiles of a message, messages)."""
@@ -89,19 +91,20 @@ def quantize_tensors_kernel(
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < groups
     start = tl.program_id(1).to(tl.int64) * numel + first.to(tl.int64) * (128 * K)
-    lower, upper = load_blocks(table, tensor_of_block, start, live, DTYPE, EVEN, TILE, K)
+    lower, upper = load_blocks(entries, size, owners, start, live, DTYPE, EVEN, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
         beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["reset"])
+@launched()
 def reduce_quantize_kernel(
-    sources, count, source_groups, source_nbytes, source_scales_offset, scale, numel,
-    messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset, beta, rest, reset,
-    SOURCE_BITS: tl.constexpr,
-    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+    sources, count: tl.int32, source_groups: tl.int32, source_nbytes: tl.int64, source_scales_offset: tl.int64,
+    scale: tl.float32, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32, nbytes: tl.int64,
+    scales_offset: tl.int64, state_nbytes: tl.int64, state_scales_offset: tl.int64,
+    beta: tl.float32, rest: tl.float32, reset: tl.int32,
+    SOURCE_BITS: tl.constexpr, BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of the scaled sum of ``count`` messages. Grid: (tiles of an outgoing message, outgoing messages)."""
     K: tl.constexpr = BITS // 4
@@ -153,15 +156,14 @@ def quantize_(
 
 
 def quantize_tensors_(
-    tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, messages: Tensor, count: int, bits: int,
-    rotate: bool, state: Tensor | None, beta: float, reset: bool,
+    tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, messages: Tensor, count: int,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.quantize_tensors_`."""
-    table = block_table(tensors, offsets, numel * count, messages.device)
-    source = (table.tensors, table.tensor_of_block, numel)
+    source = (entries, len(tensors), owners, numel // count)
     _launch(
-        quantize_tensors_kernel, source, messages, numel, count, bits, rotate, state, beta, reset,
-        DTYPE=table.dtype, EVEN=table.even,
+        quantize_tensors_kernel, source, messages, numel // count, count, bits, rotate, state, beta, reset,
+        DTYPE=triton_dtype(tensors), EVEN=locate(tensors, host, entries),
     )  # fmt: skip
 
 

@@ -6,7 +6,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blocks import LAUNCH, ROWS, load_codes, load_pair, rotate, saturate, scale_value, store_pair, value_pair
+from .blocks import (
+    LAUNCH,
+    ROWS,
+    launched,
+    load_codes,
+    load_pair,
+    rotate,
+    saturate,
+    scale_value,
+    store_pair,
+    value_pair,
+    whole,
+)
 from .wire import message_layout
 
 __all__ = ["dequantize_", "reduce_", "sum_pair"]
@@ -31,35 +43,34 @@ def sum_pair(
     """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on."""
     lower, upper = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
     for _ in range(1, count):
-        messages += nbytes
+        messages += whole(nbytes, 128)
         next_lower, next_upper = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
         lower += next_lower
         upper += next_upper
     return lower, upper
 
 
-@triton.jit
+@launched()
 def reduce_kernel(
-    messages, count, out, numel, groups, nbytes, scales_offset, scale,
+    messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
+    scale: tl.float32,
     BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
     K: tl.constexpr = BITS // 4
-    part = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128
     live = first + tl.arange(0, TILE) < groups
-    lower, upper = sum_pair(
-        messages + part * count * nbytes, count, row, groups, nbytes, scales_offset, BITS, TILE, K
-    )
+    messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
+    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, TILE, K)
     lower *= scale
     upper *= scale
     if ROTATE:
         lower, upper = rotate(lower, upper)
         lower *= 32.0
         upper *= 32.0
-    target = out + part * numel + row * 128
+    target = out + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + row * 128)
     lower = saturate(lower, out.dtype.element_ty)
     upper = saturate(upper, out.dtype.element_ty)
     if ACCUMULATE:
@@ -88,8 +99,6 @@ def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
     _launch(messages, out, count, 1, bits, rotate, 1.0, False)
 
 
-def reduce_(
-    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
-) -> None:
+def reduce_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool) -> None:
     """See :func:`zeropp_kernels.reduce_`."""
     _launch(messages, out, 1, count, bits, rotate, scale, accumulate)

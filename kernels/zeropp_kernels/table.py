@@ -1,112 +1,96 @@
-"""Triton: tensors that lie anywhere in memory, addressed as one flat buffer in which each starts on a block."""
+"""Tensors that lie anywhere in memory, addressed as one flat buffer in which each starts on a block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from .blocks import cast, widen
 from .wire import BLOCK, blocks_of
 
-__all__ = ["BlockTable", "block_table", "load_blocks", "store_blocks"]
-
-_TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+__all__ = ["BlockTable", "block_table", "locate"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BlockTable:
-    """What a kernel needs to find the tensors."""
+    """Where each of n tensors lies in a flat buffer: made once, for tensors that keep their sizes and places.
 
-    tensors: Tensor  # int64 [n, 3]: address, elements, offset in the flat buffer
-    tensor_of_block: Tensor  # int32 [blocks]: -1 where there is none
-    dtype: tl.dtype
-    even: bool  # each tensor is a multiple of 64 elements at an address that is a multiple of 16 bytes
+    A kernel finds the tensors by their addresses, which the table keeps on the device. They are sent again only when
+    they have changed, without a wait; calls that share a table therefore belong on one stream.
 
-
-@lru_cache(maxsize=256)
-def _tensor_of_block(offsets: tuple[int, ...], numels: tuple[int, ...], blocks: int, device: torch.device) -> Tensor:
-    owners = torch.full((blocks,), -1, dtype=torch.int32, device="cpu")
-    for index, (offset, numel) in enumerate(zip(offsets, numels, strict=True)):
-        owners[offset // BLOCK : blocks_of(offset + numel)] = index
-    return owners.to(device)
-
-
-def block_table(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, device: torch.device) -> BlockTable:
-    """Table of ``tensors`` (one dtype, contiguous) at ``offsets`` of a flat buffer of ``numel`` elements.
-
-    Which block belongs to which tensor is kept for the next call; the addresses are sent each time.
+    Attributes:
+        numel: elements of the flat buffer.
+        host: int64 [3, n] on CPU: addresses as the device knows them (0 before the first call), elements, offsets.
+        entries: the same on the device of the tensors.
+        owners: int32 [blocks] on that device: which tensor lies in a block, -1 where none does.
     """
-    numels = tuple(tensor.numel() for tensor in tensors)
-    rows = [(tensor.data_ptr(), count, offset) for tensor, count, offset in zip(tensors, numels, offsets, strict=True)]
-    host = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, 3)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return BlockTable(
-        tensors=host.to(device, non_blocking=True),
-        tensor_of_block=_tensor_of_block(tuple(offsets), numels, blocks_of(numel), device),
-        dtype=_TRITON_DTYPES[tensors[0].dtype if tensors else torch.float32],
-        even=all(address % 16 == 0 and count % 64 == 0 for address, count, _ in rows),
-    )
+
+    numel: int
+    host: Tensor
+    entries: Tensor
+    owners: Tensor
 
 
-@triton.jit
-def _places(table, tensor_of_block, start, live, DTYPE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """(pointers [TILE, K, 1] to the rows of a tile, elements left in their tensors from there on)."""
-    row = start // 128 + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
-    owner = tl.load(tensor_of_block + row // 2, mask=live[:, None], other=-1)
-    owned = owner >= 0
-    entry = table + owner * 3
-    address = tl.load(entry, mask=owned, other=0)
-    numel = tl.load(entry + 1, mask=owned, other=0)
-    position = row * 128 - tl.load(entry + 2, mask=owned, other=0)
-    pointers = address.to(tl.pointer_type(DTYPE)) + position
-    return pointers[:, :, None], tl.where(owned, numel - position, 0)[:, :, None]
+def _check(numels: Sequence[int], offsets: Sequence[int], numel: int) -> None:
+    if len(numels) != len(offsets):
+        raise ValueError(f"numels has {len(numels)} entries and offsets {len(offsets)}; expected one offset a tensor")
+    end = 0
+    for index, (count, offset) in enumerate(zip(numels, offsets, strict=True)):
+        if count < 0:
+            raise ValueError(f"numels[{index}] is {count}; expected 0 or more elements")
+        if offset % BLOCK or offset < end:
+            raise ValueError(
+                f"offsets[{index}] is {offset}; expected a multiple of {BLOCK} that is at least {end}, the end of the "
+                f"tensor before it"
+            )
+        end = offset + count
+        if end > numel:
+            raise ValueError(f"tensor {index} would end at element {end}; the flat buffer has {numel}")
 
 
-@triton.jit
-def _half(pointers, EVEN: tl.constexpr):
-    """Pointers to 64 elements of each row."""
-    pointers = pointers + tl.arange(0, 64)[None, None, :]
-    if EVEN:
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 1, 16)), (1, 1, 64))
-    return pointers
+def block_table(
+    numels: Sequence[int], offsets: Sequence[int], numel: int, *, device: torch.device | str = "cpu"
+) -> BlockTable:
+    """Table of n tensors in a flat buffer of ``numel`` elements.
+
+    Args:
+        numels: elements of each tensor.
+        offsets: where each begins in the flat buffer, in order, apart, on multiples of 256.
+        numel: elements of the flat buffer; what lies between tensors counts as zeros.
+        device: that of the tensors.
+
+    Raises:
+        ValueError: what does not fit, by index.
+    """
+    _check(numels, offsets, numel)
+    with torch.inference_mode(False):  # what that mode makes could not be written to outside it
+        host = torch.tensor([[0] * len(numels), list(numels), list(offsets)], dtype=torch.int64, device="cpu")
+        owners = torch.full((blocks_of(numel),), -1, dtype=torch.int32, device="cpu")
+        for index, (count, offset) in enumerate(zip(numels, offsets, strict=True)):
+            owners[offset // BLOCK : blocks_of(offset + count)] = index
+        return BlockTable(numel, host, host.to(device, copy=True), owners.to(device))
 
 
-@triton.jit
-def load_blocks(
-    table, tensor_of_block, start, live, DTYPE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
-):
-    """A tile of values in float32 from element ``start`` of the flat buffer on; zeros where no tensor lies."""
-    pointers, left = _places(table, tensor_of_block, start, live, DTYPE, TILE, K)
-    at = tl.arange(0, 64)[None, None, :]
-    if EVEN:
-        lower = tl.load(_half(pointers, True), mask=left >= 64, other=0.0)
-        upper = tl.load(_half(pointers + 64, True), mask=left >= 128, other=0.0)
-    else:
-        lower = tl.load(_half(pointers, False), mask=at < left, other=0.0)
-        upper = tl.load(_half(pointers + 64, False), mask=at + 64 < left, other=0.0)
-    return widen(lower), widen(upper)
+def locate(tensors: Sequence[Tensor], host: Tensor, entries: Tensor) -> bool:
+    """Make ``entries`` hold the addresses of the tensors; returns whether all of them suit 128-bit access.
 
+    That is so where each is a multiple of 64 elements at a multiple of 16 bytes. The host does not wait: what is sent
+    lies in pinned memory that torch keeps until it has arrived.
 
-@triton.jit
-def store_blocks(
-    table, tensor_of_block, start, live, lower, upper,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
-    """Write a tile of float32 values to the tensors that lie there; the mirror of :func:`load_blocks`."""
-    pointers, left = _places(table, tensor_of_block, start, live, DTYPE, TILE, K)
-    at = tl.arange(0, 64)[None, None, :]
-    lower = cast(lower, DTYPE)
-    upper = cast(upper, DTYPE)
-    if EVEN:
-        tl.store(_half(pointers, True), lower, mask=left >= 64)
-        tl.store(_half(pointers + 64, True), upper, mask=left >= 128)
-    else:
-        tl.store(_half(pointers, False), lower, mask=at < left)
-        tl.store(_half(pointers + 64, False), upper, mask=at + 64 < left)
+    Raises:
+        RuntimeError: a CUDA graph is being captured and addresses have changed; it would send stale ones when replayed.
+    """
+    known, numels, _ = host.tolist()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    if addresses != known:
+        if entries.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "tensors have other addresses than at the table's last use, and a CUDA graph is being captured; call "
+                "the operation once before, with the tensors that the graph will use"
+            )
+        staged = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=entries.is_cuda)
+        entries[0].copy_(staged, non_blocking=True)
+        host[0].copy_(staged)
+    return all(address % 16 == 0 and count % 64 == 0 for address, count in zip(addresses, numels, strict=True))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, TRITON, poisoned, same_bits, values
-from zeropp_kernels import lossless_layout, message_layout, reference, state_layout
+from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, reference, state_layout
 
 CAMPAIGN = [*LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]
 VARIANTS = [(False, False), (True, False), (False, True), (True, True)]  # rotate, feedback
@@ -109,45 +109,51 @@ SHAPES = {
 }
 
 
-def laid_out(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Tensor], list[int], int]:
-    """Tensors, their places on blocks with a gap here and there, and the elements of the whole in two messages."""
+def laid_out(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Tensor], BlockTable]:
+    """Tensors, and their places on blocks with a gap here and there, in two messages."""
     numels = [torch.Size(shape).numel() for shape in shapes]
     tensors = [values(n, dtype, i).clone().view(shape) for i, (n, shape) in enumerate(zip(numels, shapes, strict=True))]
     offsets, end = [], 256
     for index, tensor in enumerate(tensors):
         offsets.append(end)
         end += -(-tensor.numel() // 256) * 256 + 256 * (index % 2)
-    return tensors, offsets, -(-end // 512) * 256
+    return tensors, block_table(numels, offsets, -(-end // 512) * 512)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_quantize_tensors(shapes: str, dtype: torch.dtype, bits: int) -> None:
-    tensors, offsets, numel = laid_out(SHAPES[shapes], dtype)
+    tensors, table = laid_out(SHAPES[shapes], dtype)
+    half = table.numel // 2
     for rotate, feedback in VARIANTS:
-        messages = poisoned(message_layout(numel, bits).nbytes * 2)
-        state = states(numel, 2, bits, feedback)
-        arguments = (tensors, offsets, numel, messages, 2, bits, rotate, state, 0.8, False)
-        check("quantize_tensors_", arguments, [3, 7] if feedback else [3])
+        messages = poisoned(message_layout(half, bits).nbytes * 2)
+        state = states(half, 2, bits, feedback)
+        places = (table.host, table.entries, table.owners, table.numel)
+        check(
+            "quantize_tensors_",
+            (tensors, *places, messages, 2, bits, rotate, state, 0.8, False),
+            [5, 9] if feedback else [5],
+        )
 
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
-    tensors, offsets, numel = laid_out(SHAPES[shapes], source)
+    tensors, table = laid_out(SHAPES[shapes], source)
     if shapes == "odd":
         tensors[2][500] = float("inf")
     spoilt = not all(tensor.isfinite().all() for tensor in tensors)
+    places = (table.host, table.entries, table.owners)
     for cut, stats in [(0, True), (100, True), (0, False)]:
-        flat = torch.full((2 * numel - cut,), float("nan"), dtype=target)
+        flat = torch.full((table.numel - cut,), float("nan"), dtype=target)
         norms = torch.full((-(-flat.numel() // 256),), float("nan")) if stats else None
         flag = torch.zeros(1, dtype=torch.int32) if stats else None
-        check("gather_", (tensors, offsets, flat, 0.7, norms, flag), [2, 4, 5] if stats else [2])
+        check("gather_", (tensors, *places, flat, 0.7, norms, flag), [4, 6, 7] if stats else [4])
         assert not stats or bool(flag) == spoilt
         back = [torch.full_like(tensor, float("nan")) for tensor in tensors]
-        check("scatter_", (flat, back, offsets, 3.0, norms, flag), [1, 4, 5] if stats else [1])
+        check("scatter_", (flat, back, *places, 3.0, norms, flag), [1, 6, 7] if stats else [1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

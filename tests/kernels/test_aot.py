@@ -8,10 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton comes for Linux only")
+
+from zeropp_kernels.aot import budgets
+from zeropp_kernels.aot.binaries import Facts
+from zeropp_kernels.aot.cases import Case, cases
 
 
 def run_python(*arguments: str, interpret: str = "0") -> subprocess.CompletedProcess[str]:
@@ -45,10 +51,61 @@ def test_every_configuration(target: str) -> None:
     assert " 0 wrong" in compile_all("--cover", "all", "--targets", target)
 
 
+LEAN = Facts(
+    instructions=500, registers=64, spilled=0, wide_loads=5, wide_stores=4, narrow_loads=1, narrow_stores=0, fused=0,
+    shared=0,
+)  # fmt: skip
+
+
+def wrong(changes: dict[str, int], **settings: object) -> list[str]:
+    """What the checks say of a kernel that is in order but for ``changes``: 32 elements a thread of float16."""
+    kernel = SimpleNamespace(__name__="delta_apply_kernel")
+    case = Case(kernel, {"EVEN": True, **settings}, {"reference": "fp16"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(budgets, "_ELEMENTS", 32)  # the interpreter's tiles are larger
+        return budgets.check(case, replace(LEAN, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"spilled": 8}, "8 spilled or on the stack"),
+        ({"registers": 129}, "129 registers, more than 128"),
+        ({"fused": 1}, "1 fused multiply-adds"),
+        ({"wide_loads": 4}, "4 loads and 4 stores of 128 bits, not 5 and 4"),
+        ({"wide_stores": 3}, "5 loads and 3 stores of 128 bits, not 5 and 4"),
+        ({"narrow_loads": 5}, "5 loads and 0 stores below 32 bits"),
+        ({"narrow_stores": 5}, "1 loads and 5 stores below 32 bits"),
+    ],
+)
+def test_each_budget(changes: dict[str, int], said: str) -> None:
+    assert wrong({}) == []
+    assert wrong(changes) == [said]
+
+
+def test_what_is_not_even_may_be_narrow() -> None:
+    assert wrong({"wide_loads": 0, "wide_stores": 0, "narrow_loads": 32, "registers": 168}, EVEN=False) == []
+    assert wrong({"registers": 169}, EVEN=False) == ["169 registers, more than 168"]
+
+
+def test_every_kernel_is_compiled_for_wide_access_too() -> None:
+    every = cases("all")
+    assert len({(case.name, case.settings) for case in every}) == len(every)
+    assert {case.name for case in every} >= {case.name for case in cases("pairs")}
+    for case in cases("pairs"):
+        wide = [other for other in cases("pairs") if other.kernel is case.kernel and other.even]
+        assert wide, f"{case.name} is nowhere compiled for wide access"
+
+
+def test_what_is_launched_is_what_is_compiled() -> None:
+    done = run_python("-m", "tests.kernels.launches")
+    assert done.returncode == 0 and " 0 unknown" in done.stdout, done.stdout + done.stderr
+
+
 def test_the_checks_can_fail() -> None:
     """Without the switch that keeps bits equal there are fused multiply-adds, and the check says so."""
     program = (
-        "from zeropp_kernels import aot\n"
+        "import zeropp_kernels.aot.__main__ as aot\n"
         "aot.LAUNCH = {**aot.LAUNCH, 'enable_fp_fusion': True}\n"
         "raise SystemExit(aot.main(['--only', 'quantize', '--cover', 'each', '--targets', 'sm_90']))\n"
     )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import zeropp_kernels as kernels
 from tests.kernels.cases import BITS, DTYPES, values
-from zeropp_kernels import lossless_layout, message_layout, state_layout
+from zeropp_kernels import block_table, lossless_layout, message_layout, state_layout
 
 NUMEL = 600
 
@@ -34,12 +34,13 @@ def samples() -> dict[str, tuple[object, ...]]:
     held = values(NUMEL, torch.bfloat16, 1)
     offsets = torch.zeros(2, 4, dtype=torch.int64)
     lossless = torch.zeros(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
-    tensors, places = [values(100, torch.float32), values(300, torch.float32)], [0, 256]
+    tensors, table = [values(100, torch.float32), values(300, torch.float32)], block_table([100, 300], [0, 256], NUMEL)
+    places = (table.host, table.entries, table.owners)
     shard, flat = values(NUMEL, torch.float32).clone(), torch.zeros(NUMEL)
     norms, flag = torch.zeros(3), torch.zeros(1, dtype=torch.int32)
     return {
         "quantize_": (x, messages_for(NUMEL, 4), 1, 4, True, state, 0.8, False),
-        "quantize_tensors_": (tensors, places, NUMEL, messages_for(NUMEL, 8), 1, 8, False, None, 0.0, False),
+        "quantize_tensors_": (tensors, *places, NUMEL, messages_for(NUMEL, 8), 1, 8, False, None, 0.0, False),
         "reduce_quantize_": (
             real_messages(NUMEL, 8, 2), NUMEL, 2, 8, 0.5, messages_for(NUMEL, 4), 1, 4, False, state, 0.8, True,
         ),
@@ -50,8 +51,8 @@ def samples() -> dict[str, tuple[object, ...]]:
         "lossless_count_": (x, held, offsets),
         "lossless_encode_": (x, held, offsets, lossless, NUMEL, NUMEL),
         "lossless_decode_": (lossless, held, torch.zeros_like(held), offsets[None].clone(), 1, NUMEL, NUMEL),
-        "gather_": (tensors, places, flat, 1.0, norms, flag),
-        "scatter_": (shard, [tensor.clone() for tensor in tensors], places, 2.0, None, None),
+        "gather_": (tensors, *places, flat, 1.0, norms, flag),
+        "scatter_": (shard, [tensor.clone() for tensor in tensors], *places, 2.0, None, None),
     }  # fmt: skip
 
 
@@ -65,6 +66,25 @@ def test_every_operation_has_a_sample() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zeropp, name).default, samples()[name])
+
+
+def written(name: str, arguments: tuple[object, ...]) -> list[Tensor]:
+    """The tensors that an operation says it writes."""
+    declared = getattr(torch.ops.zeropp, name).default._schema.arguments
+    pairs = zip(declared, arguments, strict=True)
+    return [t for each, value in pairs if each.alias_info and each.alias_info.is_write for t in listed(value)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_count_as_written(name: str) -> None:
+    """Autograd refuses a backward through a value that an operation has overwritten since."""
+    arguments = samples()[name]
+    outputs = written(name, arguments)
+    if name in ("gather_", "scatter_", "quantize_tensors_"):  # plain torch needs no addresses, and the flag stays 0
+        outputs = [each for each in outputs if each.dtype not in (torch.int64, torch.int32)]
+    before = [each._version for each in outputs]
+    getattr(torch.ops.zeropp, name)(*arguments)
+    assert outputs and all(each._version > old for each, old in zip(outputs, before, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -112,7 +132,7 @@ def test_after_inference_mode_and_with_gradients() -> None:
         found.append(round_trip(x.clone().requires_grad_()))
         targets = [torch.nn.Parameter(torch.zeros(100)), torch.nn.Parameter(torch.zeros(300))]
         with torch.no_grad():
-            kernels.scatter_(x.clone(), targets, [0, 256])
+            kernels.scatter_(x.clone(), targets, block_table([100, 300], [0, 256], NUMEL))
         found.append(torch.cat([target.detach() for target in targets]))
 
     thread = threading.Thread(target=work)  # shared memory belongs to a thread
@@ -143,11 +163,11 @@ def test_empty_inputs(dtype: torch.dtype, bits: int) -> None:
     kernels.reduce_(message, nothing, count=2, bits=bits)
     kernels.reduce_quantize_(message, message, numel=0, count=3, source_bits=bits, bits=bits)
     full = messages_for(512, bits).fill_(7)
-    kernels.quantize_tensors_([], [], full, numel=512, bits=bits)
+    kernels.quantize_tensors_([], block_table([], [], 512), full, bits=bits)
     assert (full[: message_layout(512, bits).codes_nbytes] == 0).all()
-    kernels.gather_([nothing], [0], flat := torch.ones(300, dtype=dtype))
+    kernels.gather_([nothing], block_table([0], [0], 300), flat := torch.ones(300, dtype=dtype))
     assert (flat == 0).all()
-    kernels.scatter_(nothing, [nothing], [0])
+    kernels.scatter_(nothing, [nothing], block_table([0], [0], 0))
     offsets = torch.full((2, 1), 5)
     if dtype == torch.bfloat16:
         kernels.lossless_count_(nothing, nothing, offsets)
@@ -164,7 +184,7 @@ def quantize(**changes: object) -> Callable[[], None]:
 
 
 def gather(**changes: object) -> Callable[[], None]:
-    arguments: dict[str, object] = {"tensors": [torch.ones(9)] * 2, "offsets": [0, 256], "flat": torch.ones(600)}
+    arguments: dict[str, object] = {"tensors": [torch.ones(9)] * 2, "table": TABLE, "flat": torch.ones(600)}
     return lambda: kernels.gather_(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
@@ -173,6 +193,7 @@ def reduce(**changes: object) -> Callable[[], None]:
     return lambda: kernels.reduce_(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
+TABLE = block_table([9, 9], [0, 256], NUMEL)
 BF16 = torch.ones(NUMEL, dtype=torch.bfloat16)
 ROOMS = {"room8": 0, "room16": 0}
 WRONG: dict[str, tuple[Callable[[], None], str]] = {
@@ -198,13 +219,30 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
         "numel // out_count is 300; expected a multiple of 256",
     ),
     "several messages off blocks": (
-        lambda: kernels.quantize_tensors_([], [], messages_for(300, 8, 2), numel=300, count=2),
-        "numel is 300; expected a multiple of 256",
+        lambda: kernels.quantize_tensors_([], block_table([], [], 600), messages_for(300, 8, 2), count=2),
+        "table.numel // count is 300; expected a multiple of 256",
     ),
-    "offset off a block": (gather(offsets=[0, 100]), r"offsets\[1\] is 100; expected a multiple of 256"),
-    "overlap": (gather(tensors=[torch.ones(300)] * 2), r"offsets\[1\] is 256; .*at least 300"),
-    "past the end": (gather(offsets=[0, 768]), r"tensors\[1\] would end at element 777; flat has 600"),
-    "number of offsets": (gather(offsets=[0]), "tensors has 2 entries and offsets 1"),
+    "offset off a block": (
+        lambda: block_table([9, 9], [0, 100], 600),
+        r"offsets\[1\] is 100; expected a multiple of 256",
+    ),
+    "overlap": (lambda: block_table([300, 9], [0, 256], 600), r"offsets\[1\] is 256; .*at least 300"),
+    "past the end": (
+        lambda: block_table([9, 9], [0, 768], 600),
+        "tensor 1 would end at element 777; the flat buffer has 600",
+    ),
+    "number of offsets": (lambda: block_table([9, 9], [0], 600), "numels has 2 entries and offsets 1"),
+    "less than nothing": (lambda: block_table([-9], [0], 600), r"numels\[0\] is -9; expected 0 or more"),
+    "another size": (gather(tensors=[torch.ones(9), torch.ones(8)]), r"tensors\[1\] has 8 elements; .* made for 9"),
+    "too few tensors": (
+        gather(tensors=[torch.ones(9)]),
+        r"table.host is int64 \[3, 2\]; expected int64 \[3, 1\]",
+    ),
+    "a longer buffer": (gather(flat=torch.ones(900)), r"table.owners is int32 \[3\]; expected int32 \[4\].*of flat"),
+    "a buffer that ends early": (
+        gather(tensors=[torch.ones(9), torch.ones(200)], table=block_table([9, 200], [0, 512], 768)),
+        "end at element 712; the flat buffer has 600",
+    ),
     "two dtypes": (gather(tensors=[torch.ones(9), BF16[:9]]), r"tensors\[1\] is bfloat16 and tensors\[0\] float32"),
     "tensor with strides": (gather(tensors=[torch.ones(9, 9).t()[:3]] * 2), r"tensors\[0\] has shape \(3, 9\)"),
     "norms": (gather(norms=torch.ones(2)), "norms has 2 elements; expected 3"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.kernels.cases import BITS, DTYPES, poisoned, same_bits, values
 from zeropp_kernels import (
+    block_table,
     delta_apply_,
     delta_encode_,
     dequantize_,
@@ -214,7 +215,7 @@ def test_a_parameter_alone_or_among_others_has_the_same_codes(numels: list[int],
         flat[offset : offset + part.numel()] = part
     whole = encoded(flat, bits, rotate=rotate)
     gathered = poisoned(whole.numel())
-    quantize_tensors_(parts, offsets, gathered, numel=end, bits=bits, rotate=rotate)
+    quantize_tensors_(parts, block_table(numels, offsets, end), gathered, bits=bits, rotate=rotate)
     assert torch.equal(whole, gathered)
     layout = message_layout(end, bits)
     for part, offset in zip(parts, offsets, strict=True):

@@ -25,7 +25,7 @@ def lay(shape_list: list[tuple[int, ...]], world: int) -> BufferLayout:
 
 
 @given(st.lists(shapes, min_size=1, max_size=12), worlds)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_slots_and_gaps_tile_the_buffer(shape_list: list[tuple[int, ...]], world: int) -> None:
     layout = lay(shape_list, world)
     assert [slot.shape for slot in layout.slots] == shape_list
@@ -44,7 +44,7 @@ def test_slots_and_gaps_tile_the_buffer(shape_list: list[tuple[int, ...]], world
 
 
 @given(st.lists(shapes, min_size=1, max_size=12), worlds)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_pieces_reassemble_every_parameter_once(shape_list: list[tuple[int, ...]], world: int) -> None:
     layout = lay(shape_list, world)
     found: dict[int, list[tuple[int, int]]] = {index: [] for index in range(len(shape_list))}
@@ -68,7 +68,7 @@ def test_pieces_reassemble_every_parameter_once(shape_list: list[tuple[int, ...]
 
 
 @given(st.lists(shapes, min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_offsets_do_not_depend_on_the_world(shape_list: list[tuple[int, ...]]) -> None:
     assert {lay(shape_list, world).slots for world in (1, 2, 8, 1024)} == {lay(shape_list, 1).slots}
 
@@ -150,7 +150,7 @@ def test_the_rest_becomes_contiguous(tensor: torch.Tensor) -> None:
 
 
 @given(st.lists(st.integers(0, 4), max_size=5), st.randoms(use_true_random=False), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_kept_strides_fill_exactly_numel_places(shape: list[int], rng: object, odd: bool) -> None:
     order = list(range(len(shape)))
     rng.shuffle(order)  # type: ignore[attr-defined]

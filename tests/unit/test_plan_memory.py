@@ -185,7 +185,7 @@ def test_plans_are_found_where_the_readme_says() -> None:
     st.booleans(),
     st.sampled_from([0, 300]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, persistent: int) -> None:
     """Layers of one weight each; some frozen, some in float64."""
 

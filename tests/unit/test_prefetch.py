@@ -90,7 +90,7 @@ def gpt(layers: int) -> tuple[list[int], list[int]]:
 
 
 @given(cases())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @example(Case([0, 1, 0], [], frozenset(), [5, 5], Limits(5, 5, HUGE)))
 @example(Case([0, 1, 2, 1, 0], [2], frozenset({1}), [3, 2, 4], Limits(4, 5, HUGE)))
 def test_a_plan_can_be_carried_out_within_its_limits(case: Case) -> None:
@@ -101,7 +101,7 @@ def test_a_plan_can_be_carried_out_within_its_limits(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_plans_are_functions(case: Case) -> None:
     again = [make_plan(case.uses, case.lookahead, case.live, case.numel, case.limits) for _ in range(2)]
     assert again[0] == again[1]
@@ -110,7 +110,7 @@ def test_plans_are_functions(case: Case) -> None:
 
 
 @given(cases(start_empty=True))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_limits_of_zero(case: Case) -> None:
     """Any single limit of 0 turns off what it bounds; all of them leave gathers at the moment of need."""
     uses, ahead, numel = case.uses, case.lookahead, case.numel
@@ -126,7 +126,7 @@ def test_limits_of_zero(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_without_limits_each_unit_is_fetched_once(case: Case) -> None:
     case.limits = Limits(HUGE, HUGE, HUGE)
     run = case.run()
@@ -137,7 +137,7 @@ def test_without_limits_each_unit_is_fetched_once(case: Case) -> None:
 
 
 @given(cases(start_empty=True))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_nothing_is_held_for_a_use_that_never_comes(case: Case) -> None:
     run = case.run()
     assert run.held <= set(case.lookahead)
@@ -146,7 +146,7 @@ def test_nothing_is_held_for_a_use_that_never_comes(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example(Case([0], [1, 0, 2], frozenset(), [2, 1, 20], Limits(21, 21, 0)))
 def test_the_lookahead_never_costs_a_gather(case: Case) -> None:
     """Gathers of this phase and, on demand, the next, with and without looking ahead to it."""
@@ -212,7 +212,7 @@ def test_forward_keeps_its_last_units_for_backward_with_prefetch() -> None:
 
 
 @given(st.integers(2, 12), st.integers(1, 12), st.integers(0, 6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_prefetch_costs_a_stack_of_layers_no_reuse(layers: int, room: int, ahead: int) -> None:
     """With a bound on fetching ahead below the room to keep, forward and backward gather as often as without."""
     numel = [10] * layers
@@ -228,7 +228,7 @@ def test_prefetch_costs_a_stack_of_layers_no_reuse(layers: int, room: int, ahead
 
 
 @given(cases(equal=True, start_empty=True), st.integers(0, 8))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_more_room_never_costs_a_gather(case: Case, more: int) -> None:
     """For units of one size and without fetching ahead. Sizes that differ can make more room cost a gather: a plan
     that drops the farthest first is best for equal sizes only."""

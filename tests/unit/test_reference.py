@@ -122,7 +122,7 @@ def test_sums(
     st.booleans(),
     st.integers(0, 2**31),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_order_of_a_sum_is_the_order_of_messages(
     count: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, accumulate: bool, seed: int
 ) -> None:

@@ -35,7 +35,7 @@ def pairs(chain: Chain) -> list[tuple[int, int]]:
 
 
 @given(chains())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_pieces_and_ranks_are_one_to_one(chain: Chain) -> None:
     pieces = [chain.slice_index(rank, chain.world) for rank in range(chain.world)]
     assert sorted(pieces) == list(range(chain.world))
@@ -43,7 +43,7 @@ def test_pieces_and_ranks_are_one_to_one(chain: Chain) -> None:
 
 
 @given(chains())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_slices_nest(chain: Chain) -> None:
     """A slice lies in the slice that the same rank has at every smaller level, and each is held equally often."""
     for outer, inner in pairs(chain):
@@ -73,7 +73,7 @@ def test_one_level_is_rank_order() -> None:
 
 
 @given(chains(limit=512), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_gathers_end_with_the_whole_buffer(chain: Chain, data: st.DataObject) -> None:
     """Hop by hop on index sets; one rank looks at all members, all ranks follow the same rule."""
     start = data.draw(st.sampled_from(chain.levels))
@@ -93,7 +93,7 @@ def test_gathers_end_with_the_whole_buffer(chain: Chain, data: st.DataObject) ->
 
 
 @given(chains(), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_one_hop_between_any_two_levels(chain: Chain, seed: int) -> None:
     """Member i holds part i of the slice that all have at the inner level, for levels that are not neighbours too."""
     rng = random.Random(seed)
@@ -108,7 +108,7 @@ def test_one_hop_between_any_two_levels(chain: Chain, seed: int) -> None:
 
 
 @given(chains(limit=512), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_hop_groups_partition_the_ranks(chain: Chain, data: st.DataObject) -> None:
     outer, inner = data.draw(st.sampled_from(pairs(chain)))
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -120,7 +120,7 @@ def test_hop_groups_partition_the_ranks(chain: Chain, data: st.DataObject) -> No
 
 
 @given(chains())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_groups_of_adjacent_levels_ascend(chain: Chain) -> None:
     """torch sorts the ranks of a group; piece order must be the same order."""
     for outer, inner in chain.hops(chain.world, 1):
@@ -130,7 +130,7 @@ def test_groups_of_adjacent_levels_ascend(chain: Chain) -> None:
 
 
 @given(chains())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_hops_walk_down_the_levels(chain: Chain) -> None:
     for outer, inner in pairs(chain):
         hops = chain.hops(outer, inner)
@@ -143,7 +143,7 @@ def test_hops_walk_down_the_levels(chain: Chain) -> None:
 
 
 @given(chains(), st.randoms(use_true_random=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_build_chain_takes_sizes_in_any_order(chain: Chain, rng: random.Random) -> None:
     sizes = [*chain.levels, *chain.levels[:2]]
     rng.shuffle(sizes)
@@ -169,7 +169,7 @@ def test_a_refusal_states_no_falsehood() -> None:
 
 
 @given(st.integers(1, MAX_WORLD), st.lists(st.integers(1, 64), max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_build_chain_decides_rightly(world: int, sizes: list[int]) -> None:
     wanted = sorted({1, world, *sizes})
     legal = wanted[-1] == world and all(b % a == 0 for a, b in itertools.pairwise(wanted))
@@ -278,7 +278,7 @@ def test_link_classes(nodes: int, local: int, data: st.DataObject) -> None:
 
 
 @given(chains(limit=256), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_level_may_lie_inside_or_across_nodes(chain: Chain, data: st.DataObject) -> None:
     local = data.draw(st.sampled_from(chain.levels))
     rank = data.draw(st.integers(0, chain.world - 1))
@@ -287,7 +287,7 @@ def test_a_level_may_lie_inside_or_across_nodes(chain: Chain, data: st.DataObjec
 
 
 @given(chains(), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_reduce_path_is_the_mirror(chain: Chain, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, chain.world - 1))
     placement = stage3_placement(chain, rank, 1, persistent=False)

@@ -535,7 +535,7 @@ random_options = st.builds(
 
 
 @given(st.integers(0, 2**32), random_options, st.sampled_from([1, 2, 8]))
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_every_floating_parameter_is_in_exactly_one_unit(seed: int, opts: UnitOptions, world: int) -> None:
     rng = random.Random(seed)
     model = random_tree(rng, 3)
@@ -556,7 +556,7 @@ def test_every_floating_parameter_is_in_exactly_one_unit(seed: int, opts: UnitOp
 
 
 @given(st.integers(0, 2**32), random_options)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_the_cut_does_not_depend_on_the_world(seed: int, opts: UnitOptions) -> None:
     rng = random.Random(seed)
     model = random_tree(rng, 3)
@@ -566,7 +566,7 @@ def test_the_cut_does_not_depend_on_the_world(seed: int, opts: UnitOptions) -> N
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 8]), st.sampled_from([1, 2]))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_no_buffer_is_shorter_than_asked_for(seed: int, world: int, blocks: int) -> None:
     model = random_tree(random.Random(seed), 3)
     parameters = dict(model.named_parameters())

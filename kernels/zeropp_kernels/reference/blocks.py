@@ -15,10 +15,11 @@ from torch import Tensor
 from ..wire import MessageLayout
 
 __all__ = [
-    "Part", "decode_", "encode_", "parts", "rotate_", "saturate_", "scale_values", "scratch", "tiles", "unrotate_",
+    "TILE", "Part", "decode_", "encode_", "parts", "rotate_", "saturate_", "scale_values", "scratch", "tiles",
+    "unrotate_",
 ]  # fmt: skip
 
-_TILE = 1 << 16  # elements: 256 KiB of float32, so that a tile and its scratch stay in a core's cache
+TILE = 1 << 16  # elements: 256 KiB of float32, so that a tile and its scratch stay in a core's cache
 _LEVELS = {8: torch.tensor(127.0, device="cpu"), 4: torch.tensor(7.0, device="cpu")}
 _ONE = torch.tensor(1.0, device="cpu")
 _SMALLEST_SCALE = 0x0080  # 2**-126 in bfloat16
@@ -42,7 +43,7 @@ def scratch(name: str, rows: int, columns: int, dtype: torch.dtype = torch.float
     buffer = _scratch.buffers.get((name, dtype))
     if buffer is None:
         with torch.inference_mode(False):  # a tensor of that mode could not be written to outside it
-            buffer = _scratch.buffers[(name, dtype)] = torch.empty(_TILE, dtype=dtype, device="cpu")
+            buffer = _scratch.buffers[(name, dtype)] = torch.empty(TILE, dtype=dtype, device="cpu")
     return buffer[: rows * columns].view(rows, columns)
 
 
@@ -69,7 +70,7 @@ def parts(messages: Tensor, layout: MessageLayout, count: int) -> list[Part]:
 
 def tiles(layout: MessageLayout) -> Iterator[tuple[int, int]]:
     """(first group, last group) of each tile of a message."""
-    step = _TILE // layout.group
+    step = TILE // layout.group
     for first in range(0, layout.groups, step):
         yield first, min(first + step, layout.groups)
 

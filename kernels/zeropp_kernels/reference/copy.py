@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from ..wire import BLOCK, blocks_of
+from .blocks import TILE, scratch
 
 __all__ = ["gather_", "scatter_"]
 
@@ -24,45 +24,56 @@ def _block_norms(values: Tensor) -> Tensor:
     return total[:, 0] + total[:, 1]
 
 
+def _scaled(source: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
+    """Walk over a flat tensor in tiles: (where the tile starts, its scaled float32 values [blocks, 256]).
+
+    The last tile ends in zeros; callers may not keep a tile.
+    """
+    for start in range(0, source.numel(), TILE):
+        part = source[start : start + TILE]
+        values = scratch("values", blocks_of(part.numel()), BLOCK)
+        flat = values.view(-1)
+        flat[: part.numel()].copy_(part).mul_(scale)
+        flat[part.numel() :].zero_()
+        yield start, values
+
+
 def _report(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | None) -> None:
-    """Norms of ``values`` [n], which start at block ``first``; the flag is set, never cleared."""
+    """Norms of a tile that starts at block ``first``; the flag is set, never cleared."""
     if flag is not None and not values.isfinite().all():
         flag.fill_(1)
-    if norms is not None and values.numel():
-        blocks = blocks_of(values.numel())
-        padded = values if values.numel() % BLOCK == 0 else values.new_zeros(blocks * BLOCK)
-        if padded is not values:
-            padded[: values.numel()] = values
-        norms[first : first + blocks] = _block_norms(padded.view(blocks, BLOCK))
+    if norms is not None:
+        norms[first : first + values.shape[0]] = _block_norms(values)
 
 
 def gather_(
-    tensors: Sequence[Tensor], offsets: Sequence[int], flat: Tensor, scale: float, norms: Tensor | None,
-    flag: Tensor | None,
+    tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
+    norms: Tensor | None, flag: Tensor | None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.gather_`."""
     end = 0
     if norms is not None:
         norms.zero_()
-    for tensor, offset in zip(tensors, offsets, strict=True):
+    for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
         flat[end:offset].zero_()
         end = offset + tensor.numel()
-        values = tensor.reshape(-1).to(torch.float32)
-        if scale != 1.0:
-            values = values * scale
-        flat[offset:end].copy_(values)
-        _report(values, offset // BLOCK, norms, flag)
+        for start, values in _scaled(tensor.view(-1), scale):
+            begin, stop = offset + start, min(offset + start + TILE, end)
+            flat[begin:stop].copy_(values.view(-1)[: stop - begin])
+            _report(values, begin // BLOCK, norms, flag)
     flat[end:].zero_()
 
 
 def scatter_(
-    flat: Tensor, tensors: Sequence[Tensor], offsets: Sequence[int], scale: float, norms: Tensor | None,
-    flag: Tensor | None,
+    flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
+    norms: Tensor | None, flag: Tensor | None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.scatter_`."""
-    values = flat.to(torch.float32)
-    if scale != 1.0:
-        values = values * scale
-    _report(values, 0, norms, flag)
-    for tensor, offset in zip(tensors, offsets, strict=True):
-        tensor.view(-1).copy_(values[offset : offset + tensor.numel()])
+    if norms is not None or flag is not None:
+        for start, values in _scaled(flat, scale):
+            _report(values, start // BLOCK, norms, flag)
+    for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
+        target = tensor.view(-1)
+        for start, values in _scaled(flat[offset : offset + tensor.numel()], scale):
+            part = target[start : start + TILE]
+            part.copy_(values.view(-1)[: part.numel()])

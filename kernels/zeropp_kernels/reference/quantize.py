@@ -80,11 +80,12 @@ def quantize_(
 
 
 def quantize_tensors_(
-    tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, messages: Tensor, count: int, bits: int,
-    rotate: bool, state: Tensor | None, beta: float, reset: bool,
+    tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, messages: Tensor, count: int,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.quantize_tensors_`."""
     flat = [tensor.reshape(-1) for tensor in tensors]
+    offsets = host[2].tolist()
 
     def fill(values: Tensor, start: int, stop: int) -> int:
         values.zero_()
@@ -98,7 +99,7 @@ def quantize_tensors_(
             index += 1
         return stop - start
 
-    _encode_all(fill, messages, message_layout(numel, bits), count, rotate, state, beta, reset)
+    _encode_all(fill, messages, message_layout(numel // count, bits), count, rotate, state, beta, reset)
 
 
 def reduce_quantize_(

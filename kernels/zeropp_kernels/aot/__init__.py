@@ -1,0 +1,1 @@
+"""Compilation ahead of time, for GPUs that need not be there: ``python -m zeropp_kernels.aot``."""

@@ -1,0 +1,78 @@
+"""What the machine code of a kernel may hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..blocks import ROWS
+from .binaries import Facts
+from .cases import Case
+
+__all__ = ["REGISTERS", "check"]
+
+REGISTERS = {True: 128, False: 168}  # of a thread: room for four programs on a multiprocessor; three if not even
+_ELEMENTS = ROWS  # of a thread: 128 threads share ROWS rows of 128
+
+
+def _codes(case: Case, key: str = "BITS") -> int:
+    return _ELEMENTS * int(str(case.constants[key])) // 8
+
+
+def _error(case: Case) -> int:
+    return _ELEMENTS if case.constants["FEEDBACK"] else 0
+
+
+def _values(case: Case, name: str) -> int:
+    return _ELEMENTS * (4 if case.pointers[name] == "fp32" else 2)
+
+
+def _quantize_moves(case: Case, name: str) -> tuple[int, int]:
+    return _values(case, name) + _error(case), _codes(case) + _error(case)
+
+
+def _requantize_moves(case: Case) -> tuple[int, int]:
+    return 2 * _codes(case, "SOURCE_BITS") + _error(case), _codes(case) + _error(case)
+
+
+def _reduce_moves(case: Case) -> tuple[int, int]:
+    values = _values(case, "out")
+    return 2 * _codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
+
+
+def _delta_moves(case: Case) -> tuple[int, int]:
+    held = _values(case, "reference")
+    return _values(case, "shard") + held, _ELEMENTS // 2 + (held if case.constants["UPDATE"] else 0)
+
+
+# Bytes of values, codes and errors that a thread (loads, stores). Of n messages two are in the code, one in a loop.
+_MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
+    "quantize": lambda case: _quantize_moves(case, "x"),
+    "quantize_tensors": lambda case: _quantize_moves(case, ""),
+    "reduce_quantize": _requantize_moves,
+    "reduce": _reduce_moves,
+    "delta_encode": _delta_moves,
+    "delta_apply": lambda case: (_values(case, "reference") + _ELEMENTS // 2, _values(case, "reference")),
+    "gather": lambda case: (_values(case, ""), _values(case, "flat")),
+    "scatter": lambda case: (_values(case, "flat"), _values(case, "")),
+}
+
+
+def check(case: Case, facts: Facts) -> list[str]:
+    """What is wrong with the machine code."""
+    wrong = []
+    if facts.spilled:
+        wrong.append(f"{facts.spilled} spilled or on the stack")
+    if facts.registers > REGISTERS[case.even]:
+        wrong.append(f"{facts.registers} registers, more than {REGISTERS[case.even]}")
+    if facts.fused:
+        wrong.append(f"{facts.fused} fused multiply-adds")
+    if case.even and case.name in _MOVED:
+        expected = tuple(nbytes // 16 for nbytes in _MOVED[case.name](case))
+        if (facts.wide_loads, facts.wide_stores) != expected:
+            found = f"{facts.wide_loads} loads and {facts.wide_stores} stores"
+            wrong.append(f"{found} of 128 bits, not {expected[0]} and {expected[1]}")
+        # Scales are 16 bits each: one access of a thread, or of a thread and message.
+        scales = 4
+        if facts.narrow_loads > scales or facts.narrow_stores > scales:
+            wrong.append(f"{facts.narrow_loads} loads and {facts.narrow_stores} stores below 32 bits")
+    return wrong

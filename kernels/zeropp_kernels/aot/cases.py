@@ -1,0 +1,167 @@
+"""Every configuration in which a kernel can be launched."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .. import copy, delta, lossless, quantize, reduce
+from ..blocks import ROWS
+
+__all__ = ["Case", "cases"]
+
+# Pointers of one dtype. Those to bytes are aligned, which every operation checks.
+_POINTERS = {
+    "messages": "u8", "message": "u8", "sources": "u8", "state": "u8", "entries": "i64", "owners": "i32",
+    "norms": "fp32", "flag": "i32", "offsets": "i64", "offsets8": "i64", "offsets16": "i64", "counts8": "i64",
+    "counts16": "i64",
+}  # fmt: skip
+_OPTIONAL = ("norms", "flag")
+_DTYPES = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16, "fp16": triton.language.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel with its constants, the dtypes of the callers' tensors, and which of those are not aligned."""
+
+    kernel: Any
+    constants: Mapping[str, object]
+    pointers: Mapping[str, str]
+    misaligned: tuple[str, ...] = ()
+    near: bool = True  # all tensors are below 2 GiB; Triton has other instructions for those on AMD
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__).removesuffix("_kernel")
+
+    @property
+    def settings(self) -> str:
+        shown = [f"{key.lower()}={int(value)}" for key, value in self.constants.items() if isinstance(value, int)]
+        shown += [f"no {key}" for key, value in self.constants.items() if value is None]
+        odd = [f"{name} misaligned" for name in self.misaligned] + ["far"] * (not self.near)
+        return " ".join([*dict.fromkeys(self.pointers.values()), *(text for text in shown if "tile" not in text), *odd])
+
+    @property
+    def even(self) -> bool:
+        """Whether wide loads and stores are possible throughout."""
+        return not self.misaligned and all(self.constants.get(key, True) for key in ("EVEN", "FLAT_EVEN"))
+
+    def source(self, target: GPUTarget) -> ASTSource:
+        """For triton.compile, with the signature and the attributes that the launcher would find."""
+        signature: dict[str, str] = {}
+        constants: dict[tuple[int], object] = {}
+        attributes: dict[tuple[int], list[list[Any]]] = {}
+        for parameter in self.kernel.params:
+            name, place = parameter.name, (parameter.num,)
+            if name in self.constants:
+                signature[name], constants[place] = "constexpr", self.constants[name]
+            elif parameter.annotation_type:
+                signature[name] = parameter.annotation_type
+            else:
+                signature[name] = "*" + (self.pointers.get(name) or _POINTERS[name])
+                if not parameter.do_not_specialize_on_alignment and name not in self.misaligned:
+                    attributes[place] = [["tt.divisibility", 16]]
+                if target.backend == "hip" and self.near:
+                    attributes[place] = [*attributes.get(place, []), ["tt.pointer_range", 32]]
+        return ASTSource(self.kernel, signature, constants, attributes)
+
+
+def _product(**rows: Sequence[object]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*rows.values()):
+        yield dict(zip(rows, values, strict=True))
+
+
+_BOTH = (False, True)
+_ENCODING = {"BITS": (8, 4), "ROTATE": _BOTH, "FEEDBACK": _BOTH}
+
+
+def _tile(bits: int) -> int:
+    return ROWS * 4 // bits
+
+
+def _quantize() -> Iterator[Case]:
+    for row in _product(dtype=tuple(_DTYPES), EVEN=_BOTH, **_ENCODING):
+        dtype = row.pop("dtype")
+        row["TILE"] = _tile(row["BITS"])
+        yield Case(quantize.quantize_kernel, row, {"x": dtype})
+        yield Case(quantize.quantize_tensors_kernel, {**row, "DTYPE": _DTYPES[dtype]}, {"": dtype})
+    for row in _product(SOURCE_BITS=(8, 4), **_ENCODING):
+        yield Case(quantize.reduce_quantize_kernel, {**row, "TILE": _tile(row["BITS"])}, {})
+
+
+def _reduce() -> Iterator[Case]:
+    for row in _product(dtype=tuple(_DTYPES), BITS=(8, 4), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
+        dtype = row.pop("dtype")
+        if dtype == "fp32" or not row["ACCUMULATE"]:
+            yield Case(reduce.reduce_kernel, {**row, "TILE": _tile(row["BITS"])}, {"out": dtype})
+
+
+def _delta() -> Iterator[Case]:
+    for row in _product(dtype=("bf16", "fp16"), UPDATE=_BOTH, EVEN=_BOTH):
+        pointers = {"reference": row.pop("dtype")}
+        yield Case(delta.delta_encode_kernel, {**row, "TILE": ROWS}, {"shard": "fp32", **pointers})
+        if row["UPDATE"]:
+            yield Case(delta.delta_apply_kernel, {"EVEN": row["EVEN"], "TILE": ROWS}, pointers)
+
+
+def _lossless() -> Iterator[Case]:
+    tile = {"TILE": lossless.TILE}
+    for dtype in ("fp32", "bf16"):
+        pointers = {"values": dtype, "reference": "bf16"}
+        yield Case(lossless.lossless_count_kernel, tile, pointers)
+        yield Case(lossless.lossless_encode_kernel, tile, pointers)
+    yield Case(lossless.lossless_count4_kernel, tile, {})
+    yield Case(lossless.lossless_count8_kernel, tile, {})
+    yield Case(lossless.lossless_decode_kernel, tile, {"reference": "bf16", "out": "bf16"})
+
+
+def _copy() -> Iterator[Case]:
+    dtypes = tuple(_DTYPES)
+    for row in _product(dtype=dtypes, flat=dtypes, EVEN=_BOTH, FLAT_EVEN=_BOTH, norms=_BOTH, flag=_BOTH):
+        dtype, flat = row.pop("dtype"), row.pop("flat")
+        row.update({name: None for name in _OPTIONAL if not row.pop(name)})  # what is not given is a constant
+        row.update(DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
+        yield Case(copy.gather_kernel, row, {"": dtype, "flat": flat})
+        yield Case(copy.scatter_kernel, row, {"": dtype, "flat": flat})
+
+
+def _alignments(case: Case) -> Iterator[Case]:
+    """The case with each set of the callers' tensors misaligned."""
+    names = [name for name in case.pointers if name in case.kernel.arg_names]
+    for size in range(len(names) + 1):
+        for chosen in itertools.combinations(names, size):
+            yield replace(case, misaligned=chosen)
+
+
+def _covering(every: Sequence[Case], size: int) -> list[Case]:
+    """Cases that together have every combination of ``size`` settings of each kernel."""
+    chosen: list[Case] = []
+    for kernel in dict.fromkeys(case.kernel for case in every):
+        own = [case for case in every if case.kernel is kernel]
+        has = {id(case): _combinations(case, size) for case in own}
+        left = set().union(*has.values())
+        while left:
+            best = max(own, key=lambda case: len(has[id(case)] & left))
+            left -= has[id(best)]
+            chosen.append(best)
+    return chosen
+
+
+def _combinations(case: Case, size: int) -> set[object]:
+    items = [(key, str(value)) for key, value in (*case.constants.items(), *case.pointers.items())]
+    items += [(f"{name} aligned", str(name not in case.misaligned)) for name in case.pointers]
+    items += [(name, "given") for name in _OPTIONAL if name in case.kernel.arg_names and name not in case.constants]
+    items.append(("even", str(case.even)))
+    return set(itertools.combinations(items, size)) or {()}
+
+
+def cases(cover: str = "pairs") -> list[Case]:
+    """What is compiled: "each" setting once, all "pairs" of settings, or "all" configurations that can be launched."""
+    found = [odd for case in (*_quantize(), *_reduce(), *_delta(), *_lossless(), *_copy()) for odd in _alignments(case)]
+    return found if cover == "all" else _covering(found, {"each": 1, "pairs": 2}[cover])

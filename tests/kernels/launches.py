@@ -1,0 +1,88 @@
+"""Which configurations the operations launch, found without a GPU: what Triton's launcher would compile is noted.
+
+Run as a program, with Triton's interpreter off; prints those that `zeropp_kernels.aot` does not know, and how many of
+those that it knows were seen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime import jit
+
+from tests.kernels import test_agreement
+from tests.kernels.cases import BITS, DTYPES, TRITON
+from zeropp_kernels import reference
+from zeropp_kernels.aot.cases import Case, cases
+
+TARGET = GPUTarget("cuda", 90, 32)
+Configuration = tuple[object, ...]
+
+
+def seen(kernel: jit.JITFunction, arguments: tuple[object, ...], options: dict[str, object]) -> Configuration:
+    """Name, and of each parameter its type, its value if it is a constant, and whether it is known to be aligned."""
+    bind = jit.create_function_from_signature(kernel.signature, kernel.params, make_backend(TARGET))
+    _, found, _ = bind(*arguments, **options)
+    parts = []
+    for kind, detail in found:
+        parts.append((kind, str(detail) if kind == "constexpr" else "D" in (detail or "")))
+    return kernel.__name__, *parts
+
+
+def known(case: Case) -> Configuration:
+    """The same of a case."""
+    source = case.source(TARGET)
+    parts = []
+    for parameter in case.kernel.params:
+        place = (parameter.num,)
+        kind = source.signature[parameter.name]
+        detail = str(source.constants[place]) if kind == "constexpr" else bool(source.attrs.get(place))
+        parts.append((kind, detail))
+    return case.kernel.__name__, *parts
+
+
+def launch_everything() -> set[Configuration]:
+    """Run the agreement tests with launches noted in place of made."""
+    found = set()
+
+    def run(self: jit.JITFunction, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
+        found.add(seen(self, arguments, options))
+
+    def check(name: str, arguments: tuple[object, ...], outputs: object) -> None:
+        getattr(TRITON, name)(*arguments)
+        getattr(reference, name)(*arguments)  # the next operation's input
+
+    jit.JITFunction.run = run
+    test_agreement.check = check
+    lengths = (1, 128, 257, 512, 1536)
+    for numel, dtype, bits in itertools.product(lengths, DTYPES, BITS):
+        test_agreement.test_quantize(numel, dtype, bits)
+        test_agreement.test_dequantize(numel, dtype, bits)
+        test_agreement.test_reduce(numel, dtype, bits)
+        for source_bits in BITS:
+            test_agreement.test_reduce_quantize(numel, source_bits, bits)
+    for shapes, dtype, other in itertools.product(test_agreement.SHAPES, DTYPES, DTYPES):
+        test_agreement.test_copies(shapes, dtype, other)
+        for bits in BITS:
+            test_agreement.test_quantize_tensors(shapes, dtype, bits)
+    for numel in lengths:
+        for dtype in DTYPES[1:]:
+            test_agreement.test_delta(numel, dtype)
+        for dtype in DTYPES[:2]:
+            test_agreement.test_lossless(numel, dtype)
+    return found
+
+
+def main() -> int:
+    launched, every = launch_everything(), {known(case) for case in cases("all")}
+    for configuration in sorted(launched - every, key=str):
+        print("not compiled ahead of time:", *configuration)
+    print(f"{len(launched)} configurations launched, {len(launched - every)} unknown, {len(every)} known")
+    return 1 if launched - every or not launched else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

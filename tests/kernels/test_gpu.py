@@ -1,0 +1,155 @@
+"""The registered operations on a card: streams, graphs, devices, pinned memory, and a host that never waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeropp_kernels as kernels
+from tests.kernels.cases import same_bits, values
+from tests.kernels.test_ops import NAMES, listed, samples, written
+from zeropp_kernels import block_table, message_layout
+
+pytestmark = pytest.mark.gpu
+NUMELS, OFFSETS, NUMEL = [300, 4096, 7], [0, 512, 4608], 4864
+
+
+def on_card(name: str, device: str = "cuda") -> tuple[object, ...]:
+    """Arguments of one call, all on the card but the host's side of a table."""
+
+    def moved(argument: object) -> object:
+        if isinstance(argument, list):
+            return [moved(each) for each in argument]
+        is_host = isinstance(argument, Tensor) and argument.shape == (3, 2) and argument is arguments[host]
+        return argument.to(device) if isinstance(argument, Tensor) and not is_host else argument
+
+    arguments = samples()[name]
+    schema = [each.name for each in getattr(torch.ops.zeropp, name).default._schema.arguments]
+    host = schema.index("host") if "host" in schema else 0
+    return tuple(moved(argument) for argument in arguments)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Whatever makes the host wait for the card raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_bits_as_on_cpu_and_no_wait(name: str) -> None:
+    plain, fast = samples()[name], on_card(name)
+    outputs = written(name, fast)
+    before = [each._version for each in outputs]
+    operation = getattr(torch.ops.zeropp, name)
+    operation(*plain)
+    with no_waiting():
+        operation(*fast)
+    for index, (a, b) in enumerate(zip(plain, fast, strict=True)):
+        for left, right in zip(listed(a), listed(b), strict=True):
+            is_table = left.dtype == torch.int64 and "lossless" not in name
+            assert is_table or same_bits(left, right), f"argument {index} differs"
+    assert all(each._version > old for each, old in zip(outputs, before, strict=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name: str) -> None:
+    torch.library.opcheck(getattr(torch.ops.zeropp, name).default, on_card(name))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_device_that_is_not_current(name: str) -> None:
+    first, second = on_card(name, "cuda:0"), on_card(name, "cuda:1")
+    for arguments in (first, second):
+        getattr(torch.ops.zeropp, name)(*arguments)
+    assert torch.cuda.current_device() == 0
+    for left, right in zip(written(name, first), written(name, second), strict=True):
+        assert left.dtype == torch.int64 or same_bits(left, right)
+
+
+def test_launched_on_the_current_stream() -> None:
+    """Work that a busy stream has before the call is done before it; another stream's reader waits for it."""
+    side, x = torch.cuda.Stream(), torch.zeros(1 << 22, device="cuda")
+    message = torch.empty(message_layout(x.numel(), 8).nbytes, dtype=torch.uint8, device="cuda")
+    out = torch.empty_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x.fill_(127.0)
+        kernels.quantize_(x, message)
+        kernels.dequantize_(message, out)
+        done = side.record_event()
+    assert not done.query(), "the host waited"
+    torch.cuda.current_stream().wait_event(done)
+    assert bool((out == 127.0).all())
+
+
+def parts() -> list[Tensor]:
+    return [values(numel, torch.float32, index).cuda() for index, numel in enumerate(NUMELS)]
+
+
+def test_pinned_memory_both_ways() -> None:
+    table, given = block_table(NUMELS, OFFSETS, NUMEL, device="cuda"), parts()
+    flat = torch.full((NUMEL,), float("nan"), pin_memory=True)
+    kernels.gather_(given, table, flat)
+    back = [torch.full_like(each, float("nan")) for each in given]
+    kernels.scatter_(flat, back, table)
+    torch.cuda.synchronize()
+    for tensor, copy, offset in zip(given, back, OFFSETS, strict=True):
+        assert same_bits(tensor, copy) and same_bits(flat[offset : offset + tensor.numel()], tensor)
+
+
+def test_pageable_memory_and_mixed_devices_are_refused() -> None:
+    table, given = block_table(NUMELS, OFFSETS, NUMEL, device="cuda"), parts()
+    with pytest.raises(ValueError, match="flat is in pageable memory"):
+        kernels.gather_(given, table, torch.empty(NUMEL))
+    with pytest.raises(ValueError, match=r"tensors\[1\] is on cpu; expected cuda:0"):
+        kernels.gather_([given[0], given[1].cpu(), given[2]], table, torch.empty(NUMEL, device="cuda"))
+    with pytest.raises(ValueError, match="entries is on cpu; expected cuda:0"):
+        kernels.gather_(given, block_table(NUMELS, OFFSETS, NUMEL), torch.empty(NUMEL, device="cuda"))
+    with pytest.raises(ValueError, match="messages is on cpu; expected cuda:0"):
+        kernels.quantize_(given[0], torch.empty(512, dtype=torch.uint8))
+
+
+def test_in_a_graph() -> None:
+    """Replays read the tensors anew; a graph that would keep addresses of the moment is refused."""
+    table, given = block_table(NUMELS, OFFSETS, NUMEL, device="cuda"), parts()
+    flat = torch.empty(NUMEL, device="cuda")
+    message = torch.empty(message_layout(NUMEL, 4).nbytes, dtype=torch.uint8, device="cuda")
+    kernels.gather_(given, table, flat)
+    kernels.quantize_tensors_(given, table, message, bits=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernels.gather_(given, table, flat)
+        kernels.quantize_tensors_(given, table, message, bits=4)
+    for each in given:
+        each.mul_(0.5)
+    graph.replay()
+    assert torch.equal(flat[512:4608], given[1])
+    expected = torch.empty_like(message)
+    kernels.quantize_(flat, expected, bits=4)
+    assert torch.equal(message, expected)
+    with pytest.raises(RuntimeError, match="other addresses"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        kernels.gather_(parts(), table, flat)
+
+
+def test_staging_of_addresses_survives_a_busy_stream() -> None:
+    """Many calls queued with other tensors each: none may see the addresses of a later one."""
+    table = block_table(NUMELS, OFFSETS, NUMEL, device="cuda")
+    several = [[torch.full((numel,), float(call), device="cuda") for numel in NUMELS] for call in range(50)]
+    flats = [torch.empty(NUMEL, device="cuda") for _ in several]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)
+    with no_waiting():
+        for given, flat in zip(several, flats, strict=True):
+            kernels.gather_(given, table, flat)
+    for call, flat in enumerate(flats):
+        assert bool((flat[512:4608] == call).all())
