@@ -84,6 +84,20 @@ def rotated(x: Values) -> Values:
     return rows @ hadamard()
 
 
+def summed(shares: list[tuple[Values, Values]], numel: int, factor: float) -> Values:
+    """Float32 sum of messages in their order, then times the factor."""
+    total = np.zeros(numel)
+    for share in shares:
+        total = single(total + decode(*share, numel))
+    return single(total * single(np.array(factor)))
+
+
+def unkey(number: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
+    """The bfloat16 bits of a key, which counts modulo 2**16."""
+    signed = ((number + 2**15) % 2**16 - 2**15).astype(np.int16)
+    return np.where(signed < 0, signed ^ 0x7FFF, signed).astype(np.int16).view(np.uint16)
+
+
 def key(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
     """Of bfloat16: an integer that grows with the number."""
     signed = bits.view(np.int16)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, TRITON, poisoned, same_bits, values
 from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, reference, state_layout
 
-CAMPAIGN = [*LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]
+EVERY = [0, *LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]
 VARIANTS = [(False, False), (True, False), (False, True), (True, True)]  # rotate, feedback
 
 Arguments = tuple[object, ...]
@@ -56,7 +56,7 @@ def encode(x: Tensor, count: int, bits: int, rotate: bool = False) -> Tensor:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", CAMPAIGN)
+@pytest.mark.parametrize("numel", EVERY)
 def test_quantize(numel: int, dtype: torch.dtype, bits: int) -> None:
     for rotate, feedback in VARIANTS:
         count = 3 if numel < 1000 else 1
@@ -69,7 +69,7 @@ def test_quantize(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", CAMPAIGN)
+@pytest.mark.parametrize("numel", EVERY)
 def test_dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
     for rotate in (False, True):
         for source in DTYPES if numel < 1000 else DTYPES[:1]:
@@ -80,7 +80,7 @@ def test_dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numel", CAMPAIGN)
+@pytest.mark.parametrize("numel", EVERY)
 def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
     for count, rotate, scale, accumulate in [(1, False, 1.0, False), (4, True, 0.25, False), (3, False, 1 / 3, True)]:
         messages = torch.cat([encode(values(numel, torch.float32, rank), 1, bits, rotate) for rank in range(count)])
@@ -91,7 +91,7 @@ def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("source_bits", BITS)
-@pytest.mark.parametrize("numel", [*CAMPAIGN, 1536])
+@pytest.mark.parametrize("numel", [*EVERY, 1536])
 def test_reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
     for (rotate, feedback), rotated in zip(VARIANTS, (False, False, True, True), strict=True):
         count, parts = 3, 2 if numel % 512 == 0 else 1
@@ -106,13 +106,17 @@ def test_reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
 SHAPES = {
     "even": [(64, 3), (1024,), (64,), (8, 640)],
     "odd": [(7, 3), (0,), (1000,), (1,), (513,)],
+    "misaligned": [(64, 3), (1024,), (64,), (8, 640)],
 }
 
 
-def laid_out(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[list[Tensor], BlockTable]:
+def laid_out(kind: str, dtype: torch.dtype) -> tuple[list[Tensor], BlockTable]:
     """Tensors, and their places on blocks with a gap here and there, in two messages."""
+    shapes = SHAPES[kind]
     numels = [torch.Size(shape).numel() for shape in shapes]
-    tensors = [values(n, dtype, i).clone().view(shape) for i, (n, shape) in enumerate(zip(numels, shapes, strict=True))]
+    tensors = [values(n, dtype, i).view(shape) for i, (n, shape) in enumerate(zip(numels, shapes, strict=True))]
+    if kind != "misaligned":
+        tensors = [tensor.clone() for tensor in tensors]
     offsets, end = [], 256
     for index, tensor in enumerate(tensors):
         offsets.append(end)
@@ -124,7 +128,7 @@ def laid_out(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> tuple[lis
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_quantize_tensors(shapes: str, dtype: torch.dtype, bits: int) -> None:
-    tensors, table = laid_out(SHAPES[shapes], dtype)
+    tensors, table = laid_out(shapes, dtype)
     half = table.numel // 2
     for rotate, feedback in VARIANTS:
         messages = poisoned(message_layout(half, bits).nbytes * 2)
@@ -141,7 +145,7 @@ def test_quantize_tensors(shapes: str, dtype: torch.dtype, bits: int) -> None:
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
-    tensors, table = laid_out(SHAPES[shapes], source)
+    tensors, table = laid_out(shapes, source)
     if shapes == "odd":
         tensors[2][500] = float("inf")
     spoilt = not all(tensor.isfinite().all() for tensor in tensors)
@@ -152,12 +156,13 @@ def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
         flag = torch.zeros(1, dtype=torch.int32) if stats else None
         check("gather_", (tensors, *places, flat, 0.7, norms, flag), [4, 6, 7] if stats else [4])
         assert not stats or bool(flag) == spoilt
-        back = [torch.full_like(tensor, float("nan")) for tensor in tensors]
+        back = [torch.full((t.numel() + 4,), float("nan"), dtype=source)[bool(t.data_ptr() % 16) :] for t in tensors]
+        back = [room[: t.numel()].view(t.shape) for room, t in zip(back, tensors, strict=True)]
         check("scatter_", (flat, back, *places, 3.0, norms, flag), [1, 6, 7] if stats else [1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("numel", CAMPAIGN)
+@pytest.mark.parametrize("numel", EVERY)
 def test_delta(numel: int, dtype: torch.dtype) -> None:
     shard = values(numel, torch.float32)
     held = values(numel, torch.float32).add_(values(numel, torch.float32, 1, spoilt=False) * 0.01).to(dtype)
@@ -180,7 +185,7 @@ def weights(numel: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("numel", CAMPAIGN)
+@pytest.mark.parametrize("numel", EVERY)
 def test_lossless(numel: int, dtype: torch.dtype) -> None:
     new, held = weights(numel, dtype, 0)
     offsets = torch.full((2, -(-numel // 256) + 1), -1)

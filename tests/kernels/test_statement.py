@@ -10,14 +10,20 @@ from torch import Tensor
 from tests.kernels import statement
 from tests.kernels.cases import BITS, DTYPES, values
 from zeropp_kernels import (
+    block_table,
+    delta_apply_,
     delta_encode_,
     dequantize_,
+    gather_,
     lossless_count_,
+    lossless_decode_,
     lossless_encode_,
     lossless_layout,
     message_layout,
     quantize_,
     reduce_,
+    reduce_quantize_,
+    scatter_,
     state_layout,
 )
 
@@ -53,13 +59,32 @@ def test_codes_scales_and_values(dtype: torch.dtype, bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 def test_sum_in_message_order_scaled_once(bits: int) -> None:
     shares = [values(NUMEL, torch.float32, rank, spoilt=False).clamp_(-1e37, 1e37) for rank in range(4)]
-    total = np.zeros(NUMEL)
-    for share in shares:
-        total = statement.single(total + statement.decode(*statement.encode(wide(share), bits), NUMEL))
-    out = torch.empty(NUMEL)
-    reduce_(torch.cat([encoded(share, bits) for share in shares]), out, count=4, bits=bits, scale=1 / 3)
-    expected = statement.single(total * statement.single(np.array(1 / 3)))
+    expected = statement.summed([statement.encode(wide(share), bits) for share in shares], NUMEL, 1 / 3)
+    messages, out = torch.cat([encoded(share, bits) for share in shares]), torch.empty(NUMEL)
+    reduce_(messages, out, count=4, bits=bits, scale=1 / 3)
     np.testing.assert_array_equal(wide(out), expected)
+    out.fill_(2.5)
+    reduce_(messages, out, count=4, bits=bits, scale=1 / 3, accumulate=True)
+    np.testing.assert_array_equal(wide(out), statement.single(expected + 2.5))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("source_bits", BITS)
+def test_the_sum_is_encoded_for_the_next_hop(source_bits: int, bits: int) -> None:
+    """With feedback: two steps, the second with the error of the first."""
+    state = torch.zeros(state_layout(NUMEL, bits).nbytes, dtype=torch.uint8)
+    error = np.zeros(NUMEL)
+    for step in range(2):
+        shares = [values(NUMEL, torch.float32, 3 * step + rank, spoilt=False).clamp_(-1e30, 1e30) for rank in range(3)]
+        total = statement.summed([statement.encode(wide(share), source_bits) for share in shares], NUMEL, 0.3)
+        sources = torch.cat([encoded(share, source_bits) for share in shares])
+        message = torch.empty(message_layout(NUMEL, bits).nbytes, dtype=torch.uint8)
+        options = {"source_bits": source_bits, "bits": bits, "state": state, "beta": 0.6}
+        reduce_quantize_(sources, message, numel=NUMEL, count=3, scale=0.3, **options)
+        codes, scales, *kept = statement.feedback(total, error, bits, 0.6)
+        for found, expected in zip(statement.unpack(message.numpy(), NUMEL, bits), (codes, scales), strict=True):
+            np.testing.assert_array_equal(found, expected)
+        error = statement.decode(*kept, NUMEL)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -110,6 +135,9 @@ def test_delta() -> None:
         np.testing.assert_array_equal(found, expected)
     total = statement.single(wide(held) + statement.decode(codes, scales, NUMEL))
     np.testing.assert_array_equal(wide(new), wide(torch.from_numpy(total).float().bfloat16()))
+    received = held.clone()
+    delta_apply_(message, received)
+    np.testing.assert_array_equal(wide(received), wide(new))
 
 
 def test_lossless() -> None:
@@ -137,3 +165,40 @@ def test_lossless() -> None:
     np.testing.assert_array_equal(bytes8, np.where(farther, 128, difference & 255)[far])
     words = raw[layout.room16_offset :][: 2 * rooms["room16"]].view(np.uint16)
     np.testing.assert_array_equal(words, patterns[0][farther])
+    # And back, from the bytes that were just looked at.
+    kept = nibbles.astype(np.int64)
+    kept = np.where(kept > 7, kept - 16, kept)
+    kept[far] = bytes8.view(np.int8)
+    back = statement.unkey(statement.key(patterns[1]) + kept)
+    back[farther] = words
+    np.testing.assert_array_equal(back, patterns[0])
+    out = torch.zeros_like(held)
+    lossless_decode_(message, held, out, torch.empty(1, *offsets.shape, dtype=torch.int64), **rooms)
+    np.testing.assert_array_equal(out.view(torch.int16).numpy().view(np.uint16), back)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies(dtype: torch.dtype) -> None:
+    """Values, and norms to the rounding of their 256 terms, and the flag; both ways."""
+    numels, starts, numel = [1000, 3, 700], [0, 1024, 1536], 2560
+    parts = [values(each, dtype, index, spoilt=False).float().clamp_(-1e4, 1e4).to(dtype).clone()
+             for index, each in enumerate(numels)]  # fmt: skip
+    table, factor = block_table(numels, starts, numel), statement.single(np.array(0.3))
+    flat, norms, flag = torch.empty(numel), torch.empty(10), torch.zeros(1, dtype=torch.int32)
+    gather_(parts, table, flat, scale=0.3, norms=norms, flag=flag)
+    expected = np.zeros(numel)
+    for part, start in zip(parts, starts, strict=True):
+        expected[start : start + part.numel()] = statement.single(wide(part) * factor)
+    np.testing.assert_array_equal(wide(flat), expected)
+    squares = (expected.reshape(-1, 256) ** 2).sum(axis=1)
+    np.testing.assert_allclose(wide(norms), squares, rtol=9 * 2.0**-24)  # eight additions and a square
+    assert int(flag) == 0
+    back = [torch.empty_like(part) for part in parts]
+    scatter_(flat, back, table, scale=2.0, norms=norms, flag=flag)
+    np.testing.assert_allclose(wide(norms), 4 * squares, rtol=9 * 2.0**-24)
+    for part, start in zip(back, starts, strict=True):
+        twice = torch.from_numpy(2 * expected[start : start + part.numel()]).float().to(dtype)
+        np.testing.assert_array_equal(wide(part), wide(twice))
+    parts[2][699] = float("inf")
+    gather_(parts, table, flat, flag=flag)
+    assert int(flag) == 1

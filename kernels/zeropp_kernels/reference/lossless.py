@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from ..wire import BLOCK, LosslessLayout, lossless_layout
+from ..wire import BLOCK, LosslessLayout, blocks_of, lossless_layout
+from .blocks import TILE
 
 __all__ = ["lossless_count_", "lossless_decode_", "lossless_encode_"]
 
@@ -32,25 +35,33 @@ def _differences(values: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     return bits, (_key(bits) - _key(_bits(reference))).to(torch.int16).to(torch.int32)
 
 
-def _padded(values: Tensor, blocks: int) -> Tensor:
-    """[blocks, 256], the end filled with zeros."""
-    padded = values.new_zeros(blocks * BLOCK)
-    padded[: values.numel()] = values
-    return padded.view(blocks, BLOCK)
+def _tiles(numel: int) -> Iterator[slice]:
+    """A flat buffer in pieces that stay in a core's cache; each starts on a block."""
+    for start in range(0, numel, TILE):
+        yield slice(start, min(start + TILE, numel))
 
 
-def _offsets(counts: Tensor, out: Tensor) -> None:
-    """Counts [blocks] -> where each block begins, and the total at the end [blocks + 1]."""
-    out[0] = 0
-    torch.cumsum(counts, 0, out=out[1:])
+def _per_block(flags: Tensor) -> Tensor:
+    """int64 [blocks]: how many of each 256 flags are set."""
+    padded = flags.new_zeros(blocks_of(flags.numel()) * BLOCK)
+    padded[: flags.numel()] = flags
+    return padded.view(-1, BLOCK).sum(1)
+
+
+def _running_sum(offsets: Tensor) -> None:
+    """Counts [..., 1:] -> where the escapes of each block begin, and their total at the end; in place."""
+    offsets[..., 0] = 0
+    offsets.copy_(offsets.cumsum(-1))
 
 
 def lossless_count_(values: Tensor, reference: Tensor, offsets: Tensor) -> None:
     """See :func:`zeropp_kernels.lossless_count_`."""
-    _, difference = _differences(values, reference)
-    size = _padded(difference.abs(), offsets.shape[1] - 1)
-    _offsets((size > 7).sum(1), offsets[0])
-    _offsets((size > 127).sum(1), offsets[1])
+    for piece in _tiles(values.numel()):
+        size = _differences(values[piece], reference[piece])[1].abs()
+        own = slice(1 + piece.start // BLOCK, 1 + blocks_of(piece.stop))
+        offsets[0, own] = _per_block(size > 7)
+        offsets[1, own] = _per_block(size > 127)
+    _running_sum(offsets)
 
 
 def _rooms(message: Tensor, layout: LosslessLayout) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,6 +72,13 @@ def _rooms(message: Tensor, layout: LosslessLayout) -> tuple[Tensor, Tensor, Ten
     return codes, room8, room16
 
 
+def _append(room: Tensor, end: int, found: Tensor) -> int:
+    """Write ``found`` to the room from place ``end`` on, as far as there is room; returns where it would end."""
+    target = room[end : end + found.numel()]
+    target.copy_(found[: target.numel()])
+    return end + found.numel()
+
+
 def lossless_encode_(
     values: Tensor, reference: Tensor, offsets: Tensor, message: Tensor, room8: int, room16: int
 ) -> None:
@@ -68,41 +86,51 @@ def lossless_encode_(
     layout = lossless_layout(values.numel(), room8, room16)
     message[layout.codes_nbytes :].zero_()
     codes, wide, exact = _rooms(message, layout)
-    bits, difference = _differences(values, reference)
-    escapes, far = difference.abs() > 7, difference.abs() > 127
-    nibbles = _padded(torch.where(escapes, 8, difference & 15), layout.blocks).view(-1, 2, _ROW // 2)
-    codes.copy_(nibbles[:, 0] | (nibbles[:, 1] << 4))
-    tier8 = torch.where(far, -128, difference)[escapes][:room8]
-    wide[: tier8.numel()] = tier8.to(torch.int8)
-    tier16 = bits[far][:room16]
-    exact[: tier16.numel()] = tier16.to(torch.int16)
+    end8 = end16 = 0
+    for piece in _tiles(layout.numel):
+        bits, difference = _differences(values[piece], reference[piece])
+        escapes, far = difference.abs() > 7, difference.abs() > 127
+        nibbles = bits.new_zeros(blocks_of(bits.numel()) * BLOCK)
+        nibbles[: bits.numel()] = torch.where(escapes, 8, difference & 15)
+        lower, upper = nibbles.view(-1, 2, _ROW // 2).unbind(1)
+        first = piece.start // _ROW
+        codes[first : first + lower.shape[0]] = lower | (upper << 4)
+        end8 = _append(wide, end8, torch.where(far, -128, difference)[escapes])
+        end16 = _append(exact, end16, bits[far])
 
 
-def _fill(target: Tensor, where: Tensor, source: Tensor) -> None:
-    """Write ``source`` in order to the places that ``where`` marks; zeros when it is too short."""
+def _take(room: Tensor, begin: int, where: Tensor, target: Tensor) -> int:
+    """Put what the room holds from ``begin`` on to the places that ``where`` marks, zeros where it ends too soon.
+
+    Returns where the room would be read next.
+    """
     places = where.nonzero().squeeze(1)
+    found = room[begin : begin + places.numel()]
     target[places] = 0
-    places = places[: source.numel()]
-    target[places] = source[: places.numel()].to(target.dtype)
+    target[places[: found.numel()]] = found.to(target.dtype)
+    return begin + places.numel()
 
 
 def lossless_decode_(
     messages: Tensor, reference: Tensor, out: Tensor, offsets: Tensor, count: int, room8: int, room16: int
 ) -> None:
     """See :func:`zeropp_kernels.lossless_decode_`."""
-    numel = out.numel() // count
-    layout = lossless_layout(numel, room8, room16)
+    layout = lossless_layout(out.numel() // count, room8, room16)
     for index in range(count):
-        message = messages[index * layout.nbytes : (index + 1) * layout.nbytes]
-        codes, wide, exact = _rooms(message, layout)
-        nibbles = torch.stack((codes & 15, codes >> 4), 1).view(-1)[:numel].to(torch.int32)
-        escapes = nibbles == 8
-        difference = nibbles - ((nibbles & 8) << 1)
-        _fill(difference, escapes, wide)
-        far = escapes & (difference == -128)
-        _offsets(_padded(escapes.to(torch.int64), layout.blocks).sum(1), offsets[index, 0])
-        _offsets(_padded(far.to(torch.int64), layout.blocks).sum(1), offsets[index, 1])
-        own = slice(index * numel, (index + 1) * numel)
-        bits = _key((_key(_bits(reference[own])) + difference) & 0xFFFF)
-        _fill(bits, far, exact)
-        out[own].view(torch.int16).copy_(bits.to(torch.int16))
+        codes, wide, exact = _rooms(messages[index * layout.nbytes : (index + 1) * layout.nbytes], layout)
+        held, target = (each[index * layout.numel : (index + 1) * layout.numel] for each in (reference, out))
+        end8 = end16 = 0
+        for piece in _tiles(layout.numel):
+            packed = codes[piece.start // _ROW : 2 * blocks_of(piece.stop)]
+            nibbles = torch.stack((packed & 15, packed >> 4), 1).view(-1)[: piece.stop - piece.start].to(torch.int32)
+            escapes = nibbles == 8
+            difference = nibbles - ((nibbles & 8) << 1)
+            end8 = _take(wide, end8, escapes, difference)
+            far = escapes & (difference == -128)
+            own = slice(1 + piece.start // BLOCK, 1 + blocks_of(piece.stop))
+            offsets[index, 0, own] = _per_block(escapes)
+            offsets[index, 1, own] = _per_block(far)
+            bits = _key((_key(_bits(held[piece])) + difference) & 0xFFFF)
+            end16 = _take(exact, end16, far, bits)
+            target[piece].view(torch.int16).copy_(bits)
+    _running_sum(offsets)
