@@ -34,11 +34,12 @@ must_pass() {
 
 if [[ $part == kernels || $part == both ]]; then
     # Some hundred kernels are compiled at their first use.
-    must_pass 540 -m "not campaign" tests/kernels/test_agreement.py tests/kernels/test_large.py
+    must_pass 540 -m "not campaign" tests/kernels/test_agreement.py tests/kernels/test_table.py \
+        tests/kernels/test_gpu.py tests/kernels/test_large.py
 fi
 
 if [[ $part == speed || $part == both ]]; then
-    "$python" bench/kernels/launch.py
+    "$python" -m bench.kernels.launch
     measured=$(mktemp -d)
     for size in 256 1 16 1024 2048; do # one process a size: what was measured is kept if time runs out
         timeout 110 "$python" -m pytest -q bench/kernels --sizes "$size" --benchmark-json="$measured/$size.json" || break

@@ -1,4 +1,4 @@
-"""What is timed: each operation as zeropp_kernels has it, and as one would write it in torch without.
+"""What is timed: each operation of zeropp_kernels, with its memory, beside the same by hand (``eager.py``).
 
 Bytes are those that must move once: inputs read, outputs written. ``numel`` is that of the values, whatever is made of
 them.
@@ -6,19 +6,30 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import zeropp_kernels as kernels
+from bench.kernels import eager
 from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, state_layout
 
-__all__ = ["OPERATIONS", "Operation", "Run"]
+__all__ = ["OPERATIONS", "Operation", "Run", "Twin"]
 
-Run = Callable[[], None]
+Run = Callable[[], Sequence[Tensor]]  # returns what it made
 MESSAGES = 4  # summed by the reductions
+BETA = 0.8
+SCALE = 1 / MESSAGES
+
+
+@dataclass(frozen=True)
+class Twin:
+    """One operation on its memory: a call of zeropp_kernels, and the same by hand where one would write that."""
+
+    ours: Run
+    by_hand: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -29,32 +40,41 @@ class Operation:
         name: as shown.
         target: percent of the copy bandwidth to reach on a GPU at 256 MiB and more; 0 where none is set.
         nbytes: bytes that must move for ``numel`` values.
-        make: (numel, device) -> the call of zeropp_kernels, with its memory.
-        eager: the same in plain torch, whole tensors at a time; None where nothing like it is written by hand.
+        make: (numel, device) -> both ways to run it.
     """
 
     name: str
     target: int
     nbytes: Callable[[int], float]
-    make: Callable[[int, str], Run]
-    eager: Callable[[int, str], Run] | None = None
+    make: Callable[[int, str], Twin]
 
 
-def values(numel: int, device: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    generator = torch.Generator(device=device).manual_seed(0)
+def values(numel: int, device: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    generator = torch.Generator(device=device).manual_seed(seed)
     return torch.randn(numel, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-
-def messages_for(numel: int, bits: int, count: int, device: str) -> Tensor:
-    """``count`` messages with real codes and scales."""
-    buffer = torch.empty(message_layout(numel, bits).nbytes * count, dtype=torch.uint8, device=device)
-    for part in buffer.chunk(count):
-        kernels.quantize_(values(numel, device), part, bits=bits)
-    return buffer
 
 
 def wire(numel: int, bits: int) -> int:
     return message_layout(numel, bits).nbytes
+
+
+def room(numel: int, bits: int, device: str, count: int = 1) -> Tensor:
+    return torch.empty(wire(numel, bits) * count, dtype=torch.uint8, device=device)
+
+
+def fields(message: Tensor, numel: int, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes and scales of one message, as views in the shape that eager code has them."""
+    layout = message_layout(numel, bits)
+    codes = message[: layout.codes_nbytes].view(layout.groups, -1)
+    return codes, message[layout.scales_offset :][: 2 * layout.groups].view(torch.bfloat16)
+
+
+def messages_for(numel: int, bits: int, count: int, device: str) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """``count`` messages with real codes and scales, and their fields."""
+    buffer = room(numel, bits, device, count)
+    for seed, part in enumerate(buffer.chunk(count)):
+        kernels.quantize_(values(numel, device, seed=seed), part, bits=bits)
+    return buffer, [fields(part, numel, bits) for part in buffer.chunk(count)]
 
 
 def kept(numel: int) -> int:
@@ -62,102 +82,105 @@ def kept(numel: int) -> int:
     return 2 * state_layout(numel, 4).nbytes
 
 
-def copy(numel: int, device: str) -> Run:
+def copy(numel: int, device: str) -> Twin:
     source = values(numel, device)
     target = torch.empty_like(source)
-
-    def run() -> None:
-        target.copy_(source)
-
-    return run
+    return Twin(lambda: [target.copy_(source)])
 
 
-def quantize(bits: int, rotate: bool = False, feedback: bool = False) -> Callable[[int, str], Run]:
-    def make(numel: int, device: str) -> Run:
-        x = values(numel, device)
-        message = torch.empty(wire(numel, bits), dtype=torch.uint8, device=device)
+def quantize(bits: int, *, rotate: bool = False, feedback: bool = False) -> Callable[[int, str], Twin]:
+    def make(numel: int, device: str) -> Twin:
+        x, message = values(numel, device), room(numel, bits, device)
+        made = fields(message, numel, bits)
         nbytes = state_layout(numel, bits).nbytes if feedback else 0
         state = torch.zeros(nbytes, dtype=torch.uint8, device=device) if feedback else None
-        return lambda: kernels.quantize_(x, message, bits=bits, rotate=rotate, state=state)
+        groups = message_layout(numel, bits).groups
+        codes = torch.zeros(groups, numel // groups, dtype=torch.uint8, device=device)
+        error = codes, torch.zeros(groups, dtype=torch.bfloat16, device=device)
+
+        def ours() -> Sequence[Tensor]:
+            kernels.quantize_(x, message, bits=bits, rotate=rotate, state=state, beta=BETA)
+            return made
+
+        def by_hand() -> Sequence[Tensor]:
+            wanted = eager.rotate(x) if rotate else x
+            return eager.feedback_(wanted, error, bits, BETA) if feedback else eager.encode(wanted, bits)
+
+        return Twin(ours, by_hand)
 
     return make
 
 
-def eager_quantize(bits: int) -> Callable[[int, str], Run]:
-    """Codes and scales in tensors of their own; numel a multiple of the group."""
+def dequantize(bits: int) -> Callable[[int, str], Twin]:
+    def make(numel: int, device: str) -> Twin:
+        message, (parts,) = messages_for(numel, bits, 1, device)
+        out = values(numel, device)
 
-    def make(numel: int, device: str) -> Run:
-        group, levels = {8: (256, 127.0), 4: (128, 7.0)}[bits]
-        x = values(numel, device).view(-1, group)
-        codes = torch.empty(x.shape[0], group * bits // 8, dtype=torch.uint8, device=device)
-        scales = torch.empty(x.shape[0], dtype=torch.bfloat16, device=device)
+        def ours() -> Sequence[Tensor]:
+            kernels.dequantize_(message, out, bits=bits)
+            return [out]
 
-        def run() -> None:
-            wide = x.float()
-            scale = wide.abs().amax(1).div(levels).clamp_min(2.0**-126).bfloat16()
-            found = (wide / scale.float()[:, None]).round().to(torch.int8)
-            if bits == 4:
-                low, high = found[:, : group // 2], found[:, group // 2 :]
-                codes.copy_((low & 15).to(torch.uint8) | (high.to(torch.uint8) << 4))
-            else:
-                codes.copy_(found.view(torch.uint8))
-            scales.copy_(scale)
-
-        return run
+        return Twin(ours, lambda: [eager.decode(*parts, bits).to(out.dtype)])
 
     return make
 
 
-def dequantize(bits: int) -> Callable[[int, str], Run]:
-    def make(numel: int, device: str) -> Run:
-        message, out = messages_for(numel, bits, 1, device), values(numel, device)
-        return lambda: kernels.dequantize_(message, out, bits=bits)
-
-    return make
-
-
-def eager_dequantize(bits: int) -> Callable[[int, str], Run]:
-    def make(numel: int, device: str) -> Run:
-        group = {8: 256, 4: 128}[bits]
-        codes = torch.randint(0, 256, (numel // group, group * bits // 8), dtype=torch.uint8, device=device)
-        scales = values(numel // group, device).abs()
-        out = values(numel, device).view(-1, group)
-
-        def run() -> None:
-            signed = codes.view(torch.int8)
-            if bits == 4:
-                signed = torch.cat([(signed << 4) >> 4, signed >> 4], dim=1)
-            out.copy_(signed.float() * scales.float()[:, None])
-
-        return run
-
-    return make
-
-
-def reduce(bits: int) -> Callable[[int, str], Run]:
-    def make(numel: int, device: str) -> Run:
-        messages = messages_for(numel, bits, MESSAGES, device)
+def reduce(bits: int) -> Callable[[int, str], Twin]:
+    def make(numel: int, device: str) -> Twin:
+        messages, parts = messages_for(numel, bits, MESSAGES, device)
         out = torch.empty(numel, device=device)
-        return lambda: kernels.reduce_(messages, out, count=MESSAGES, bits=bits, scale=1 / MESSAGES)
+
+        def ours() -> Sequence[Tensor]:
+            kernels.reduce_(messages, out, count=MESSAGES, bits=bits, scale=SCALE)
+            return [out]
+
+        return Twin(ours, lambda: [eager.reduce(parts, bits, SCALE)])
 
     return make
 
 
-def reduce_quantize(numel: int, device: str) -> Run:
-    sources = messages_for(numel, 8, MESSAGES, device)
-    message = torch.empty(wire(numel, 4), dtype=torch.uint8, device=device)
-    return lambda: kernels.reduce_quantize_(sources, message, numel=numel, count=MESSAGES, scale=1 / MESSAGES)
+def reduce_quantize(numel: int, device: str) -> Twin:
+    sources, parts = messages_for(numel, 8, MESSAGES, device)
+    message = room(numel, 4, device)
+    made = fields(message, numel, 4)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.reduce_quantize_(sources, message, numel=numel, count=MESSAGES, scale=SCALE)
+        return made
+
+    return Twin(ours, lambda: eager.encode(eager.reduce(parts, 8, SCALE), 4))
 
 
-def delta_encode(numel: int, device: str) -> Run:
-    shard, held = values(numel, device, torch.float32), values(numel, device)
-    message = torch.empty(wire(numel, 4), dtype=torch.uint8, device=device)
-    return lambda: kernels.delta_encode_(shard, held, message)
+def delta_encode(numel: int, device: str) -> Twin:
+    shard, held, message = values(numel, device, torch.float32), values(numel, device, seed=1), room(numel, 4, device)
+    made = fields(message, numel, 4)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.delta_encode_(shard, held, message)
+        return *made, held
+
+    other = held.clone()
+
+    def by_hand() -> Sequence[Tensor]:
+        codes, scales, new = eager.delta_encode(shard, other)
+        return codes, scales, other.copy_(new)
+
+    return Twin(ours, by_hand)
 
 
-def delta_apply(numel: int, device: str) -> Run:
-    message, held = messages_for(numel, 4, 1, device), values(numel, device)
-    return lambda: kernels.delta_apply_(message, held)
+def delta_apply(numel: int, device: str) -> Twin:
+    message, (parts,) = messages_for(numel, 4, 1, device)
+    held, other = values(numel, device, seed=1), values(numel, device, seed=1)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.delta_apply_(message, held)
+        return [held]
+
+    def by_hand() -> Sequence[Tensor]:
+        eager.delta_apply_(*parts, other)
+        return [other]
+
+    return Twin(ours, by_hand)
 
 
 def _stepped(numel: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,27 +191,33 @@ def _stepped(numel: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
     return new, held, torch.empty(2, -(-numel // 256) + 1, dtype=torch.int64, device=device)
 
 
-def lossless_encode(numel: int, device: str) -> Run:
+def lossless_encode(numel: int, device: str) -> Twin:
     new, held, offsets = _stepped(numel, device)
     kernels.lossless_count_(new, held, offsets)
     rooms = {"room8": int(offsets[0, -1]), "room16": int(offsets[1, -1])}
     message = torch.empty(lossless_layout(numel, **rooms).nbytes, dtype=torch.uint8, device=device)
 
-    def run() -> None:
+    def ours() -> Sequence[Tensor]:
         kernels.lossless_count_(new, held, offsets)
         kernels.lossless_encode_(new, held, offsets, message, **rooms)
+        return [message]
 
-    return run
+    return Twin(ours)
 
 
-def lossless_decode(numel: int, device: str) -> Run:
+def lossless_decode(numel: int, device: str) -> Twin:
     new, held, offsets = _stepped(numel, device)
     kernels.lossless_count_(new, held, offsets)
     rooms = {"room8": int(offsets[0, -1]), "room16": int(offsets[1, -1])}
     message = torch.empty(lossless_layout(numel, **rooms).nbytes, dtype=torch.uint8, device=device)
     kernels.lossless_encode_(new, held, offsets, message, **rooms)
     out = torch.empty_like(held)
-    return lambda: kernels.lossless_decode_(message, held, out, offsets[None], **rooms)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.lossless_decode_(message, held, out, offsets[None], **rooms)
+        return [out]
+
+    return Twin(ours)
 
 
 def _parts(flat: Tensor) -> tuple[list[Tensor], BlockTable]:
@@ -199,50 +228,77 @@ def _parts(flat: Tensor) -> tuple[list[Tensor], BlockTable]:
     return [flat[offset : offset + size].clone() for offset in offsets], table
 
 
-def gather(numel: int, device: str) -> Run:
+def _places(flat: Tensor, table: BlockTable) -> list[Tensor]:
+    _, numels, offsets = table.host.tolist()
+    return [flat[offset : offset + size] for offset, size in zip(offsets, numels, strict=True)]
+
+
+def gather(numel: int, device: str) -> Twin:
     tensors, table = _parts(values(numel, device))
-    flat = torch.empty(numel, device=device)
-    norms = torch.empty(-(-numel // 256), device=device)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)
-    return lambda: kernels.gather_(tensors, table, flat, scale=0.5, norms=norms, flag=flag)
+    flat, norms = torch.empty(numel, device=device), torch.empty(-(-numel // 256), device=device)
+    flag, other = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(numel, device=device)
+    places = _places(other, table)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.gather_(tensors, table, flat, scale=0.5, norms=norms, flag=flag)
+        return [flat]
+
+    def by_hand() -> Sequence[Tensor]:
+        eager.gather_(tensors, places, other, 0.5)
+        return [other]
+
+    return Twin(ours, by_hand)
 
 
-def eager_gather(numel: int, device: str) -> Run:
-    tensors, table = _parts(values(numel, device))
-    flat = torch.empty(numel, device=device)
-    places = [flat[offset : offset + t.numel()] for t, offset in zip(tensors, table.host[2].tolist(), strict=True)]
-
-    def run() -> None:
-        torch._foreach_copy_(places, tensors)
-        flat.mul_(0.5)
-        torch.linalg.vector_norm(flat)
-        flat.isfinite().all()
-
-    return run
-
-
-def scatter(numel: int, device: str) -> Run:
+def scatter(numel: int, device: str) -> Twin:
     flat = values(numel, device, torch.float32)
     tensors, table = _parts(values(numel, device))
-    return lambda: kernels.scatter_(flat, tensors, table)
+    others, places = [tensor.clone() for tensor in tensors], _places(flat, table)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.scatter_(flat, tensors, table)
+        return tensors
+
+    def by_hand() -> Sequence[Tensor]:
+        eager.scatter_(flat, others, places)
+        return others
+
+    return Twin(ours, by_hand)
 
 
-def quantize_tensors(numel: int, device: str) -> Run:
+def quantize_tensors(numel: int, device: str) -> Twin:
     tensors, table = _parts(values(numel, device))
-    message = torch.empty(wire(numel, 8), dtype=torch.uint8, device=device)
-    return lambda: kernels.quantize_tensors_(tensors, table, message)
+    message = room(numel, 8, device)
+    made = fields(message, numel, 8)
+    flat = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    places = _places(flat, table)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.quantize_tensors_(tensors, table, message)
+        return made
+
+    def by_hand() -> Sequence[Tensor]:
+        eager.gather_(tensors, places, flat, 1.0)
+        return eager.encode(flat, 8)
+
+    return Twin(ours, by_hand)
 
 
 OPERATIONS = (
     Operation("copy", 92, lambda n: 4 * n, copy),
-    Operation("quantize int8", 92, lambda n: 2 * n + wire(n, 8), quantize(8), eager_quantize(8)),
-    Operation("quantize int4", 92, lambda n: 2 * n + wire(n, 4), quantize(4), eager_quantize(4)),
+    Operation("quantize int8", 92, lambda n: 2 * n + wire(n, 8), quantize(8)),
+    Operation("quantize int4", 92, lambda n: 2 * n + wire(n, 4), quantize(4)),
     Operation("quantize int8 from tensors", 92, lambda n: 2 * n + wire(n, 8), quantize_tensors),
     Operation("hadamard + int4", 70, lambda n: 2 * n + wire(n, 4), quantize(4, rotate=True)),
     Operation("feedback + int4", 80, lambda n: 2 * n + kept(n) + wire(n, 4), quantize(4, feedback=True)),
-    Operation("hadamard + feedback + int4", 0, lambda n: 2 * n + kept(n) + wire(n, 4), quantize(4, True, True)),
-    Operation("dequantize int8", 92, lambda n: 2 * n + wire(n, 8), dequantize(8), eager_dequantize(8)),
-    Operation("dequantize int4", 92, lambda n: 2 * n + wire(n, 4), dequantize(4), eager_dequantize(4)),
+    Operation(
+        "hadamard + feedback + int4",
+        70,
+        lambda n: 2 * n + kept(n) + wire(n, 4),
+        quantize(4, rotate=True, feedback=True),
+    ),
+    Operation("dequantize int8", 92, lambda n: 2 * n + wire(n, 8), dequantize(8)),
+    Operation("dequantize int4", 92, lambda n: 2 * n + wire(n, 4), dequantize(4)),
     Operation("reduce 4 x int8", 0, lambda n: 4 * n + MESSAGES * wire(n, 8), reduce(8)),
     Operation("reduce 4 x int4", 0, lambda n: 4 * n + MESSAGES * wire(n, 4), reduce(4)),
     Operation("reduce 4 x int8 -> int4", 70, lambda n: MESSAGES * wire(n, 8) + wire(n, 4), reduce_quantize),
@@ -250,6 +306,6 @@ OPERATIONS = (
     Operation("delta4 apply", 0, lambda n: 4 * n + wire(n, 4), delta_apply),
     Operation("lossless count + encode", 0, lambda n: 8 * n + 0.6 * n, lossless_encode),
     Operation("lossless decode", 0, lambda n: 4 * n + 0.6 * n, lossless_decode),
-    Operation("gather bf16 -> fp32, norm, flag", 92, lambda n: 6 * n, gather, eager_gather),
+    Operation("gather bf16 -> fp32, norm, flag", 92, lambda n: 6 * n, gather),
     Operation("scatter fp32 -> bf16", 92, lambda n: 6 * n, scatter),
 )

@@ -1,7 +1,7 @@
 """A table and a bar chart of what `pytest bench/kernels --benchmark-json=FILE` measured.
 
-    python bench/kernels/report.py FILE...                # prints the table
-    python bench/kernels/report.py FILE... --save NAME    # also bench/results/<date>_NAME.{md,json,png}
+python bench/kernels/report.py FILE...                # prints the table
+python bench/kernels/report.py FILE... --save NAME    # also bench/results/<date>_NAME.{md,json,png}
 """
 
 from __future__ import annotations

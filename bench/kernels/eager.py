@@ -1,0 +1,86 @@
+"""The same operations as one writes them in torch without kernels: whole tensors, one step after another.
+
+They follow the same formulas, so that a comparison of times is one of equal work; ``test_kernels.py`` compares bits
+before it takes the time. Lengths are multiples of 256 and all values are finite.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["decode", "delta_apply_", "delta_encode", "encode", "feedback_", "gather_", "reduce", "rotate", "scatter_"]
+
+GROUP = {8: 256, 4: 128}
+
+
+def encode(x: Tensor, bits: int, group: int = 0) -> tuple[Tensor, Tensor]:
+    """(codes uint8 [groups, bytes], scales bfloat16 [groups]) of a flat buffer."""
+    wide = x.view(-1, group or GROUP[bits]).float()
+    levels = torch.tensor(127.0 if bits == 8 else 7.0, device=x.device)
+    rounded_up = ((wide.abs().amax(1) / levels).view(torch.int32) + 0xFFFF) >> 16
+    scales = rounded_up.clamp_min(0x0080).to(torch.int16).view(torch.bfloat16)
+    codes = (wide * (1.0 / scales.float())[:, None]).round().to(torch.int8)
+    if bits == 4:
+        lower, upper = codes.chunk(2, dim=1)
+        codes = (lower & 15) | (upper << 4)
+    return codes.view(torch.uint8), scales
+
+
+def decode(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    """Flat float32 values."""
+    signed = codes.view(torch.int8)
+    if bits == 4:
+        signed = torch.cat([(signed << 4) >> 4, signed >> 4], dim=1)
+    return (signed.float() * scales.float()[:, None]).view(-1)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Hadamard transform times 2**-5 of each 32: 16 in a row of a row's lower half, and the 16 above them."""
+    lower, upper = (x.float() * 0.03125).view(-1, 2, 4, 16).unbind(1)
+    pair = torch.stack((lower + upper, lower - upper), dim=1)
+    for _ in range(4):
+        even, odd = pair[..., 0::2], pair[..., 1::2]
+        pair = torch.cat((even + odd, even - odd), dim=-1)
+    return pair.reshape(-1)
+
+
+def feedback_(x: Tensor, error: tuple[Tensor, Tensor], bits: int, beta: float) -> tuple[Tensor, Tensor]:
+    """Encode with the error added, and renew the error, in 8 bits (codes, scales)."""
+    old = decode(*error, 8)
+    wanted = x.float() + old
+    codes, scales = encode(wanted, bits)
+    lost = wanted - decode(codes, scales, bits)
+    kept = encode(old * beta + lost * (1.0 - beta), 8, GROUP[bits])
+    for target, source in zip(error, kept, strict=True):
+        target.copy_(source)
+    return codes, scales
+
+
+def reduce(messages: list[tuple[Tensor, Tensor]], bits: int, scale: float) -> Tensor:
+    """Flat float32 sum of messages, times ``scale``."""
+    total = decode(*messages[0], bits)
+    for message in messages[1:]:
+        total = total + decode(*message, bits)
+    return total * scale
+
+
+def delta_encode(shard: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, scales, the reference that follows)."""
+    codes, scales = encode(shard - held.float(), 4)
+    return codes, scales, (held.float() + decode(codes, scales, 4)).to(held.dtype)
+
+
+def delta_apply_(codes: Tensor, scales: Tensor, held: Tensor) -> None:
+    held.copy_(held.float() + decode(codes, scales, 4))
+
+
+def gather_(tensors: list[Tensor], places: list[Tensor], flat: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """(sum of squares of each 256, whether all is finite)."""
+    torch._foreach_copy_(places, tensors)
+    flat.mul_(scale)
+    return flat.view(-1, 256).square().sum(1), flat.isfinite().all()
+
+
+def scatter_(flat: Tensor, tensors: list[Tensor], places: list[Tensor]) -> None:
+    torch._foreach_copy_(tensors, places)

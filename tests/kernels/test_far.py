@@ -1,0 +1,201 @@
+"""Offsets beyond 2**31 elements, in every kernel, in little memory and time.
+
+Buffers are reserved and hardly touched, and of each launch only the last program runs, under Triton's interpreter,
+which counts in the 32 and 64 bits that a GPU would. What it writes must be what the reference makes of the end of the
+buffer alone. ``test_large.py`` runs whole buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.cases import BITS, DEVICE, TRITON, same_bits, values
+from zeropp_kernels import block_table, lossless_layout, message_layout, reference, state_layout
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs Triton's interpreter; test_large.py is for GPUs")
+
+FAR = 1 << 31
+TAIL = 20 * 256 + 77  # elements of the last tile, whatever its size
+LENGTHS = [FAR + TAIL, FAR + 20 * 256]  # narrow and wide access
+
+
+@pytest.fixture(autouse=True)
+def only_the_last_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    from triton.runtime import interpreter
+
+    builder, build = interpreter.interpreter_builder, interpreter.GridExecutor.__init__
+    set_size, set_index = builder.set_grid_dim, builder.set_grid_idx
+    size = [1, 1, 1]
+
+    def init(self: Any, fn: object, names: object, grid: tuple[int, ...], *rest: Any) -> None:
+        size[:] = *grid, *[1] * (3 - len(grid))
+        build(self, fn, names, (1, 1), *rest)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__init__", init)
+    monkeypatch.setattr(builder, "set_grid_dim", lambda *_: set_size(*size))
+    monkeypatch.setattr(builder, "set_grid_idx", lambda *_: set_index(*(each - 1 for each in size)))
+    # Arguments are on CPU already; copying them onto themselves would touch every page.
+    monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
+    yield
+
+
+def ending(tail: Tensor, numel: int) -> Tensor:
+    """A buffer of ``numel`` elements that ends in ``tail``."""
+    buffer = torch.empty(numel, dtype=tail.dtype)
+    buffer[numel - tail.numel() :] = tail
+    return buffer
+
+
+def end_of(message: Tensor, numel: int, bits: int, group: int = 0) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the groups that hold the last elements of a message."""
+    group = group or message_layout(numel, bits).group
+    first, groups = FAR // group, -(-numel // group)
+    scales_offset = groups * group * bits // 8
+    codes = message[first * group * bits // 8 : scales_offset]
+    return codes, message[scales_offset + 2 * first : scales_offset + 2 * groups]
+
+
+def same_end(found: Tensor, expected: Tensor, numel: int, bits: int, group: int = 0) -> bool:
+    small = numel - FAR
+    group = group or message_layout(numel, bits).group
+    size = -(-small // group) * group * bits // 8
+    wanted = expected[:size], expected[size : size + 2 * -(-small // group)]
+    return all(torch.equal(a, b) for a, b in zip(end_of(found, numel, bits, group), wanted, strict=True))
+
+
+def encode(x: Tensor, bits: int) -> Tensor:
+    message = torch.empty(message_layout(x.numel(), bits).nbytes, dtype=torch.uint8)
+    reference.quantize_(x, message, 1, bits, False, None, 0.0, False)
+    return message
+
+
+def far_message(x: Tensor, numel: int, bits: int) -> Tensor:
+    """A message of ``numel`` elements of which the last are ``x``."""
+    layout, small = message_layout(numel, bits), message_layout(x.numel(), bits)
+    message, own = torch.empty(layout.nbytes, dtype=torch.uint8), encode(x, bits)
+    message[layout.codes_nbytes - small.codes_nbytes : layout.codes_nbytes] = own[: small.codes_nbytes]
+    message[layout.scales_offset + 2 * (layout.groups - small.groups) :] = 0
+    scales = own[small.scales_offset :][: 2 * small.groups]
+    message[layout.scales_offset + 2 * (layout.groups - small.groups) :][: 2 * small.groups] = scales
+    return message
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_quantize_with_feedback(numel: int, bits: int) -> None:
+    tail, layout = values(numel - FAR, torch.bfloat16), state_layout(numel, bits)
+    message = torch.empty(message_layout(numel, bits).nbytes, dtype=torch.uint8)
+    state = torch.empty(layout.nbytes, dtype=torch.uint8)
+    state[FAR : layout.codes_nbytes] = 0
+    state[layout.scales_offset + 2 * FAR // layout.group :] = 0
+    small, small_state = encode(tail, bits), torch.zeros(state_layout(tail.numel(), bits).nbytes, dtype=torch.uint8)
+    for _ in range(2):
+        TRITON.quantize_(ending(tail, numel), message, 1, bits, True, state, 0.8, False)
+        reference.quantize_(tail, small, 1, bits, True, small_state, 0.8, False)
+    assert same_end(message, small, numel, bits)
+    assert same_end(state, small_state, numel, 8, layout.group)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_dequantize_and_sums(numel: int, bits: int) -> None:
+    """The second of two messages lies past 2**31 bytes as a whole."""
+    tails = [values(numel - FAR, torch.float32, seed) for seed in range(2)]
+    message, small = far_message(tails[0], numel, bits), encode(tails[0], bits)
+    out, expected = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel - FAR, dtype=torch.bfloat16)
+    TRITON.dequantize_(message, out, 1, bits, False)
+    reference.dequantize_(small, expected, 1, bits, False)
+    assert same_bits(out[FAR:], expected)
+    both = torch.empty(2 * message.numel(), dtype=torch.uint8)
+    for part, tail in zip(both.chunk(2), tails, strict=True):
+        layout, wanted = message_layout(numel, bits), far_message(tail, numel, bits)
+        for begin, end in [(FAR * bits // 8, layout.codes_nbytes),
+                           (layout.scales_offset + 2 * FAR // layout.group, layout.nbytes)]:  # fmt: skip
+            part[begin:end] = wanted[begin:end]
+    twice = torch.cat([small, encode(tails[1], bits)])
+    TRITON.reduce_(both, out, 2, bits, True, 0.3, False)
+    reference.reduce_(twice, expected, 2, bits, True, 0.3, False)
+    assert same_bits(out[FAR:], expected)
+    again = torch.empty(message_layout(numel, 4).nbytes, dtype=torch.uint8)
+    wanted = torch.empty(message_layout(numel - FAR, 4).nbytes, dtype=torch.uint8)
+    TRITON.reduce_quantize_(both, numel, 2, bits, 0.3, again, 1, 4, False, None, 0.0, False)
+    reference.reduce_quantize_(twice, numel - FAR, 2, bits, 0.3, wanted, 1, 4, False, None, 0.0, False)
+    assert same_end(again, wanted, numel, 4)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_the_last_of_many_messages(bits: int) -> None:
+    """Messages of 2**20 elements, 2049 of them: the product of index and size passes 2**31."""
+    numel, count = 1 << 20, 2049
+    layout = message_layout(numel, bits)
+    tail = values(numel, torch.bfloat16)
+    messages = torch.empty(layout.nbytes * count, dtype=torch.uint8)
+    TRITON.quantize_(ending(tail, numel * count), messages, count, bits, False, None, 0.0, False)
+    out = torch.empty(numel * count, dtype=torch.float32)
+    last = messages[-layout.nbytes :]
+    small = encode(tail, bits)
+    begin = (numel - 32768) * bits // 8  # codes of the last tile, and of fewer where scales have a tile more
+    assert torch.equal(last[begin : layout.codes_nbytes], small[begin : layout.codes_nbytes])
+    last.copy_(small)
+    TRITON.dequantize_(messages, out, count, bits, False)
+    expected = torch.empty(numel)
+    reference.dequantize_(small, expected, 1, bits, False)
+    assert same_bits(out[-32768:], expected[-32768:])
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_delta(numel: int) -> None:
+    shard, held = values(numel - FAR, torch.float32), values(numel - FAR, torch.bfloat16, 1)
+    far_held, message = ending(held, numel), torch.empty(message_layout(numel, 4).nbytes, dtype=torch.uint8)
+    received, small = ending(held, numel), encode(shard, 4)
+    TRITON.delta_encode_(ending(shard, numel), far_held, message, True)
+    reference.delta_encode_(shard, held, small, True)
+    assert same_end(message, small, numel, 4) and same_bits(far_held[FAR:], held)
+    TRITON.delta_apply_(message, received, 1)
+    assert same_bits(received[FAR:], held)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_tensors_that_lie_far_apart(bits: int) -> None:
+    """The first tensor alone passes 2**31 elements, and its end is in the last tile with the second."""
+    numel = FAR + 20 * 256
+    first, second = values(2 * 256, torch.bfloat16), values(17 * 256, torch.bfloat16, 1)
+    tensors = [ending(first, FAR + first.numel()), second.clone()]
+    table = block_table([each.numel() for each in tensors], [0, FAR + 3 * 256], numel)
+    places = (table.host, table.entries, table.owners)
+    expected = torch.cat([first, torch.zeros(256, dtype=torch.bfloat16), second])
+    flat = torch.empty(numel, dtype=torch.bfloat16)
+    TRITON.gather_(tensors, *places, flat, 1.0, None, None)
+    assert same_bits(flat[FAR:], expected)
+    message = torch.empty(message_layout(numel, bits).nbytes, dtype=torch.uint8)
+    TRITON.quantize_tensors_(tensors, *places, numel, message, 1, bits, False, None, 0.0, False)
+    assert same_end(message, encode(expected, bits), numel, bits)
+    back = [torch.empty(each.numel(), dtype=torch.bfloat16) for each in tensors]
+    TRITON.scatter_(flat, back, *places, 1.0, None, None)
+    assert same_bits(back[0][FAR:], first) and same_bits(back[1], second)
+
+
+def test_lossless() -> None:
+    numel = FAR + TAIL
+    held = values(TAIL, torch.bfloat16)
+    new = (held.float() * (1 + 0.02 * values(TAIL, torch.float32, 1, spoilt=False).clamp(-3, 3))).bfloat16()
+    small = torch.empty(2, -(-TAIL // 256) + 1, dtype=torch.int64)
+    reference.lossless_count_(new, held, small)
+    room8, room16 = small[:, -1].tolist()
+    offsets = torch.zeros(2, -(-numel // 256) + 1, dtype=torch.int64)
+    far_held, far_new = ending(held, numel), ending(new, numel)
+    TRITON.lossless_count_(far_new, far_held, offsets)
+    assert torch.equal(offsets[:, FAR // 256 :], small)
+    layout, own = lossless_layout(numel, room8, room16), lossless_layout(TAIL, room8, room16)
+    message, expected = (torch.empty(each.nbytes, dtype=torch.uint8) for each in (layout, own))
+    TRITON.lossless_encode_(far_new, far_held, offsets, message, room8, room16)
+    reference.lossless_encode_(new, held, small, expected, room8, room16)
+    assert torch.equal(message[FAR // 2 :][: own.nbytes], expected)
+    out, work = torch.empty(numel, dtype=torch.bfloat16), torch.zeros(1, *offsets.shape, dtype=torch.int64)
+    TRITON.lossless_decode_(message, far_held, out, work, 1, room8, room16)
+    assert torch.equal(out[FAR:].view(torch.int16), new.view(torch.int16))
