@@ -1,38 +1,16 @@
-"""What the kernel tests share: lengths, values that hit every branch, and the Triton side of each operation.
-
-The Triton side runs on a CUDA device where there is one, and otherwise on CPU tensors under Triton's interpreter.
-"""
+"""What the kernel tests share: lengths, and values that hit every branch."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from zeropp_kernels import copy, delta, lossless, quantize, reduce
-
-__all__ = ["BITS", "DEVICE", "DTYPES", "LENGTHS", "TRITON", "poisoned", "same_bits", "values"]
+__all__ = ["BITS", "DEVICE", "DTYPES", "LENGTHS", "poisoned", "same_bits", "values"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (8, 4)
 LENGTHS = (1, 127, 128, 129, 255, 256, 257, 100_003)
-
-TRITON = SimpleNamespace(
-    quantize_=quantize.quantize_,
-    quantize_tensors_=quantize.quantize_tensors_,
-    reduce_quantize_=quantize.reduce_quantize_,
-    dequantize_=reduce.dequantize_,
-    reduce_=reduce.reduce_,
-    delta_encode_=delta.delta_encode_,
-    delta_apply_=delta.delta_apply_,
-    lossless_count_=lossless.lossless_count_,
-    lossless_encode_=lossless.lossless_encode_,
-    lossless_decode_=lossless.lossless_decode_,
-    gather_=copy.gather_,
-    scatter_=copy.scatter_,
-)
 
 
 def values(numel: int, dtype: torch.dtype, seed: int = 0, *, spoilt: bool = True) -> Tensor:

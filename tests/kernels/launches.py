@@ -14,7 +14,8 @@ from triton.compiler import make_backend
 from triton.runtime import jit
 
 from tests.kernels import test_agreement
-from tests.kernels.cases import BITS, DTYPES, TRITON
+from tests.kernels.cases import BITS, DTYPES
+from tests.kernels.fast import TRITON
 from zeropp_kernels import reference
 from zeropp_kernels.aot.cases import Case, cases
 

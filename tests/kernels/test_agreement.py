@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, TRITON, poisoned, same_bits, values
+from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, poisoned, same_bits, values
+from tests.kernels.fast import TRITON
 from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, reference, state_layout
 
 EVERY = [0, *LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]

@@ -1,4 +1,4 @@
-"""Offsets beyond 2**31 elements, in every kernel, in little memory and time.
+"""Offsets beyond 2**32 elements, in every kernel, in little memory and time.
 
 Buffers are reserved and hardly touched, and of each launch only the last program runs, under Triton's interpreter,
 which counts in the 32 and 64 bits that a GPU would. What it writes must be what the reference makes of the end of the
@@ -7,6 +7,7 @@ buffer alone. ``test_large.py`` runs whole buffers.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import BITS, DEVICE, TRITON, same_bits, values
+from tests.kernels.cases import BITS, DEVICE, same_bits, values
+from tests.kernels.fast import TRITON
 from zeropp_kernels import block_table, lossless_layout, message_layout, reference, state_layout
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs Triton's interpreter; test_large.py is for GPUs")
 
-FAR = 1 << 31
+FAR = 1 << 32  # of which half a byte each passes 2**31 bytes
 TAIL = 20 * 256 + 77  # elements of the last tile, whatever its size
 LENGTHS = [FAR + TAIL, FAR + 20 * 256]  # narrow and wide access
 
@@ -44,9 +46,15 @@ def only_the_last_program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+def reserved(numel: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """Memory that takes none until it is touched, more of it than the machine has."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize, flags=flags), dtype=dtype)
+
+
 def ending(tail: Tensor, numel: int) -> Tensor:
     """A buffer of ``numel`` elements that ends in ``tail``."""
-    buffer = torch.empty(numel, dtype=tail.dtype)
+    buffer = reserved(numel, tail.dtype)
     buffer[numel - tail.numel() :] = tail
     return buffer
 
@@ -77,7 +85,7 @@ def encode(x: Tensor, bits: int) -> Tensor:
 def far_message(x: Tensor, numel: int, bits: int) -> Tensor:
     """A message of ``numel`` elements of which the last are ``x``."""
     layout, small = message_layout(numel, bits), message_layout(x.numel(), bits)
-    message, own = torch.empty(layout.nbytes, dtype=torch.uint8), encode(x, bits)
+    message, own = reserved(layout.nbytes), encode(x, bits)
     message[layout.codes_nbytes - small.codes_nbytes : layout.codes_nbytes] = own[: small.codes_nbytes]
     message[layout.scales_offset + 2 * (layout.groups - small.groups) :] = 0
     scales = own[small.scales_offset :][: 2 * small.groups]
@@ -89,8 +97,8 @@ def far_message(x: Tensor, numel: int, bits: int) -> Tensor:
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_quantize_with_feedback(numel: int, bits: int) -> None:
     tail, layout = values(numel - FAR, torch.bfloat16), state_layout(numel, bits)
-    message = torch.empty(message_layout(numel, bits).nbytes, dtype=torch.uint8)
-    state = torch.empty(layout.nbytes, dtype=torch.uint8)
+    message = reserved(message_layout(numel, bits).nbytes)
+    state = reserved(layout.nbytes)
     state[FAR : layout.codes_nbytes] = 0
     state[layout.scales_offset + 2 * FAR // layout.group :] = 0
     small, small_state = encode(tail, bits), torch.zeros(state_layout(tail.numel(), bits).nbytes, dtype=torch.uint8)
@@ -107,11 +115,11 @@ def test_dequantize_and_sums(numel: int, bits: int) -> None:
     """The second of two messages lies past 2**31 bytes as a whole."""
     tails = [values(numel - FAR, torch.float32, seed) for seed in range(2)]
     message, small = far_message(tails[0], numel, bits), encode(tails[0], bits)
-    out, expected = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel - FAR, dtype=torch.bfloat16)
+    out, expected = reserved(numel, torch.bfloat16), torch.empty(numel - FAR, dtype=torch.bfloat16)
     TRITON.dequantize_(message, out, 1, bits, False)
     reference.dequantize_(small, expected, 1, bits, False)
     assert same_bits(out[FAR:], expected)
-    both = torch.empty(2 * message.numel(), dtype=torch.uint8)
+    both = reserved(2 * message.numel())
     for part, tail in zip(both.chunk(2), tails, strict=True):
         layout, wanted = message_layout(numel, bits), far_message(tail, numel, bits)
         for begin, end in [(FAR * bits // 8, layout.codes_nbytes),
@@ -121,7 +129,7 @@ def test_dequantize_and_sums(numel: int, bits: int) -> None:
     TRITON.reduce_(both, out, 2, bits, True, 0.3, False)
     reference.reduce_(twice, expected, 2, bits, True, 0.3, False)
     assert same_bits(out[FAR:], expected)
-    again = torch.empty(message_layout(numel, 4).nbytes, dtype=torch.uint8)
+    again = reserved(message_layout(numel, 4).nbytes)
     wanted = torch.empty(message_layout(numel - FAR, 4).nbytes, dtype=torch.uint8)
     TRITON.reduce_quantize_(both, numel, 2, bits, 0.3, again, 1, 4, False, None, 0.0, False)
     reference.reduce_quantize_(twice, numel - FAR, 2, bits, 0.3, wanted, 1, 4, False, None, 0.0, False)
@@ -130,13 +138,13 @@ def test_dequantize_and_sums(numel: int, bits: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_last_of_many_messages(bits: int) -> None:
-    """Messages of 2**20 elements, 2049 of them: the product of index and size passes 2**31."""
-    numel, count = 1 << 20, 2049
+    """Messages of 2**20 elements, 4097 of them: the product of index and size passes 2**31 bytes."""
+    numel, count = 1 << 20, 4097
     layout = message_layout(numel, bits)
     tail = values(numel, torch.bfloat16)
-    messages = torch.empty(layout.nbytes * count, dtype=torch.uint8)
+    messages = reserved(layout.nbytes * count)
     TRITON.quantize_(ending(tail, numel * count), messages, count, bits, False, None, 0.0, False)
-    out = torch.empty(numel * count, dtype=torch.float32)
+    out = reserved(numel * count, torch.float32)
     last = messages[-layout.nbytes :]
     small = encode(tail, bits)
     begin = (numel - 32768) * bits // 8  # codes of the last tile, and of fewer where scales have a tile more
@@ -151,7 +159,7 @@ def test_the_last_of_many_messages(bits: int) -> None:
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_delta(numel: int) -> None:
     shard, held = values(numel - FAR, torch.float32), values(numel - FAR, torch.bfloat16, 1)
-    far_held, message = ending(held, numel), torch.empty(message_layout(numel, 4).nbytes, dtype=torch.uint8)
+    far_held, message = ending(held, numel), reserved(message_layout(numel, 4).nbytes)
     received, small = ending(held, numel), encode(shard, 4)
     TRITON.delta_encode_(ending(shard, numel), far_held, message, True)
     reference.delta_encode_(shard, held, small, True)
@@ -162,20 +170,20 @@ def test_delta(numel: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_tensors_that_lie_far_apart(bits: int) -> None:
-    """The first tensor alone passes 2**31 elements, and its end is in the last tile with the second."""
+    """The first tensor alone passes 2**32 elements, and its end is in the last tile with the second."""
     numel = FAR + 20 * 256
     first, second = values(2 * 256, torch.bfloat16), values(17 * 256, torch.bfloat16, 1)
     tensors = [ending(first, FAR + first.numel()), second.clone()]
     table = block_table([each.numel() for each in tensors], [0, FAR + 3 * 256], numel)
     places = (table.host, table.entries, table.owners)
     expected = torch.cat([first, torch.zeros(256, dtype=torch.bfloat16), second])
-    flat = torch.empty(numel, dtype=torch.bfloat16)
+    flat = reserved(numel, torch.bfloat16)
     TRITON.gather_(tensors, *places, flat, 1.0, None, None)
     assert same_bits(flat[FAR:], expected)
-    message = torch.empty(message_layout(numel, bits).nbytes, dtype=torch.uint8)
+    message = reserved(message_layout(numel, bits).nbytes)
     TRITON.quantize_tensors_(tensors, *places, numel, message, 1, bits, False, None, 0.0, False)
     assert same_end(message, encode(expected, bits), numel, bits)
-    back = [torch.empty(each.numel(), dtype=torch.bfloat16) for each in tensors]
+    back = [reserved(each.numel(), torch.bfloat16) for each in tensors]
     TRITON.scatter_(flat, back, *places, 1.0, None, None)
     assert same_bits(back[0][FAR:], first) and same_bits(back[1], second)
 
@@ -192,10 +200,10 @@ def test_lossless() -> None:
     TRITON.lossless_count_(far_new, far_held, offsets)
     assert torch.equal(offsets[:, FAR // 256 :], small)
     layout, own = lossless_layout(numel, room8, room16), lossless_layout(TAIL, room8, room16)
-    message, expected = (torch.empty(each.nbytes, dtype=torch.uint8) for each in (layout, own))
+    message, expected = (reserved(each.nbytes) for each in (layout, own))
     TRITON.lossless_encode_(far_new, far_held, offsets, message, room8, room16)
     reference.lossless_encode_(new, held, small, expected, room8, room16)
     assert torch.equal(message[FAR // 2 :][: own.nbytes], expected)
-    out, work = torch.empty(numel, dtype=torch.bfloat16), torch.zeros(1, *offsets.shape, dtype=torch.int64)
+    out, work = reserved(numel, torch.bfloat16), torch.zeros(1, *offsets.shape, dtype=torch.int64)
     TRITON.lossless_decode_(message, far_held, out, work, 1, room8, room16)
     assert torch.equal(out[FAR:].view(torch.int16), new.view(torch.int16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 from collections.abc import Callable
 
@@ -152,6 +153,28 @@ def test_public_functions_compile_whole() -> None:
     x, message = values(NUMEL, torch.float32).clamp(-9, 9), messages_for(NUMEL, 8)
     found = round_trip(x, message, torch.zeros(NUMEL))
     assert (found - 1 - 2 * x).abs().max() < 0.1
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+def test_default_compiler() -> None:
+    """Through inductor, which plans memory anew: what operations write stays where they write it."""
+    table, norms = block_table([100, 300], [0, 256], NUMEL), torch.empty(3)
+
+    def step(x: Tensor, message: Tensor, state: Tensor, out: Tensor, targets: list[Tensor]) -> Tensor:
+        kernels.quantize_(x * 2, message, bits=4, rotate=True, state=state)
+        kernels.dequantize_(message, out, bits=4, rotate=True)
+        kernels.scatter_(out * 3, targets, table, norms=norms)
+        return out + 1
+
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True)):
+        x, message = values(NUMEL, torch.float32), messages_for(NUMEL, 4)
+        state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
+        out, targets = torch.empty(NUMEL), [torch.empty(100), torch.empty(300)]
+        found.append([run(x, message, state, out, targets), message, state, out, *targets, norms.clone()])
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import DEVICE, TRITON
+from tests.kernels.cases import DEVICE
+from tests.kernels.fast import TRITON
 from zeropp_kernels import BlockTable, block_table, table
 
 NUMELS, OFFSETS, NUMEL = [300, 64, 7], [0, 512, 768], 1024
