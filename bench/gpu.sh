@@ -40,6 +40,7 @@ fi
 
 if [[ $part == speed || $part == both ]]; then
     "$python" -m bench.kernels.launch
+    "$python" -m bench.kernels.pinned
     measured=$(mktemp -d)
     for size in 256 1 16 1024 2048; do # one process a size: what was measured is kept if time runs out
         timeout 110 "$python" -m pytest -q bench/kernels --sizes "$size" --benchmark-json="$measured/$size.json" || break

@@ -16,7 +16,7 @@ import zeropp_kernels as kernels
 from bench.kernels import eager
 from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, state_layout
 
-__all__ = ["OPERATIONS", "Operation", "Run", "Twin"]
+__all__ = ["OPERATIONS", "Operation", "Run", "Twin", "parts_of", "values"]
 
 Run = Callable[[], Sequence[Tensor]]  # returns what it made
 MESSAGES = 4  # summed by the reductions
@@ -220,7 +220,7 @@ def lossless_decode(numel: int, device: str) -> Twin:
     return Twin(ours)
 
 
-def _parts(flat: Tensor) -> tuple[list[Tensor], BlockTable]:
+def parts_of(flat: Tensor) -> tuple[list[Tensor], BlockTable]:
     """Twelve tensors that fill a flat buffer, as a transformer block's gradients would."""
     size = max(flat.numel() // 12 // 256 * 256, 256)
     offsets = list(range(0, flat.numel() - size + 1, size))
@@ -234,7 +234,7 @@ def _places(flat: Tensor, table: BlockTable) -> list[Tensor]:
 
 
 def gather(numel: int, device: str) -> Twin:
-    tensors, table = _parts(values(numel, device))
+    tensors, table = parts_of(values(numel, device))
     flat, norms = torch.empty(numel, device=device), torch.empty(-(-numel // 256), device=device)
     flag, other = torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(numel, device=device)
     places = _places(other, table)
@@ -252,7 +252,7 @@ def gather(numel: int, device: str) -> Twin:
 
 def scatter(numel: int, device: str) -> Twin:
     flat = values(numel, device, torch.float32)
-    tensors, table = _parts(values(numel, device))
+    tensors, table = parts_of(values(numel, device))
     others, places = [tensor.clone() for tensor in tensors], _places(flat, table)
 
     def ours() -> Sequence[Tensor]:
@@ -267,7 +267,7 @@ def scatter(numel: int, device: str) -> Twin:
 
 
 def quantize_tensors(numel: int, device: str) -> Twin:
-    tensors, table = _parts(values(numel, device))
+    tensors, table = parts_of(values(numel, device))
     message = room(numel, 8, device)
     made = fields(message, numel, 8)
     flat = torch.zeros(numel, dtype=torch.bfloat16, device=device)

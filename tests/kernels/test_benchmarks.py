@@ -1,0 +1,58 @@
+"""The benchmarks run, compare equal work, and report what they measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.kernels import report
+from bench.kernels.operations import OPERATIONS, Operation
+from tests.kernels.test_ops import NAMES
+
+NUMEL = 6144
+BY_NAME = {operation.name: operation for operation in OPERATIONS}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_by_hand_gives_the_same_bits(name: str) -> None:
+    twin = BY_NAME[name].make(NUMEL, "cpu")
+    for _ in range(2):  # error feedback and references move on
+        ours = twin.ours()
+        if twin.by_hand is None:
+            assert name.startswith(("copy", "lossless")), "nobody knows how fast this is without kernels"
+            continue
+        for left, right in zip(ours, twin.by_hand(), strict=True):
+            assert torch.equal(left, right.view(left.shape))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_bytes_are_of_a_plausible_size(operation: Operation) -> None:
+    """At least half a byte a value each way, and no more than nine bytes; in proportion to the values."""
+    each = operation.nbytes(1 << 24) / (1 << 24)
+    assert 2.5 <= each <= 9 and math.isclose(each, operation.nbytes(1 << 26) / (1 << 26), rel_tol=1e-3)
+
+
+def test_every_operation_is_timed() -> None:
+    timed = {word for name in BY_NAME for word in name.replace("delta4", "delta").split()}
+    assert timed >= {name.removesuffix("_").split("_")[0] for name in NAMES}
+
+
+def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib", reason="the bench extra is not installed")
+    row = {
+        "operation": "copy", "contender": "zeropp_kernels", "mebibytes": 16, "seconds": 1e-3, "target": 92,
+        "gigabytes_per_second": 33.5, "percent_of_copy": 100.0, "device": "one CPU core", "torch": "2.13.0",
+    }  # fmt: skip
+    other = {**row, "operation": "quantize int8", "gigabytes_per_second": 16.75, "percent_of_copy": 50.0}
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"benchmarks": [{"extra_info": row}, {"extra_info": other}, {"extra_info": {}}]}))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["report.py", str(file), "--save", "made-up"])
+    report.main()
+    assert "| quantize int8 | zeropp_kernels | 16 | 1000 | 16.75 | 50 | 92 |" in capsys.readouterr().out
+    saved = sorted(path.suffix for path in tmp_path.glob("*made-up.*"))
+    assert saved == [".json", ".md", ".png"]
