@@ -24,6 +24,7 @@ __all__ = [
     "ROWS",
     "bfloat16_bits",
     "cast",
+    "code_value",
     "encode_pair",
     "group_peak",
     "half_rows",
@@ -202,7 +203,7 @@ def encode_pair(lower, upper, inverse, mask):
 
 
 @triton.jit
-def _code_value(code, BITS: tl.constexpr):
+def code_value(code, BITS: tl.constexpr):
     """float32 value of a code: its bits set below those of 2**23, which takes no conversion from an integer."""
     if BITS == 8:
         return (code ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
@@ -216,7 +217,7 @@ def value_pair(lower, upper, scale, BITS: tl.constexpr):
     Exact: a scale has 8 significant bits and a code at most 7, so a product that a compiler fuses into a sum changes
     nothing.
     """
-    return _code_value(lower, BITS) * scale, _code_value(upper, BITS) * scale
+    return code_value(lower, BITS) * scale, code_value(upper, BITS) * scale
 
 
 @triton.jit

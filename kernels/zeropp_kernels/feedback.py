@@ -15,13 +15,13 @@ __all__ = ["keep_error", "load_error"]
 
 @triton.jit
 def load_error(state, scales_offset, first, live, reset, TILE: tl.constexpr, K: tl.constexpr):
-    """The error kept for a tile, in float32; zeros after a reset, whatever the state holds."""
+    """The error kept for a tile, in float32; zeros (of any sign) after a reset, whatever the state holds."""
     codes = state + first.to(tl.int64) * (128 * K)
     lower, upper = load_codes(codes, live[:, None, None], 8, TILE, K)
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first
     scale = scale_value(tl.load(scales + tl.arange(0, TILE), mask=live, other=0))
-    lower, upper = value_pair(lower, upper, scale[:, None, None], 8)
-    return tl.where(reset != 0, 0.0, lower), tl.where(reset != 0, 0.0, upper)
+    scale = tl.where(reset != 0, 0.0, scale)
+    return value_pair(lower, upper, scale[:, None, None], 8)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from .blocks import (
     LAUNCH,
     ROWS,
+    code_value,
     launched,
     load_codes,
     load_pair,
@@ -16,7 +17,6 @@ from .blocks import (
     saturate,
     scale_value,
     store_pair,
-    value_pair,
     whole,
 )
 from .wire import message_layout
@@ -26,27 +26,36 @@ __all__ = ["dequantize_", "reduce_", "sum_pair"]
 
 @triton.jit
 def _message_pair(message, scales_offset, row, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Values of TILE * K rows of one message from row ``row`` on; K need not be that of the message's groups."""
+    """Codes as float32, and scales [TILE, K, 1], of TILE * K rows of one message from row ``row`` on.
+
+    K need not be that of the message's groups.
+    """
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
     group = rows // (BITS // 4)
     live = group < groups
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
     scale = scale_value(tl.load(scales + group, mask=live, other=0))
     lower, upper = load_codes(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
-    return value_pair(lower, upper, scale[:, :, None], BITS)
+    return code_value(lower, BITS), code_value(upper, BITS), scale[:, :, None]
 
 
 @triton.jit
 def sum_pair(
     messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
 ):
-    """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on."""
-    lower, upper = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
+    """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on.
+
+    Products are exact (8 significant bits times 7, and never subnormal), so a fused multiply-add rounds as a sum does.
+    """
+    lower, upper, scale = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
+    lower *= scale
+    upper *= scale
     for _ in range(1, count):
         messages += whole(nbytes, 128)
-        next_lower, next_upper = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
-        lower += next_lower
-        upper += next_upper
+        lower_code, upper_code, factor = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
+        factors = tl.broadcast_to(factor, lower.shape)
+        lower = tl.fma(lower_code, factors, lower)
+        upper = tl.fma(upper_code, factors, upper)
     return lower, upper
 
 

@@ -71,7 +71,7 @@ def wrong(changes: dict[str, int], **settings: object) -> list[str]:
     [
         ({"spilled": 8}, "8 spilled or on the stack"),
         ({"registers": 129}, "129 registers, more than 128"),
-        ({"fused": 1}, "1 fused multiply-adds"),
+        ({"fused": 1}, "1 fused multiply-adds, not 0"),
         ({"wide_loads": 4}, "4 loads and 4 stores of 128 bits, not 5 and 4"),
         ({"wide_stores": 3}, "5 loads and 3 stores of 128 bits, not 5 and 4"),
         ({"narrow_loads": 5}, "5 loads and 0 stores below 32 bits"),
@@ -84,8 +84,8 @@ def test_each_budget(changes: dict[str, int], said: str) -> None:
 
 
 def test_what_is_not_even_may_be_narrow() -> None:
-    assert wrong({"wide_loads": 0, "wide_stores": 0, "narrow_loads": 32, "registers": 168}, EVEN=False) == []
-    assert wrong({"registers": 169}, EVEN=False) == ["169 registers, more than 168"]
+    assert wrong({"wide_loads": 0, "wide_stores": 0, "narrow_loads": 32, "registers": 192}, EVEN=False) == []
+    assert wrong({"registers": 193}, EVEN=False) == ["193 registers, more than 192"]
 
 
 def test_every_kernel_is_compiled_for_wide_access_too() -> None:

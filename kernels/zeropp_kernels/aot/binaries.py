@@ -29,7 +29,7 @@ class Facts:
         spilled: bytes or registers that went to memory, stack included.
         wide_loads, wide_stores: of 128 bits.
         narrow_loads, narrow_stores: of global memory, below 32 bits.
-        fused: multiply-adds that are not part of a division.
+        fused: multiply-adds that are not part of a division; a packed one is two.
         shared: bytes of shared memory.
     """
 
@@ -83,7 +83,7 @@ def _nvidia(kernel: Any) -> Facts:
         wide_stores=count(r"STG\..*\b128"),
         narrow_loads=count(r"LDG\..*\b[US](8|16)\b"),
         narrow_stores=count(r"STG\..*\b[US](8|16)\b"),
-        fused=len(re.findall(r"\bfma\.rn", kernel.asm["ptx"])),
+        fused=sum(2 if packed else 1 for packed in re.findall(r"\bfma\.rn\S*\.f32(x2)?", kernel.asm["ptx"])),
         shared=kernel.metadata.shared,
     )
 
@@ -102,7 +102,8 @@ def _amd(kernel: Any) -> Facts:
         return int(found.group(1))
 
     # A division is exact by itself: five multiply-adds before each v_div_fmas.
-    fused = count(r"v_(pk_)?(fma|fmac|mad)_f32(_e32|_e64)?") - 5 * count(r"v_div_fmas_f32(_e64)?")
+    fused = count(r"v_(fma|fmac|mad)_f32(_e32|_e64)?") + 2 * count(r"v_pk_(fma|fmac|mad)_f32(_e32|_e64)?")
+    fused -= 5 * count(r"v_div_fmas_f32(_e64)?")
     return Facts(
         instructions=sum(code.values()),
         registers=resource("vgpr_count"),
