@@ -130,6 +130,7 @@ def test_every_rank_skips(name: str) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(600)  # 108 runs
 @pytest.mark.parametrize("world", [(2, 2), (2, 1), (4, 4), (4, 2)], ids=str)
 def test_every_rank_skips_sweep(world: tuple[int, int]) -> None:
     for dtype, value, place in itertools.product(DTYPES, VALUES, range(4)):
