@@ -162,8 +162,8 @@ def _unsupported(name: str, *arguments: object) -> None:
     raise RuntimeError(f"{NAMESPACE}.{name} runs on CPU, CUDA and ROCm tensors; got one on {device}")
 
 
-def _register(name: str, schema: str, module: str, check: Callable[..., Memory]) -> None:
-    """Define an operation; its Triton side is the function of that name in ``module``."""
+def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
+    """Define an operation that both :mod:`.reference` and :mod:`.device` have under that name."""
 
     def checked(*arguments: object) -> Memory:
         memory = check(*arguments)
@@ -185,7 +185,7 @@ def _register(name: str, schema: str, module: str, check: Callable[..., Memory])
 
     @functools.cache
     def fast() -> Callable[..., None]:
-        return getattr(importlib.import_module(f"{__package__}.{module}"), name)  # type: ignore[no-any-return]
+        return getattr(importlib.import_module(f"{__package__}.device"), name)  # type: ignore[no-any-return]
 
     def on_cpu(*arguments: object) -> None:
         checked(*arguments)
@@ -209,58 +209,49 @@ def _register(name: str, schema: str, module: str, check: Callable[..., Memory])
 _register(
     "quantize_",
     f"Tensor x, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
-    "quantize",
     _quantize,
 )
 _register(
     "quantize_tensors_",
     f"Tensor[] tensors, {_TABLE}, int numel, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
-    "quantize",
     _quantize_tensors,
 )
 _register(
     "reduce_quantize_",
     "Tensor sources, int numel, int count, int source_bits, float scale, Tensor(a!) messages, int out_count, "
     f"int bits, bool rotate, {_FEEDBACK}",
-    "quantize",
     _reduce_quantize,
 )
-_register("dequantize_", "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate", "reduce", _dequantize)
+_register("dequantize_", "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate", _dequantize)
 _register(
     "reduce_",
     "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate, float scale, bool accumulate",
-    "reduce",
     _reduce,
 )
 _register(
     "delta_encode_",
     "Tensor shard, Tensor(a!) reference, Tensor(b!) message, bool update",
-    "delta",
     _delta_encode,
 )
-_register("delta_apply_", "Tensor messages, Tensor(a!) reference, int count", "delta", _delta_apply)
-_register("lossless_count_", "Tensor values, Tensor reference, Tensor(a!) offsets", "lossless", _lossless_count)
+_register("delta_apply_", "Tensor messages, Tensor(a!) reference, int count", _delta_apply)
+_register("lossless_count_", "Tensor values, Tensor reference, Tensor(a!) offsets", _lossless_count)
 _register(
     "lossless_encode_",
     "Tensor values, Tensor reference, Tensor offsets, Tensor(a!) message, int room8, int room16",
-    "lossless",
     _lossless_encode,
 )
 _register(
     "lossless_decode_",
     "Tensor messages, Tensor reference, Tensor(a!) out, Tensor(b!) offsets, int count, int room8, int room16",
-    "lossless",
     _lossless_decode,
 )
 _register(
     "gather_",
     f"Tensor[] tensors, {_TABLE}, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
-    "copy",
     _gather,
 )
 _register(
     "scatter_",
     f"Tensor flat, Tensor(a!)[] tensors, {_TABLE}, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
-    "copy",
     _scatter,
 )

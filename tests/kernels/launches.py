@@ -15,7 +15,7 @@ from triton.runtime import jit
 
 from tests.kernels import test_agreement
 from tests.kernels.cases import BITS, DTYPES
-from tests.kernels.fast import TRITON
+from tests.kernels.fast import device
 from zeropp_kernels import reference
 from zeropp_kernels.aot.cases import Case, cases
 
@@ -53,7 +53,7 @@ def launch_everything() -> set[Configuration]:
         found.add(seen(self, arguments, options))
 
     def check(name: str, arguments: tuple[object, ...], outputs: object) -> None:
-        getattr(TRITON, name)(*arguments)
+        getattr(device, name)(*arguments)
         getattr(reference, name)(*arguments)  # the next operation's input
 
     jit.JITFunction.run = run

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, poisoned, same_bits, values
-from tests.kernels.fast import TRITON
+from tests.kernels.fast import device
 from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, reference, state_layout
 
 EVERY = [0, *LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]
@@ -21,19 +21,19 @@ Arguments = tuple[object, ...]
 def check(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
     """Run an operation both ways on copies; the arguments at ``outputs`` must end equal. They keep the results."""
 
-    def copied(argument: object, device: str) -> object:
+    def copied(argument: object, where: str) -> object:
         if isinstance(argument, Tensor):
-            moved = torch.empty(argument.numel() + 1, dtype=argument.dtype, device=device)
+            moved = torch.empty(argument.numel() + 1, dtype=argument.dtype, device=where)
             moved = moved[1:] if argument.data_ptr() % 16 else moved[:-1]  # misaligned as it was
             return moved.view(argument.shape).copy_(argument)
         if isinstance(argument, list):
-            return [copied(item, device) for item in argument]
+            return [copied(item, where) for item in argument]
         return argument
 
     plain = [copied(argument, "cpu") for argument in arguments]
     fast = [copied(argument, DEVICE) for argument in arguments]
     getattr(reference, name)(*plain)
-    getattr(TRITON, name)(*fast)
+    getattr(device, name)(*fast)
     for position in outputs:
         left, right = plain[position], fast[position]
         pairs = zip(left, right, strict=True) if isinstance(left, list) else [(left, right)]

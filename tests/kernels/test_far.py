@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import BITS, DEVICE, same_bits, values
-from tests.kernels.fast import TRITON
+from tests.kernels.fast import device
 from zeropp_kernels import block_table, lossless_layout, message_layout, reference, state_layout
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="needs Triton's interpreter; test_large.py is for GPUs")
@@ -103,7 +103,7 @@ def test_quantize_with_feedback(numel: int, bits: int) -> None:
     state[layout.scales_offset + 2 * FAR // layout.group :] = 0
     small, small_state = encode(tail, bits), torch.zeros(state_layout(tail.numel(), bits).nbytes, dtype=torch.uint8)
     for _ in range(2):
-        TRITON.quantize_(ending(tail, numel), message, 1, bits, True, state, 0.8, False)
+        device.quantize_(ending(tail, numel), message, 1, bits, True, state, 0.8, False)
         reference.quantize_(tail, small, 1, bits, True, small_state, 0.8, False)
     assert same_end(message, small, numel, bits)
     assert same_end(state, small_state, numel, 8, layout.group)
@@ -116,7 +116,7 @@ def test_dequantize_and_sums(numel: int, bits: int) -> None:
     tails = [values(numel - FAR, torch.float32, seed) for seed in range(2)]
     message, small = far_message(tails[0], numel, bits), encode(tails[0], bits)
     out, expected = reserved(numel, torch.bfloat16), torch.empty(numel - FAR, dtype=torch.bfloat16)
-    TRITON.dequantize_(message, out, 1, bits, False)
+    device.dequantize_(message, out, 1, bits, False)
     reference.dequantize_(small, expected, 1, bits, False)
     assert same_bits(out[FAR:], expected)
     both = reserved(2 * message.numel())
@@ -126,12 +126,12 @@ def test_dequantize_and_sums(numel: int, bits: int) -> None:
                            (layout.scales_offset + 2 * FAR // layout.group, layout.nbytes)]:  # fmt: skip
             part[begin:end] = wanted[begin:end]
     twice = torch.cat([small, encode(tails[1], bits)])
-    TRITON.reduce_(both, out, 2, bits, True, 0.3, False)
+    device.reduce_(both, out, 2, bits, True, 0.3, False)
     reference.reduce_(twice, expected, 2, bits, True, 0.3, False)
     assert same_bits(out[FAR:], expected)
     again = reserved(message_layout(numel, 4).nbytes)
     wanted = torch.empty(message_layout(numel - FAR, 4).nbytes, dtype=torch.uint8)
-    TRITON.reduce_quantize_(both, numel, 2, bits, 0.3, again, 1, 4, False, None, 0.0, False)
+    device.reduce_quantize_(both, numel, 2, bits, 0.3, again, 1, 4, False, None, 0.0, False)
     reference.reduce_quantize_(twice, numel - FAR, 2, bits, 0.3, wanted, 1, 4, False, None, 0.0, False)
     assert same_end(again, wanted, numel, 4)
 
@@ -143,14 +143,14 @@ def test_the_last_of_many_messages(bits: int) -> None:
     layout = message_layout(numel, bits)
     tail = values(numel, torch.bfloat16)
     messages = reserved(layout.nbytes * count)
-    TRITON.quantize_(ending(tail, numel * count), messages, count, bits, False, None, 0.0, False)
+    device.quantize_(ending(tail, numel * count), messages, count, bits, False, None, 0.0, False)
     out = reserved(numel * count, torch.float32)
     last = messages[-layout.nbytes :]
     small = encode(tail, bits)
     begin = (numel - 32768) * bits // 8  # codes of the last tile, and of fewer where scales have a tile more
     assert torch.equal(last[begin : layout.codes_nbytes], small[begin : layout.codes_nbytes])
     last.copy_(small)
-    TRITON.dequantize_(messages, out, count, bits, False)
+    device.dequantize_(messages, out, count, bits, False)
     expected = torch.empty(numel)
     reference.dequantize_(small, expected, 1, bits, False)
     assert same_bits(out[-32768:], expected[-32768:])
@@ -161,10 +161,10 @@ def test_delta(numel: int) -> None:
     shard, held = values(numel - FAR, torch.float32), values(numel - FAR, torch.bfloat16, 1)
     far_held, message = ending(held, numel), reserved(message_layout(numel, 4).nbytes)
     received, small = ending(held, numel), encode(shard, 4)
-    TRITON.delta_encode_(ending(shard, numel), far_held, message, True)
+    device.delta_encode_(ending(shard, numel), far_held, message, True)
     reference.delta_encode_(shard, held, small, True)
     assert same_end(message, small, numel, 4) and same_bits(far_held[FAR:], held)
-    TRITON.delta_apply_(message, received, 1)
+    device.delta_apply_(message, received, 1)
     assert same_bits(received[FAR:], held)
 
 
@@ -178,13 +178,13 @@ def test_tensors_that_lie_far_apart(bits: int) -> None:
     places = (table.host, table.entries, table.owners)
     expected = torch.cat([first, torch.zeros(256, dtype=torch.bfloat16), second])
     flat = reserved(numel, torch.bfloat16)
-    TRITON.gather_(tensors, *places, flat, 1.0, None, None)
+    device.gather_(tensors, *places, flat, 1.0, None, None)
     assert same_bits(flat[FAR:], expected)
     message = reserved(message_layout(numel, bits).nbytes)
-    TRITON.quantize_tensors_(tensors, *places, numel, message, 1, bits, False, None, 0.0, False)
+    device.quantize_tensors_(tensors, *places, numel, message, 1, bits, False, None, 0.0, False)
     assert same_end(message, encode(expected, bits), numel, bits)
     back = [reserved(each.numel(), torch.bfloat16) for each in tensors]
-    TRITON.scatter_(flat, back, *places, 1.0, None, None)
+    device.scatter_(flat, back, *places, 1.0, None, None)
     assert same_bits(back[0][FAR:], first) and same_bits(back[1], second)
 
 
@@ -197,13 +197,13 @@ def test_lossless() -> None:
     room8, room16 = small[:, -1].tolist()
     offsets = torch.zeros(2, -(-numel // 256) + 1, dtype=torch.int64)
     far_held, far_new = ending(held, numel), ending(new, numel)
-    TRITON.lossless_count_(far_new, far_held, offsets)
+    device.lossless_count_(far_new, far_held, offsets)
     assert torch.equal(offsets[:, FAR // 256 :], small)
     layout, own = lossless_layout(numel, room8, room16), lossless_layout(TAIL, room8, room16)
     message, expected = (reserved(each.nbytes) for each in (layout, own))
-    TRITON.lossless_encode_(far_new, far_held, offsets, message, room8, room16)
+    device.lossless_encode_(far_new, far_held, offsets, message, room8, room16)
     reference.lossless_encode_(new, held, small, expected, room8, room16)
     assert torch.equal(message[FAR // 2 :][: own.nbytes], expected)
     out, work = reserved(numel, torch.bfloat16), torch.zeros(1, *offsets.shape, dtype=torch.int64)
-    TRITON.lossless_decode_(message, far_held, out, work, 1, room8, room16)
+    device.lossless_decode_(message, far_held, out, work, 1, room8, room16)
     assert torch.equal(out[FAR:].view(torch.int16), new.view(torch.int16))

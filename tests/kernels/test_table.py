@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import DEVICE
-from tests.kernels.fast import TRITON
+from tests.kernels.fast import device
 from zeropp_kernels import BlockTable, block_table, table
 
 NUMELS, OFFSETS, NUMEL = [300, 64, 7], [0, 512, 768], 1024
@@ -25,7 +25,7 @@ def tensors(seed: int) -> list[Tensor]:
 
 def gathered(given: list[Tensor], places: BlockTable) -> Tensor:
     flat = torch.full((NUMEL,), float("nan"), device=DEVICE)
-    TRITON.gather_(given, places.host, places.entries, places.owners, flat, 1.0, None, None)
+    device.gather_(given, places.host, places.entries, places.owners, flat, 1.0, None, None)
     return flat
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ..blocks import LAUNCH
+from ..device.blocks import LAUNCH
 from .binaries import inspect
 from .budgets import check
 from .cases import Case, cases

@@ -11,8 +11,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .. import copy, delta, lossless, quantize, reduce
-from ..blocks import ROWS
+from ..device import copy, delta, lossless, quantize, reduce
+from ..device.blocks import ROWS
 
 __all__ = ["Case", "cases"]
 

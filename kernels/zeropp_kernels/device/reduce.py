@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..wire import message_layout
 from .blocks import (
     LAUNCH,
     ROWS,
@@ -19,7 +20,6 @@ from .blocks import (
     store_pair,
     whole,
 )
-from .wire import message_layout
 
 __all__ = ["dequantize_", "reduce_", "sum_pair"]
 

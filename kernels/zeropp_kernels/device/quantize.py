@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..table import locate
+from ..wire import message_layout, state_layout
 from .blocks import (
     LAUNCH,
     ROWS,
@@ -26,8 +28,6 @@ from .blocks import (
 from .feedback import keep_error, load_error
 from .places import load_blocks, triton_dtype
 from .reduce import sum_pair
-from .table import locate
-from .wire import message_layout, state_layout
 
 __all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..wire import lossless_layout
 from .blocks import INTERPRETED, LAUNCH, bfloat16_bits, half_rows, launched, load_codes, store_codes, whole
-from .wire import lossless_layout
 
 __all__ = ["TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
 

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..table import locate
+from ..wire import BLOCK, blocks_of
 from .blocks import LAUNCH, ROWS, launched, load_pair, store_pair
 from .places import load_blocks, store_blocks, triton_dtype
-from .table import locate
-from .wire import BLOCK, blocks_of
 
 __all__ = ["gather_", "scatter_"]
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..wire import message_layout
 from .blocks import (
     LAUNCH,
     ROWS,
@@ -23,7 +24,6 @@ from .blocks import (
     value_pair,
     whole,
 )
-from .wire import message_layout
 
 __all__ = ["delta_apply_", "delta_encode_"]
 
