@@ -5,7 +5,7 @@ Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,9 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS, numel: int | None = None) -> None:
     """One dimension, contiguous, one of ``dtypes``, and ``numel`` elements where that is given."""
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+        given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} is {given}; expected a dense tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {_names([tensor.dtype])}; expected {_names(dtypes)}")
     if tensor.dim() != 1 or not tensor.is_contiguous():
@@ -101,10 +104,21 @@ def check_encoding(numel: int, messages: Tensor, count: int, bits: int, state: T
     check_feedback(state, numel, count, bits, beta)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements lie in memory without gaps or overlaps, in whatever order: channels_last, or a transpose."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
 def check_table(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, what: str
 ) -> None:
-    """Contiguous tensors of one dtype, and a table of as many, for a flat buffer as long as ``what``."""
+    """Dense tensors of one dtype, and a table of as many, for a flat buffer as long as ``what``."""
     size = len(tensors)
     for name, part, dtype, shape in (
         ("host", host, torch.int64, (3, size)),
@@ -119,16 +133,17 @@ def check_table(
     if host.device.type != "cpu":
         raise ValueError(f"table.host is on {host.device}; expected cpu: make the table with block_table")
     for index, tensor in enumerate(tensors):
-        name = f"tensors[{index}]"
         if tensor.dtype not in FLOATS:
-            raise TypeError(f"{name} is {_names([tensor.dtype])}; expected {_names(FLOATS)}")
+            raise TypeError(f"tensors[{index}] is {_names([tensor.dtype])}; expected {_names(FLOATS)}")
         if tensor.dtype != tensors[0].dtype:
             raise TypeError(
-                f"{name} is {_names([tensor.dtype])} and tensors[0] {_names([tensors[0].dtype])}; expected one dtype"
+                f"tensors[{index}] is {_names([tensor.dtype])} and tensors[0] {_names([tensors[0].dtype])}; "
+                "expected one dtype"
             )
-        if not tensor.is_contiguous():
+        if not (tensor.is_contiguous() or is_dense(tensor)):
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a contiguous tensor"
+                f"tensors[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a tensor "
+                "without gaps or overlaps in memory"
             )
 
 
@@ -160,48 +175,58 @@ class Memory:
         tensors: by name; None for those that were not given.
         aligned: names of those that begin at a multiple of 16 bytes.
         pinned: name of one that may lie in pinned host memory instead.
-        table: tensors, the ``host`` of a table that must be theirs, elements of the flat buffer.
+        many: tensors of a table.
+        host: what the table says of them; it stays on CPU.
+        room: elements of the flat buffer that the table is for.
     """
 
-    tensors: dict[str, Tensor | None]
+    tensors: Mapping[str, Tensor | None]
     aligned: tuple[str, ...] = ()
     pinned: str = ""
-    table: tuple[Sequence[Tensor], Tensor, int] | None = None
+    many: Sequence[Tensor] = ()
+    host: Tensor | None = None
+    room: int = 0
 
-    @property
-    def given(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.tensors.items() if tensor is not None}
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors that must lie on one device."""
+        yield from ((name, tensor) for name, tensor in self.tensors.items() if tensor is not None)
+        yield from ((f"tensors[{index}]", tensor) for index, tensor in enumerate(self.many))
 
-    @property
     def device(self) -> torch.device:
         """That of the first tensor that is not on CPU, if there is one."""
-        return next((t.device for t in self.given.values() if t.device.type != "cpu"), torch.device("cpu"))
+        for _, tensor in self.named():
+            if tensor.device.type != "cpu":
+                return tensor.device
+        return torch.device("cpu")
 
-    def check_devices(self) -> None:
-        """Raise ValueError for a tensor that lies elsewhere."""
-        device = self.device
-        for name, tensor in self.given.items():
-            if tensor.device == device or (name == self.pinned and tensor.device.type == "cpu"):
-                continue
-            raise ValueError(f"{name} is on {tensor.device}; expected {device} like the other arguments")
+    def check(self) -> torch.device:
+        """Raise ValueError for a tensor that lies elsewhere; returns the device."""
+        device = self.device()
+        for name, tensor in self.named():
+            if tensor.device != device and not (name == self.pinned and tensor.device.type == "cpu"):
+                raise ValueError(f"{name} is on {tensor.device}; expected {device} like the other arguments")
+        return device
 
-    def check_data(self) -> None:
+    def check_data(self, device: torch.device) -> None:
         """Raise ValueError for what only real tensors tell: addresses, pageable memory, and what a table says."""
-        for name, tensor in self.given.items():
-            if tensor.device != self.device and not tensor.is_pinned():
-                raise ValueError(f"{name} is in pageable memory; expected pinned memory, or memory on {self.device}")
+        for name in (*self.aligned, self.pinned):
+            tensor = self.tensors.get(name)
+            if tensor is None:
+                continue
+            if tensor.device != device and not tensor.is_pinned():
+                raise ValueError(f"{name} is in pageable memory; expected pinned memory, or memory on {device}")
             if name in self.aligned and tensor.data_ptr() % _ALIGNMENT:
                 raise ValueError(
                     f"{name} starts at an address that is {tensor.data_ptr() % _ALIGNMENT} more than a multiple of "
                     f"{_ALIGNMENT} bytes; allocate it on its own, or start it at a multiple of {_ALIGNMENT}"
                 )
-        if self.table is not None:
-            tensors, host, room = self.table
-            _, numels, offsets = host.tolist()
-            for index, (tensor, numel) in enumerate(zip(tensors, numels, strict=True)):
-                if tensor.numel() != numel:
-                    raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
-            if tensors and offsets[-1] + numels[-1] > room:
-                raise ValueError(
-                    f"the last tensor would end at element {offsets[-1] + numels[-1]}; the flat buffer has {room}"
-                )
+        if self.host is None:
+            return
+        _, numels, offsets = self.host.tolist()
+        for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
+            if tensor.numel() != numel:
+                raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
+        if numels and offsets[-1] + numels[-1] > self.room:
+            raise ValueError(
+                f"the last tensor would end at element {offsets[-1] + numels[-1]}; the flat buffer has {self.room}"
+            )

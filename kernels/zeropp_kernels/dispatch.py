@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -35,11 +35,8 @@ NAMESPACE = "zeropp"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 _TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
+_ENCODED = ("messages", "state")
 _BF16_OR_FP16 = (torch.bfloat16, torch.float16)
-
-
-def _named(tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"tensors[{index}]": tensor for index, tensor in enumerate(tensors)}
 
 
 def _quantize(
@@ -47,7 +44,7 @@ def _quantize(
 ) -> Memory:
     check_flat("x", x)
     check_encoding(check_count("count", count, x.numel(), "x"), messages, count, bits, state, beta)
-    return Memory({"x": x, "messages": messages, "state": state}, ("messages", "state"))
+    return Memory({"x": x, "messages": messages, "state": state}, _ENCODED)
 
 
 def _quantize_tensors(
@@ -58,8 +55,8 @@ def _quantize_tensors(
     check_blocks("table.numel // count", part, count)
     check_table(tensors, host, entries, owners, numel, "table")
     check_encoding(part, messages, count, bits, state, beta)
-    memory = {**_named(tensors), "entries": entries, "owners": owners, "messages": messages, "state": state}
-    return Memory(memory, ("messages", "state"), table=(tensors, host, numel))
+    memory = {"entries": entries, "owners": owners, "messages": messages, "state": state}
+    return Memory(memory, _ENCODED, many=tensors, host=host, room=numel)
 
 
 def _reduce_quantize(
@@ -72,7 +69,7 @@ def _reduce_quantize(
     part = check_count("out_count", out_count, numel, "the sum")
     check_blocks("numel // out_count", part, out_count)
     check_encoding(part, messages, out_count, bits, state, beta)
-    return Memory({"sources": sources, "messages": messages, "state": state}, ("sources", "messages", "state"))
+    return Memory({"sources": sources, "messages": messages, "state": state}, ("sources", *_ENCODED))
 
 
 def _dequantize(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> Memory:
@@ -96,7 +93,8 @@ def _delta_encode(shard: Tensor, reference: Tensor, message: Tensor, update: boo
     check_flat("shard", shard, (torch.float32,))
     check_flat("reference", reference, _BF16_OR_FP16, shard.numel())
     check_messages("message", message, message_layout(shard.numel(), 4), 1)
-    return Memory({"shard": shard, "reference": reference, "message": message}, ("message",))
+    memory = {"shard": shard, "reference": reference, "message": message}
+    return Memory(memory, ("message",))
 
 
 def _delta_apply(messages: Tensor, reference: Tensor, count: int) -> Memory:
@@ -136,7 +134,8 @@ def _lossless_decode(
     numel = check_count("count", count, out.numel(), "out")
     blocks = check_lossless(messages, "messages", numel, count, room8, room16)
     _check_offset_table(offsets, (count, 2, blocks + 1))
-    return Memory({"messages": messages, "reference": reference, "out": out, "offsets": offsets}, ("messages",))
+    memory = {"messages": messages, "reference": reference, "out": out, "offsets": offsets}
+    return Memory(memory, ("messages",))
 
 
 def _gather(
@@ -146,8 +145,8 @@ def _gather(
     check_flat("flat", flat)
     check_table(tensors, host, entries, owners, flat.numel(), "flat")
     check_stats(norms, flag, flat.numel())
-    memory = {**_named(tensors), "entries": entries, "owners": owners, "flat": flat, "norms": norms, "flag": flag}
-    return Memory(memory, pinned="flat", table=(tensors, host, flat.numel()))
+    memory = {"entries": entries, "owners": owners, "flat": flat, "norms": norms, "flag": flag}
+    return Memory(memory, pinned="flat", many=tensors, host=host, room=flat.numel())
 
 
 def _scatter(
@@ -158,30 +157,42 @@ def _scatter(
 
 
 def _unsupported(name: str, *arguments: object) -> None:
-    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
-    raise RuntimeError(f"{NAMESPACE}.{name} runs on CPU, CUDA and ROCm tensors; got one on {device}")
+    given = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
+    tensors = [each for each in given if isinstance(each, Tensor)]
+    odd = next((each for each in tensors if each.device.type not in ("cpu", "cuda")), tensors[0])
+    what = f"one on {odd.device}" if odd.layout == torch.strided else f"a {odd.layout} one"
+    raise ValueError(f"{NAMESPACE}.{name} runs on dense CPU, CUDA and ROCm tensors; got {what}")
 
 
 def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
     """Define an operation that both :mod:`.reference` and :mod:`.device` have under that name."""
-
-    def checked(*arguments: object) -> Memory:
-        memory = check(*arguments)
-        memory.check_devices()
-        memory.check_data()
-        return memory
 
     plain = getattr(reference, name)
     _library.define(f"{name}({schema}) -> ()")
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
     written = [index for index, each in enumerate(declared) if each.alias_info and each.alias_info.is_write]
 
-    def bump(arguments: Sequence[object]) -> None:
-        """What a kernel writes behind torch's back counts as written."""
+    def outputs(arguments: Sequence[object]) -> Iterator[tuple[str, Tensor]]:
         for index in written:
-            argument = arguments[index]
-            if isinstance(argument, Tensor | list):
-                torch.autograd.graph.increment_version(argument)
+            argument, given = declared[index].name, arguments[index]
+            if isinstance(given, Tensor):
+                yield argument, given
+            elif isinstance(given, list):
+                yield from ((f"{argument}[{number}]", each) for number, each in enumerate(given))
+
+    def refuse_gradients(arguments: Sequence[object]) -> None:
+        """Overwriting has no derivative here, and autograd would not notice."""
+        if torch.is_grad_enabled():
+            for argument, tensor in outputs(arguments):
+                if tensor.requires_grad:
+                    raise ValueError(f"{argument} requires grad and would be overwritten; call under torch.no_grad()")
+
+    def checked(*arguments: object) -> torch.device:
+        refuse_gradients(arguments)
+        memory = check(*arguments)
+        device = memory.check()
+        memory.check_data(device)
+        return device
 
     @functools.cache
     def fast() -> Callable[..., None]:
@@ -193,12 +204,14 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
             plain(*arguments)
 
     def on_gpu(*arguments: object) -> None:
-        with torch.cuda.device(checked(*arguments).device), torch.no_grad():
+        with torch.cuda.device(checked(*arguments)), torch.no_grad():
             fast()(*arguments)
-        bump(arguments)
+        # What a kernel writes behind torch's back counts as written.
+        torch.autograd.graph.increment_version([tensor for _, tensor in outputs(arguments)])
 
     def fake(*arguments: object) -> None:
-        check(*arguments).check_devices()
+        refuse_gradients(arguments)
+        check(*arguments).check()
 
     _library.impl(name, on_cpu, "CPU")
     _library.impl(name, on_gpu, "CUDA")

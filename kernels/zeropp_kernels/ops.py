@@ -85,7 +85,8 @@ def quantize_tensors_(
     """:func:`quantize_` of a flat buffer that does not exist: tensors are read where they lie.
 
     Args:
-        tensors: contiguous, one dtype of float32, bfloat16, float16, of the sizes in the table.
+        tensors: without gaps in memory (any order of dimensions), one dtype of float32, bfloat16, float16, of the sizes
+            in the table; read in the order of their memory.
         table: where they lie in the flat buffer; what lies between them counts as zeros.
         messages: uint8 [count * message_layout(table.numel // count, bits).nbytes], written in full; with more than
             one, each is a multiple of 256 elements.
@@ -150,6 +151,8 @@ def reduce_(
     """``out = scale * sum of count messages``, or ``out +=``; summed in float32 in the order of the messages.
 
     ``scale`` multiplies the finished sum, once; then comes the inverse rotation, if any, and the rounding to ``out``.
+    A sum that passes the largest float32 is Inf (NaN if it is rotated back); in 16 bits the largest finite value stands
+    for all that pass it.
 
     Args:
         messages: uint8 [count * message_layout(numel, bits).nbytes].
@@ -239,12 +242,13 @@ def gather_(
     """Copy many tensors into one flat buffer, in one launch: ``flat = scale * tensor``, zeros between tensors.
 
     Args:
-        tensors: contiguous, one dtype of float32, bfloat16, float16, of the sizes in the table.
+        tensors: without gaps in memory (any order of dimensions), one dtype of float32, bfloat16, float16, of the sizes
+            in the table; read in the order of their memory.
         table: where each lies in ``flat``.
         flat: [table.numel], float32, bfloat16 or float16; on a GPU it may be pinned host memory, which the caller keeps
             until the kernel has ended.
         norms: float32 [ceil(numel / 256)], gets the sum of squares of each block, of the scaled float32 values.
-        flag: int32 [1], becomes 1 if a scaled value is Inf or NaN, and is left alone otherwise.
+        flag: int32 [1], becomes 1 if a value is Inf or NaN as it is written, and is left alone otherwise.
     """
     torch.ops.zeropp.gather_(list(tensors), table.host, table.entries, table.owners, flat, scale, norms, flag)
 

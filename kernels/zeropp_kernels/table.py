@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from .wire import BLOCK, blocks_of
 
-__all__ = ["BlockTable", "block_table", "locate"]
+__all__ = ["BlockTable", "block_table", "in_memory_order", "locate"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,7 +20,8 @@ class BlockTable:
     """Where each of n tensors lies in a flat buffer: made once, for tensors that keep their sizes and places.
 
     A kernel finds the tensors by their addresses, which the table keeps on the device. They are sent again only when
-    they have changed, without a wait; calls that share a table therefore belong on one stream.
+    they have changed, without a wait; calls that share a table therefore belong on one stream, and a table whose calls
+    are in a CUDA graph belongs to that graph.
 
     Attributes:
         numel: elements of the flat buffer.
@@ -31,6 +34,18 @@ class BlockTable:
     host: Tensor
     entries: Tensor
     owners: Tensor
+
+
+def _integers(name: str, given: Iterable[int]) -> list[int]:
+    try:
+        return [operator.index(each) for each in given]
+    except TypeError as error:
+        raise TypeError(f"{name} is {given!r}; expected integers") from error
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Flat view of a tensor without gaps: its elements in the order in which they lie in memory."""
+    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _check(numels: Sequence[int], offsets: Sequence[int], numel: int) -> None:
@@ -51,22 +66,35 @@ def _check(numels: Sequence[int], offsets: Sequence[int], numel: int) -> None:
 
 
 def block_table(
-    numels: Sequence[int], offsets: Sequence[int], numel: int, *, device: torch.device | str = "cpu"
+    numels: Iterable[int],
+    offsets: Iterable[int] | None = None,
+    numel: int | None = None,
+    *,
+    device: torch.device | str = "cpu",
 ) -> BlockTable:
     """Table of n tensors in a flat buffer of ``numel`` elements.
 
     Args:
         numels: elements of each tensor.
-        offsets: where each begins in the flat buffer, in order, apart, on multiples of 256.
-        numel: elements of the flat buffer; what lies between tensors counts as zeros.
+        offsets: where each begins in the flat buffer, in order, apart, on multiples of 256; by default each on the
+            first block after the one before it.
+        numel: elements of the flat buffer, by default up to the end of the last tensor's last block; what lies
+            between tensors counts as zeros.
         device: that of the tensors.
 
     Raises:
+        TypeError: what is no integer.
         ValueError: what does not fit, by index.
     """
+    numels = _integers("numels", numels)
+    ends = list(accumulate((blocks_of(max(count, 0)) * BLOCK for count in numels), initial=0))
+    offsets = ends[:-1] if offsets is None else _integers("offsets", offsets)
+    if numel is None:
+        numel = blocks_of(offsets[-1] + numels[-1]) * BLOCK if numels and len(offsets) == len(numels) else 0
+    (numel,) = _integers("numel", [numel])
     _check(numels, offsets, numel)
     with torch.inference_mode(False):  # what that mode makes could not be written to outside it
-        host = torch.tensor([[0] * len(numels), list(numels), list(offsets)], dtype=torch.int64, device="cpu")
+        host = torch.tensor([[0] * len(numels), numels, offsets], dtype=torch.int64, device="cpu")
         owners = torch.full((blocks_of(numel),), -1, dtype=torch.int32, device="cpu")
         for index, (count, offset) in enumerate(zip(numels, offsets, strict=True)):
             owners[offset // BLOCK : blocks_of(offset + count)] = index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -104,6 +105,7 @@ def test_reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
         check("reduce_quantize_", arguments, [5, 9] if feedback else [5])
 
 
+SCALES = [-1.0, 0.0, math.inf, math.nan, 1e30]  # gaps stay +0 under each
 SHAPES = {
     "even": [(64, 3), (1024,), (64,), (8, 640)],
     "odd": [(7, 3), (0,), (1000,), (1,), (513,)],
@@ -149,17 +151,20 @@ def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
     tensors, table = laid_out(shapes, source)
     if shapes == "odd":
         tensors[2][500] = float("inf")
-    spoilt = not all(tensor.isfinite().all() for tensor in tensors)
     places = (table.host, table.entries, table.owners)
     for cut, stats in [(0, True), (100, True), (0, False)]:
         flat = torch.full((table.numel - cut,), float("nan"), dtype=target)
         norms = torch.full((-(-flat.numel() // 256),), float("nan")) if stats else None
         flag = torch.zeros(1, dtype=torch.int32) if stats else None
+        for scale in SCALES if stats else SCALES[:1]:
+            flag_then = torch.zeros(1, dtype=torch.int32) if stats else None
+            check("gather_", (tensors, *places, flat, scale, norms, flag_then), [4, 6, 7] if stats else [4])
         check("gather_", (tensors, *places, flat, 0.7, norms, flag), [4, 6, 7] if stats else [4])
-        assert not stats or bool(flag) == spoilt
+        assert not stats or bool(flag) == (not bool(flat.isfinite().all()))
         back = [torch.full((t.numel() + 4,), float("nan"), dtype=source)[bool(t.data_ptr() % 16) :] for t in tensors]
         back = [room[: t.numel()].view(t.shape) for room, t in zip(back, tensors, strict=True)]
-        check("scatter_", (flat, back, *places, 3.0, norms, flag), [1, 6, 7] if stats else [1])
+        for scale in (3.0, math.inf) if stats else (3.0,):
+            check("scatter_", (flat, back, *places, scale, norms, flag), [1, 6, 7] if stats else [1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

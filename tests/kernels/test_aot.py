@@ -92,9 +92,9 @@ def test_every_kernel_is_compiled_for_wide_access_too() -> None:
     every = cases("all")
     assert len({(case.name, case.settings) for case in every}) == len(every)
     assert {case.name for case in every} >= {case.name for case in cases("pairs")}
-    for case in cases("pairs"):
-        wide = [other for other in cases("pairs") if other.kernel is case.kernel and other.even]
-        assert wide, f"{case.name} is nowhere compiled for wide access"
+    checked = {case.name for case in cases("pairs") if case.even and case.name in budgets._MOVED}
+    # Encoding has smaller tiles; the other two read codes that lie where the data puts them.
+    assert {case.name for case in every} - checked == {"lossless_encode", "lossless_count4", "lossless_count8"}
 
 
 def test_what_is_launched_is_what_is_compiled() -> None:
@@ -111,6 +111,11 @@ def test_the_checks_can_fail() -> None:
     )
     done = run_python("-c", program)
     assert done.returncode == 1 and "fused multiply-adds" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_name_that_no_kernel_has_is_refused() -> None:
+    done = run_python("-m", "zeropp_kernels.aot", "--only", "nosuch")
+    assert done.returncode == 2 and "--only nosuch: no kernel has that" in done.stderr
 
 
 def test_the_interpreter_is_refused() -> None:

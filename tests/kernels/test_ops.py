@@ -255,6 +255,11 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
         "tensor 1 would end at element 777; the flat buffer has 600",
     ),
     "number of offsets": (lambda: block_table([9, 9], [0], 600), "numels has 2 entries and offsets 1"),
+    "no tensor": (quantize(x=None), "x is NoneType; expected a dense tensor"),
+    "sizes that are none": (lambda: block_table([3.5]), r"numels is \[3.5\]; expected integers"),
+    "a layout of less than nothing": (lambda: message_layout(-1, 8), "numel is -1; a message holds 0 or more"),
+    "a layout of a fraction": (lambda: message_layout(10.5, 8), "numel is 10.5; expected an integer"),
+    "a lossless layout of less": (lambda: lossless_layout(-1, 0, 0), "numel is -1; a message holds 0 or more"),
     "less than nothing": (lambda: block_table([-9], [0], 600), r"numels\[0\] is -9; expected 0 or more"),
     "another size": (gather(tensors=[torch.ones(9), torch.ones(8)]), r"tensors\[1\] has 8 elements; .* made for 9"),
     "too few tensors": (
@@ -267,7 +272,8 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
         "end at element 712; the flat buffer has 600",
     ),
     "two dtypes": (gather(tensors=[torch.ones(9), BF16[:9]]), r"tensors\[1\] is bfloat16 and tensors\[0\] float32"),
-    "tensor with strides": (gather(tensors=[torch.ones(9, 9).t()[:3]] * 2), r"tensors\[0\] has shape \(3, 9\)"),
+    "tensor with gaps": (gather(tensors=[torch.ones(9, 9).t()[:3]] * 2), r"tensors\[0\] has shape \(3, 9\).*gaps"),
+    "tensor that overlaps": (gather(tensors=[torch.ones(1).expand(9)] * 2), r"tensors\[0\] has shape \(9,\).*gaps"),
     "norms": (gather(norms=torch.ones(2)), "norms has 2 elements; expected 3"),
     "flag": (gather(flag=torch.ones(1)), "flag is float32; expected int32"),
     "shard": (lambda: kernels.delta_encode_(BF16, BF16.clone(), messages_for(NUMEL, 4)), "shard is bfloat16"),
@@ -296,5 +302,78 @@ def test_wrong_arguments_are_named(name: str) -> None:
 def test_another_device_is_refused_by_name() -> None:
     from zeropp_kernels.dispatch import _unsupported
 
-    with pytest.raises(RuntimeError, match=r"zeropp.quantize_ runs on CPU, CUDA and ROCm tensors; got one on meta"):
-        _unsupported("quantize_", torch.ones(1, device="meta"))
+    elsewhere = [torch.ones(1, device="meta")]
+    with pytest.raises(ValueError, match=r"zeropp.gather_ runs on dense CPU, CUDA and ROCm tensors; got one on meta"):
+        _unsupported("gather_", elsewhere, torch.ones(1), elsewhere[0])
+    with pytest.raises(ValueError, match=r"zeropp.quantize_ runs on dense .*got a torch.sparse_coo one"):
+        kernels.quantize_(torch.ones(NUMEL).to_sparse(), messages_for(NUMEL, 8))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_that_autograd_watches_are_refused(name: str) -> None:
+    """A backward through what they were before would be silently wrong; under no_grad they are plain memory."""
+    arguments = samples()[name]
+    outputs = [each for each in written(name, arguments) if each.is_floating_point()]
+    for output in outputs:
+        output.requires_grad_()
+        with pytest.raises(ValueError, match=r"requires grad and would be overwritten; call under torch.no_grad\(\)"):
+            getattr(torch.ops.zeropp, name)(*arguments)
+        with torch.no_grad():
+            getattr(torch.ops.zeropp, name)(*arguments)
+        output.requires_grad_(False)
+
+
+def test_tensors_are_read_in_the_order_of_their_memory() -> None:
+    """channels_last, transposed, and with sizes of 1: whatever has no gaps."""
+    x = torch.arange(2 * 3 * 4 * 5.0)
+    shapes = [x.view(2, 4, 5, 3).permute(0, 3, 1, 2), x.view(30, 4).t(), x.view(1, 120, 1)]
+    table = block_table([120] * 3)
+    flat, message = torch.empty(table.numel), messages_for(table.numel, 8)
+    kernels.gather_(shapes, table, flat)
+    kernels.quantize_tensors_(shapes, table, message)
+    for offset in (0, 256, 512):
+        assert torch.equal(flat[offset : offset + 120], x) and not flat[offset + 120 : offset + 256].any()
+    expected = messages_for(table.numel, 8)
+    kernels.quantize_(flat, expected)
+    assert torch.equal(message, expected)
+    for each in (back := [torch.zeros_like(shape) for shape in shapes]):
+        assert not each.any()
+    kernels.scatter_(flat, back, table)
+    assert all(map(torch.equal, back, shapes))
+
+
+def test_the_flag_is_that_of_what_is_written() -> None:
+    table, flag = block_table([4]), torch.zeros(1, dtype=torch.int32)
+    for value, dtype, expected in [
+        (65519.0, torch.float16, 0), (65520.0, torch.float16, 1), (3.39e38, torch.bfloat16, 0),
+        (3.4e38, torch.bfloat16, 1), (3.4e38, torch.float32, 0),
+    ]:  # fmt: skip
+        flag.zero_()
+        flat = torch.empty(256, dtype=dtype)
+        kernels.gather_([torch.full((4,), value)], table, flat, flag=flag)
+        assert int(flag) == expected == int(not flat.isfinite().all())
+
+
+def test_a_sum_that_passes_the_largest_number_shows() -> None:
+    """In float32 as Inf and to the next hop as NaN; 16 bits hold their largest value."""
+    messages = torch.cat([real_messages_of(torch.full((256,), 3e38)) for _ in range(3)])
+    out, small = torch.empty(256), torch.empty(256, dtype=torch.bfloat16)
+    kernels.reduce_(messages, out, count=3)
+    kernels.reduce_(messages, small, count=3)
+    assert out.isinf().all() and (small == torch.finfo(torch.bfloat16).max).all()
+    again = messages_for(256, 4)
+    kernels.reduce_quantize_(messages, again, numel=256, count=3)
+    kernels.dequantize_(again, out, bits=4)
+    assert out.isnan().all()
+
+
+def real_messages_of(x: Tensor) -> Tensor:
+    message = messages_for(x.numel(), 8)
+    kernels.quantize_(x, message)
+    return message
+
+
+def test_a_table_packs_by_default() -> None:
+    table = block_table(iter([300, 0, torch.Size([7]).numel()]))
+    assert table.host[2].tolist() == [0, 512, 512] and table.numel == 768
+    assert block_table([]).numel == 0 and block_table([5], [512]).numel == 768

@@ -99,7 +99,8 @@ def test_finite_in_finite_out(x: Tensor, bits: int, dtype: torch.dtype) -> None:
         assert out.isfinite().all()
     total = torch.empty(x.numel(), dtype=dtype)
     reduce_(torch.cat([encoded(x, bits)] * 3), total, count=3, bits=bits)
-    assert total.isfinite().all()
+    if dtype != torch.float32 or x.abs().max() < 1e38:
+        assert total.isfinite().all()
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set; the interpreter and the compiler cannot share a process")
     chosen = [case for case in cases(given.cover) if given.only in case.name]
+    if not chosen:
+        parser.error(f"--only {given.only}: no kernel has that in its name")
     failures = 0
     print(f"{'kernel':<18} {'target':<7} {'code':>5} {'regs':>4} {'wide':>7} {'narrow':>7} {'shared':>6}  settings")
     both = [(case, target) for case, target in itertools.product(chosen, given.targets)]

@@ -22,6 +22,7 @@ _POINTERS = {
     "norms": "fp32", "flag": "i32", "offsets": "i64", "offsets8": "i64", "offsets16": "i64", "counts8": "i64",
     "counts16": "i64",
 }  # fmt: skip
+_SMALL = ("entries", "owners", "norms", "flag")
 _OPTIONAL = ("norms", "flag")
 _DTYPES = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16, "fp16": triton.language.float16}
 
@@ -34,7 +35,7 @@ class Case:
     constants: Mapping[str, object]
     pointers: Mapping[str, str]
     misaligned: tuple[str, ...] = ()
-    near: bool = True  # all tensors are below 2 GiB; Triton has other instructions for those on AMD
+    near: bool = True  # the callers' buffers are below 2 GiB; Triton has other instructions for those on AMD
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class Case:
                 signature[name] = "*" + (self.pointers.get(name) or _POINTERS[name])
                 if not parameter.do_not_specialize_on_alignment and name not in self.misaligned:
                     attributes[place] = [["tt.divisibility", 16]]
-                if target.backend == "hip" and self.near:
+                if target.backend == "hip" and (self.near or name in _SMALL):
                     attributes[place] = [*attributes.get(place, []), ["tt.pointer_range", 32]]
         return ASTSource(self.kernel, signature, constants, attributes)
 
@@ -112,13 +113,14 @@ def _delta() -> Iterator[Case]:
 
 def _lossless() -> Iterator[Case]:
     tile = {"TILE": lossless.TILE}
-    for dtype in ("fp32", "bf16"):
-        pointers = {"values": dtype, "reference": "bf16"}
-        yield Case(lossless.lossless_count_kernel, tile, pointers)
-        yield Case(lossless.lossless_encode_kernel, tile, pointers)
+    for even in _BOTH:
+        for dtype in ("fp32", "bf16"):
+            pointers = {"values": dtype, "reference": "bf16"}
+            yield Case(lossless.lossless_count_kernel, {"EVEN": even, **tile}, pointers)
+            yield Case(lossless.lossless_encode_kernel, {"EVEN": even, "TILE": lossless.ENCODE_TILE}, pointers)
+        yield Case(lossless.lossless_decode_kernel, {"EVEN": even, **tile}, {"reference": "bf16", "out": "bf16"})
     yield Case(lossless.lossless_count4_kernel, tile, {})
     yield Case(lossless.lossless_count8_kernel, tile, {})
-    yield Case(lossless.lossless_decode_kernel, tile, {"reference": "bf16", "out": "bf16"})
 
 
 def _copy() -> Iterator[Case]:

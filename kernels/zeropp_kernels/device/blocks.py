@@ -189,17 +189,18 @@ def scale_of(peak, BITS: tl.constexpr):
 
 
 @triton.jit
-def _code(x, inverse, mask):
-    """Two's complement of x * inverse rounded to an integer: the low bits of the float after adding 1.5 * 2**23."""
-    return (x * inverse + _MAGIC).to(tl.int32, bitcast=True) & mask
-
-
-@triton.jit
 def encode_pair(lower, upper, inverse, mask):
-    """Codes (int32, without sign extension) of a tile."""
+    """Codes (int32, without sign extension) of a tile, and the same as float32 where ``mask`` is not 0.
+
+    Adding 1.5 * 2**23 rounds to an integer, and the low bits of the sum are its two's complement.
+    """
     inverse = inverse[:, None, None]
     mask = mask[:, None, None]
-    return _code(lower, inverse, mask), _code(upper, inverse, mask)
+    lower = lower * inverse + _MAGIC
+    upper = upper * inverse + _MAGIC
+    lower_code = lower.to(tl.int32, bitcast=True) & mask
+    upper_code = upper.to(tl.int32, bitcast=True) & mask
+    return lower_code, upper_code, lower - _MAGIC, upper - _MAGIC
 
 
 @triton.jit

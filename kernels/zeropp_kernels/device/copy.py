@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..table import locate
 from ..wire import BLOCK, blocks_of
-from .blocks import LAUNCH, ROWS, launched, load_pair, store_pair
+from .blocks import LAUNCH, ROWS, half_rows, launched, load_pair, store_pair
 from .places import load_blocks, store_blocks, triton_dtype
 
 __all__ = ["gather_", "scatter_"]
@@ -29,17 +29,24 @@ def _block_norm(lower, upper, TILE: tl.constexpr):
 
 
 @triton.jit
-def _report(lower, upper, norms, flag, first, live, TILE: tl.constexpr):
-    """Write the norm of each block, and set the flag if a value is Inf or NaN; programs only ever write a 1.
+def _report(lower, upper, norms, flag, first, live, dtype: tl.constexpr, TILE: tl.constexpr):
+    """Write the norm of each block, and set the flag if a value is Inf or NaN in ``dtype``; programs only write a 1.
 
     Either may be None, which is a constant to the compiler.
     """
     if norms is not None:
         tl.store(norms + first + tl.arange(0, TILE), _block_norm(lower, upper, TILE), mask=live)
     if flag is not None:
+        # Magnitudes from here on are rounded to Inf: half a step past the largest finite value, or Inf itself.
+        if dtype == tl.float32:
+            limit = 0x7F800000
+        elif dtype == tl.bfloat16:
+            limit = 0x7F7F8000
+        else:
+            limit = 0x477FF000
         lower = lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         upper = upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        bad = tl.max(tl.max(tl.maximum(lower, upper), axis=2), axis=1) >= 0x7F800000
+        bad = tl.max(tl.max(tl.maximum(lower, upper), axis=2), axis=1) >= limit
         tl.store(flag + tl.zeros([TILE], tl.int32), tl.full([TILE], 1, tl.int32), mask=live & bad)
 
 
@@ -52,10 +59,8 @@ def gather_kernel(
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
-    lower, upper = load_blocks(entries, size, owners, start, live, DTYPE, EVEN, TILE, 2)
-    lower *= scale
-    upper *= scale
-    _report(lower, upper, norms, flag, first, live, TILE)
+    lower, upper = load_blocks(entries, size, owners, start, live, scale, DTYPE, EVEN, TILE, 2)
+    _report(lower, upper, norms, flag, first, live, flat.dtype.element_ty, TILE)
     store_pair(flat + start, lower, upper, numel - start, live, FLAT_EVEN, TILE, 2)
 
 
@@ -68,10 +73,16 @@ def scatter_kernel(
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
-    lower, upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
-    lower *= scale
-    upper *= scale
-    _report(lower, upper, norms, flag, first, live, TILE)
+    left = numel - start
+    lower, upper = load_pair(flat + start, left, live, FLAT_EVEN, TILE, 2)
+    if FLAT_EVEN:
+        lower *= scale
+        upper *= scale
+    else:  # zeros past the end stay zeros, whatever the scale
+        at = half_rows(128, TILE, 2)
+        lower *= tl.where(at < left, scale, 1.0)
+        upper *= tl.where(at + 64 < left, scale, 1.0)
+    _report(lower, upper, norms, flag, first, live, DTYPE, TILE)
     store_blocks(entries, size, owners, start, live, lower, upper, DTYPE, EVEN, TILE, 2)
 
 

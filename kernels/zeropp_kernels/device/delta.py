@@ -56,7 +56,7 @@ def delta_encode_kernel(
     lower -= old_lower
     upper -= old_upper
     bits, inverse, mask = scale_of(group_peak(lower, upper), 4)
-    lower_code, upper_code = encode_pair(lower, upper, inverse, mask)
+    lower_code, upper_code, _, _ = encode_pair(lower, upper, inverse, mask)
     store_codes(message + first.to(tl.int64) * 64, lower_code, upper_code, live, 4, TILE, 1)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     if UPDATE:

@@ -33,7 +33,7 @@ def keep_error(
     lower = old_lower * beta + lost_lower * rest
     upper = old_upper * beta + lost_upper * rest
     bits, inverse, mask = scale_of(group_peak(lower, upper), 8)
-    lower, upper = encode_pair(lower, upper, inverse, mask)
+    lower, upper, _, _ = encode_pair(lower, upper, inverse, mask)
     store_codes(state + first.to(tl.int64) * (128 * K), lower, upper, live, 8, TILE, K)
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first
     tl.store(scales + tl.arange(0, TILE), bits.to(tl.int16), mask=live)

@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..wire import lossless_layout
+from ..wire import BLOCK, lossless_layout
 from .blocks import INTERPRETED, LAUNCH, bfloat16_bits, half_rows, launched, load_codes, store_codes, whole
 
-__all__ = ["TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
+__all__ = ["ENCODE_TILE", "TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
 
-TILE = 64 if INTERPRETED else 4  # blocks: ranks of escapes take many registers
+TILE = 64 if INTERPRETED else 8  # blocks
+ENCODE_TILE = 64 if INTERPRETED else 4  # ranks of escapes at two limits take many registers
 
 
 @triton.jit
@@ -25,9 +26,17 @@ def _key(bits):
 
 
 @triton.jit
-def _load_bits(values, at, left, live):
-    """Bits (int32) of bfloat16 values, or of float32 values rounded to bfloat16; zeros from element ``left`` on."""
-    mask = live[:, None, None] & (at < left)
+def _present(at, left, live, EVEN: tl.constexpr):
+    """Mask of the elements that are there; of whole rows if EVEN, which wide access needs."""
+    if EVEN:
+        return live[:, None, None]
+    else:
+        return live[:, None, None] & (at < left)
+
+
+@triton.jit
+def _load_bits(values, at, mask):
+    """Bits (int32) of bfloat16 values, or of float32 values rounded to bfloat16; zeros where ``mask`` is false."""
     if values.dtype.element_ty == tl.float32:
         return bfloat16_bits(tl.load(values + at, mask=mask, other=0.0))
     return tl.load(values.to(tl.pointer_type(tl.int16)) + at, mask=mask, other=0).to(tl.int32) & 0xFFFF
@@ -65,25 +74,28 @@ def _ranks(lower, upper):
 
 
 @triton.jit
-def _differences(values, reference, numel, first, live, TILE: tl.constexpr):
+def _differences(values, reference, numel, first, live, EVEN: tl.constexpr, TILE: tl.constexpr):
     """(bits of the values, differences of keys in [-32768, 32767]), each for lower and upper halves."""
     at = half_rows(128, TILE, 2)
     start = first.to(tl.int64) * 256
-    left = numel - start
-    lower = _load_bits(values + start, at, left, live)
-    upper = _load_bits(values + start, at + 64, left, live)
-    old_lower = _load_bits(reference + start, at, left, live)
-    old_upper = _load_bits(reference + start, at + 64, left, live)
+    in_lower = _present(at, numel - start, live, EVEN)
+    in_upper = _present(at + 64, numel - start, live, EVEN)
+    lower = _load_bits(values + start, at, in_lower)
+    upper = _load_bits(values + start, at + 64, in_upper)
+    old_lower = _load_bits(reference + start, at, in_lower)
+    old_upper = _load_bits(reference + start, at + 64, in_upper)
     return lower, upper, _signed(_key(lower) - _key(old_lower), 16), _signed(_key(upper) - _key(old_upper), 16)
 
 
 @launched("counts8", "counts16")
-def lossless_count_kernel(values, reference, numel: tl.int64, blocks: tl.int32, counts8, counts16, TILE: tl.constexpr):
+def lossless_count_kernel(
+    values, reference, numel: tl.int64, blocks: tl.int32, counts8, counts16, EVEN: tl.constexpr, TILE: tl.constexpr
+):
     """Escapes of each block of values. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     block = first + tl.arange(0, TILE)
     live = block < blocks
-    _, _, lower, upper = _differences(values, reference, numel, first, live, TILE)
+    _, _, lower, upper = _differences(values, reference, numel, first, live, EVEN, TILE)
     tl.store(counts8 + block, _block_sum(_escapes(lower, 7), _escapes(upper, 7)).to(tl.int64), mask=live)
     tl.store(counts16 + block, _block_sum(_escapes(lower, 127), _escapes(upper, 127)).to(tl.int64), mask=live)
 
@@ -101,13 +113,14 @@ def _store_escapes(room8, room16, offset8, offset16, bits, difference, rank8, ra
 @launched("offsets8", "offsets16")
 def lossless_encode_kernel(
     values, reference, numel: tl.int64, blocks: tl.int32, offsets8, offsets16, message, room8_offset: tl.int64,
-    room16_offset: tl.int64, limit8: tl.int64, limit16: tl.int64, TILE: tl.constexpr,
+    room16_offset: tl.int64, limit8: tl.int64, limit16: tl.int64,
+    EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Codes and escapes of a tile. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     block = first + tl.arange(0, TILE)
     live = block < blocks
-    lower_bits, upper_bits, lower, upper = _differences(values, reference, numel, first, live, TILE)
+    lower_bits, upper_bits, lower, upper = _differences(values, reference, numel, first, live, EVEN, TILE)
     lower_code = tl.where(tl.abs(lower) > 7, 8, lower & 15)
     upper_code = tl.where(tl.abs(upper) > 7, 8, upper & 15)
     store_codes(message + first.to(tl.int64) * 128, lower_code, upper_code, live, 4, TILE, 2)
@@ -174,7 +187,8 @@ def _decoded(room16, offset16, old, difference, raw, rank16, limit16):
 @launched("offsets")
 def lossless_decode_kernel(
     messages, reference, out, numel: tl.int64, nbytes: tl.int64, blocks: tl.int32, offsets, row_numel: tl.int64,
-    room8_offset: tl.int64, room16_offset: tl.int64, limit8: tl.int64, limit16: tl.int64, TILE: tl.constexpr,
+    room8_offset: tl.int64, room16_offset: tl.int64, limit8: tl.int64, limit16: tl.int64,
+    EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Values of a tile. Grid: (tiles of a message, messages)."""
     first = tl.program_id(0) * TILE
@@ -194,19 +208,23 @@ def lossless_decode_kernel(
     lower16, upper16 = _ranks(lower_raw, upper_raw)
     room16 = (message + room16_offset).to(tl.pointer_type(tl.int16))
     at = half_rows(128, TILE, 2)
-    left = numel - start
-    old = reference + index * numel + start
-    lower = _decoded(room16, offset16, _load_bits(old, at, left, live), lower, lower_raw, lower16, limit16)
-    upper = _decoded(room16, offset16, _load_bits(old, at + 64, left, live), upper, upper_raw, upper16, limit16)
-    target = out.to(tl.pointer_type(tl.int16)) + index * numel + start
-    tl.store(target + at, lower, mask=live[:, None, None] & (at < left))
-    tl.store(target + at + 64, upper, mask=live[:, None, None] & (at + 64 < left))
+    in_lower = _present(at, numel - start, live, EVEN)
+    in_upper = _present(at + 64, numel - start, live, EVEN)
+    begin = index * whole(numel, 256 if EVEN else 1) + start
+    old_lower = _load_bits(reference + begin, at, in_lower)
+    old_upper = _load_bits(reference + begin, at + 64, in_upper)
+    target = out.to(tl.pointer_type(tl.int16)) + begin
+    tl.store(target + at, _decoded(room16, offset16, old_lower, lower, lower_raw, lower16, limit16), mask=in_lower)
+    tl.store(target + at + 64, _decoded(room16, offset16, old_upper, upper, upper_raw, upper16, limit16), mask=in_upper)
 
 
 def _accumulate(counts: Tensor) -> None:
-    """Counts [..., 1:] -> places where each block's escapes begin, and their total at the end; in place."""
-    counts[..., 0] = 0
-    counts.cumsum_(-1)
+    """Counts [1:] of one row -> places where each block's escapes begin, and their total at the end; in place.
+
+    A row at a time: of several rows torch sums each with one thread block.
+    """
+    counts[0] = 0
+    counts.cumsum_(0)
 
 
 def lossless_count_(values: Tensor, reference: Tensor, offsets: Tensor) -> None:
@@ -214,9 +232,11 @@ def lossless_count_(values: Tensor, reference: Tensor, offsets: Tensor) -> None:
     blocks = offsets.shape[1] - 1
     if blocks:
         lossless_count_kernel[(triton.cdiv(blocks, TILE),)](
-            values, reference, values.numel(), blocks, offsets[0, 1:], offsets[1, 1:], TILE=TILE, **LAUNCH
-        )
-    _accumulate(offsets)
+            values, reference, values.numel(), blocks, offsets[0, 1:], offsets[1, 1:],
+            EVEN=values.numel() % BLOCK == 0, TILE=TILE, **LAUNCH,
+        )  # fmt: skip
+    for row in offsets:
+        _accumulate(row)
 
 
 def lossless_encode_(
@@ -226,9 +246,10 @@ def lossless_encode_(
     layout = lossless_layout(values.numel(), room8, room16)
     message[layout.codes_nbytes :].zero_()
     if layout.blocks:
-        lossless_encode_kernel[(triton.cdiv(layout.blocks, TILE),)](
+        lossless_encode_kernel[(triton.cdiv(layout.blocks, ENCODE_TILE),)](
             values, reference, layout.numel, layout.blocks, offsets[0], offsets[1], message,
-            layout.room8_offset, layout.room16_offset, room8, room16, TILE=TILE, **LAUNCH,
+            layout.room8_offset, layout.room16_offset, room8, room16,
+            EVEN=layout.numel % BLOCK == 0, TILE=ENCODE_TILE, **LAUNCH,
         )  # fmt: skip
 
 
@@ -243,12 +264,15 @@ def lossless_decode_(
     grid = triton.cdiv(layout.blocks, TILE), count
     row = layout.blocks + 1
     lossless_count4_kernel[grid](messages, layout.nbytes, layout.blocks, offsets, row, TILE=TILE, **LAUNCH)
-    _accumulate(offsets[:, 0])
+    for rows in offsets:
+        _accumulate(rows[0])
     lossless_count8_kernel[grid](
         messages, layout.nbytes, layout.blocks, offsets, row, layout.room8_offset, room8, TILE=TILE, **LAUNCH
     )
-    _accumulate(offsets[:, 1])
+    for rows in offsets:
+        _accumulate(rows[1])
     lossless_decode_kernel[grid](
         messages, reference, out, layout.numel, layout.nbytes, layout.blocks, offsets, row,
-        layout.room8_offset, layout.room16_offset, room8, room16, TILE=TILE, **LAUNCH,
+        layout.room8_offset, layout.room16_offset, room8, room16,
+        EVEN=layout.numel % BLOCK == 0, TILE=TILE, **LAUNCH,
     )  # fmt: skip

@@ -45,19 +45,20 @@ def _half(pointers, EVEN: tl.constexpr):
 
 @triton.jit
 def load_blocks(
-    entries, size, owners, start, live,
+    entries, size, owners, start, live, scale,
     DTYPE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of values in float32 from element ``start`` of the flat buffer on; zeros where no tensor lies."""
+    """A tile of values in float32, times ``scale``, from element ``start`` of the flat buffer on.
+
+    Zeros where no tensor lies, whatever the scale.
+    """
     pointers, left = _places(entries, size, owners, start, live, DTYPE, TILE, K)
     at = tl.arange(0, 64)[None, None, :]
-    if EVEN:
-        lower = tl.load(_half(pointers, True), mask=left >= 64, other=0.0)
-        upper = tl.load(_half(pointers + 64, True), mask=left >= 128, other=0.0)
-    else:
-        lower = tl.load(_half(pointers, False), mask=at < left, other=0.0)
-        upper = tl.load(_half(pointers + 64, False), mask=at + 64 < left, other=0.0)
-    return widen(lower), widen(upper)
+    in_lower = left >= 64 if EVEN else at < left
+    in_upper = left >= 128 if EVEN else at + 64 < left
+    lower = tl.load(_half(pointers, EVEN), mask=in_lower, other=0.0)
+    upper = tl.load(_half(pointers + 64, EVEN), mask=in_upper, other=0.0)
+    return widen(lower) * tl.where(in_lower, scale, 1.0), widen(upper) * tl.where(in_upper, scale, 1.0)
 
 
 @triton.jit

@@ -22,7 +22,6 @@ from .blocks import (
     scale_value,
     store_codes,
     store_scales,
-    value_pair,
     whole,
 )
 from .feedback import keep_error, load_error
@@ -49,14 +48,14 @@ def _encode(
         lower += old_lower
         upper += old_upper
     bits, inverse, mask = scale_of(group_peak(lower, upper), BITS)
-    lower_code, upper_code = encode_pair(lower, upper, inverse, mask)
+    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse, mask)
     store_codes(message + first.to(tl.int64) * (16 * BITS * K), lower_code, upper_code, live, BITS, TILE, K)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     if FEEDBACK:
-        lower_value, upper_value = value_pair(lower_code, upper_code, scale_value(bits)[:, None, None], BITS)
+        scale = scale_value(bits)[:, None, None]
         keep_error(
             state, state_scales_offset, first, live & (mask != 0), old_lower, old_upper,
-            lower - lower_value, upper - upper_value, beta, rest, TILE, K,
+            lower - lower_value * scale, upper - upper_value * scale, beta, rest, TILE, K,
         )  # fmt: skip
 
 
@@ -91,7 +90,7 @@ def quantize_tensors_kernel(
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < groups
     start = tl.program_id(1).to(tl.int64) * numel + first.to(tl.int64) * (128 * K)
-    lower, upper = load_blocks(entries, size, owners, start, live, DTYPE, EVEN, TILE, K)
+    lower, upper = load_blocks(entries, size, owners, start, live, 1.0, DTYPE, EVEN, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
         beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,

@@ -80,8 +80,9 @@ def reduce_kernel(
         lower *= 32.0
         upper *= 32.0
     target = out + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + row * 128)
-    lower = saturate(lower, out.dtype.element_ty)
-    upper = saturate(upper, out.dtype.element_ty)
+    if ROTATE or out.dtype.element_ty != tl.float32:  # a value of its own, not rotated, is finite in float32
+        lower = saturate(lower, out.dtype.element_ty)
+        upper = saturate(upper, out.dtype.element_ty)
     if ACCUMULATE:
         old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, K)
         lower += old_lower

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
+from ..table import in_memory_order
 from ..wire import BLOCK, blocks_of
 from .blocks import TILE, scratch
 
@@ -38,9 +40,9 @@ def _scaled(source: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
         yield start, values
 
 
-def _report(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | None) -> None:
-    """Norms of a tile that starts at block ``first``; the flag is set, never cleared."""
-    if flag is not None and not values.isfinite().all():
+def _report(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | None, dtype: torch.dtype) -> None:
+    """Norms of a tile that starts at block ``first``; the flag is set if a value is not finite in ``dtype``."""
+    if flag is not None and not values.to(dtype).isfinite().all():
         flag.fill_(1)
     if norms is not None:
         norms[first : first + values.shape[0]] = _block_norms(values)
@@ -57,10 +59,10 @@ def gather_(
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
         flat[end:offset].zero_()
         end = offset + tensor.numel()
-        for start, values in _scaled(tensor.view(-1), scale):
+        for start, values in _scaled(in_memory_order(tensor), scale):
             begin, stop = offset + start, min(offset + start + TILE, end)
             flat[begin:stop].copy_(values.view(-1)[: stop - begin])
-            _report(values, begin // BLOCK, norms, flag)
+            _report(values, begin // BLOCK, norms, flag, flat.dtype)
     flat[end:].zero_()
 
 
@@ -70,10 +72,11 @@ def scatter_(
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.scatter_`."""
     if norms is not None or flag is not None:
+        dtype = tensors[0].dtype if tensors else torch.float32
         for start, values in _scaled(flat, scale):
-            _report(values, start // BLOCK, norms, flag)
+            _report(values, start // BLOCK, norms, flag, dtype)
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
-        target = tensor.view(-1)
+        target = in_memory_order(tensor)
         for start, values in _scaled(flat[offset : offset + tensor.numel()], scale):
             part = target[start : start + TILE]
             part.copy_(values.view(-1)[: part.numel()])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..table import in_memory_order
 from ..wire import MessageLayout, message_layout, state_layout
 from .blocks import Part, decode_, encode_, parts, rotate_, scratch, tiles
 from .reduce import sum_tile_
@@ -84,7 +85,7 @@ def quantize_tensors_(
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.quantize_tensors_`."""
-    flat = [tensor.reshape(-1) for tensor in tensors]
+    flat = [in_memory_order(tensor) for tensor in tensors]
     offsets = host[2].tolist()
 
     def fill(values: Tensor, start: int, stop: int) -> int:

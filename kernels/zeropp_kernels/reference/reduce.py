@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..wire import message_layout
@@ -30,7 +31,9 @@ def _sum(
         if rotate:
             unrotate_(total)
         start, stop = first * layout.group, min(last * layout.group, layout.numel)
-        present = saturate_(total, out.dtype).view(-1)[: stop - start]
+        if rotate or out.dtype != torch.float32:  # a value of its own, not rotated, is finite in float32
+            saturate_(total, out.dtype)
+        present = total.view(-1)[: stop - start]
         if accumulate:
             out[start:stop].add_(present)
         else:
