@@ -12,13 +12,27 @@ import time
 
 import torch
 
-from bench.kernels.operations import OPERATIONS
+import zeropp_kernels
+from bench.kernels.operations import OPERATIONS, Run
+from zeropp_kernels import block_table
 
-CALLS, ROUNDS, NUMEL = 300, 9, 3072
+CALLS, ROUNDS, NUMEL = 100, 9, 3072
 
 
-def microseconds(device: str, name: str) -> float:
-    run = next(operation for operation in OPERATIONS if operation.name == name).make(NUMEL, device).ours
+def gather_many(device: str, tensors: int) -> Run:
+    """One launch over many tensors of one block each."""
+    table = block_table([256] * tensors, device=device)
+    given = [torch.ones(256, device=device) for _ in range(tensors)]
+    flat = torch.empty(table.numel, device=device)
+
+    def run() -> list[torch.Tensor]:
+        zeropp_kernels.gather_(given, table, flat)
+        return [flat]
+
+    return run
+
+
+def microseconds(device: str, run: Run) -> float:
     taken = []
     for _ in range(ROUNDS):
         begin = time.perf_counter()
@@ -35,7 +49,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"host time of a call, {NUMEL} elements on {device}, median of {ROUNDS} x {CALLS}")
     for operation in OPERATIONS:
-        print(f"{operation.name:<34} {microseconds(device, operation.name):8.1f} us")
+        print(f"{operation.name:<34} {microseconds(device, operation.make(NUMEL, device).ours):8.1f} us")
+    for tensors in (12, 100, 1000):
+        print(f"{f'gather of {tensors} tensors':<34} {microseconds(device, gather_many(device, tensors)):8.1f} us")
 
 
 if __name__ == "__main__":

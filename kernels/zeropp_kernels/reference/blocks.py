@@ -23,7 +23,8 @@ TILE = 1 << 16  # elements: 256 KiB of float32, so that a tile and its scratch s
 _LEVELS = {8: torch.tensor(127.0, device="cpu"), 4: torch.tensor(7.0, device="cpu")}
 _ONE = torch.tensor(1.0, device="cpu")
 _SMALLEST_SCALE = 0x0080  # 2**-126 in bfloat16
-# The largest bfloat16 of which 7 times is finite in float32; for 127 times, rounding up never gets that far.
+# Of int4, the largest bfloat16 of which 7 times is finite in float32. int8 needs no such limit: where rounding up gets
+# so far that 127 times the scale would be infinite, the largest code is 126.
 _LARGEST_SCALE = {8: 0x7F7F, 4: 0x7E12}
 _NAN_SCALE = 0x7FC0
 
@@ -135,7 +136,8 @@ def rotate_(values: Tensor) -> None:
     """Hadamard transform, times 2**-5, of each 32 elements of a tile, in place.
 
     In each 128 elements, 16 in a row of the first 64 go with the same 16 of the last 64. Source of the transform:
-    SDP4Bit (arXiv 2410.15526); orthonormal but for a power of two, which is exact where sqrt(32) is not.
+    SDP4Bit (arXiv 2410.15526). The orthonormal one has the factor 2**-2.5, which no float holds; 2**-5 is exact, keeps
+    sums finite, and the scale of a group takes up the difference.
     """
     lower, upper = values.mul_(0.03125).view(-1, 2, 4, 16).unbind(1)
     pair = torch.stack((lower + upper, lower - upper), dim=1)

@@ -54,11 +54,16 @@ def gather_(
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.gather_`."""
     end = 0
+    plain = scale == 1.0 and norms is None and flag is None
     if norms is not None:
         norms.zero_()
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
-        flat[end:offset].zero_()
+        if end < offset:
+            flat[end:offset].zero_()
         end = offset + tensor.numel()
+        if plain:
+            flat[offset:end].copy_(in_memory_order(tensor))
+            continue
         for start, values in _scaled(in_memory_order(tensor), scale):
             begin, stop = offset + start, min(offset + start + TILE, end)
             flat[begin:stop].copy_(values.view(-1)[: stop - begin])
@@ -77,6 +82,9 @@ def scatter_(
             _report(values, start // BLOCK, norms, flag, dtype)
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
         target = in_memory_order(tensor)
+        if scale == 1.0:
+            target.copy_(flat[offset : offset + target.numel()])
+            continue
         for start, values in _scaled(flat[offset : offset + tensor.numel()], scale):
             part = target[start : start + TILE]
             part.copy_(values.view(-1)[: part.numel()])
