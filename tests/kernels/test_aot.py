@@ -105,9 +105,10 @@ def test_what_is_launched_is_what_is_compiled() -> None:
 def test_the_checks_can_fail() -> None:
     """Without the switch that keeps bits equal there are fused multiply-adds, and the check says so."""
     program = (
-        "import zeropp_kernels.aot.__main__ as aot\n"
-        "aot.LAUNCH = {**aot.LAUNCH, 'enable_fp_fusion': True}\n"
-        "raise SystemExit(aot.main(['--only', 'quantize', '--cover', 'each', '--targets', 'sm_90']))\n"
+        "from zeropp_kernels.aot import __main__, build\n"
+        "build.LAUNCH = {**build.LAUNCH, 'enable_fp_fusion': True}\n"
+        "given = ['--only', 'reduce_quantize', '--cover', 'each', '--targets', 'sm_90', '--processes', '1']\n"
+        "raise SystemExit(__main__.main(given))\n"
     )
     done = run_python("-c", program)
     assert done.returncode == 1 and "fused multiply-adds" in done.stdout, done.stdout + done.stderr

@@ -12,35 +12,15 @@ Exit code 1 if a kernel does not compile, or has spills, local memory, too many 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-
-from ..device.blocks import LAUNCH
-from .binaries import inspect
 from .budgets import check
-from .cases import Case, cases
+from .build import TARGETS, Job, build_all
+from .cases import cases
 
-__all__ = ["TARGETS", "compile_case", "main"]
-
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-
-
-def compile_case(case: Case, target: GPUTarget) -> Any:
-    """Machine code of a case, from Triton's cache where it has been made before."""
-    warps = 128 // target.warp_size
-    return triton.compile(case.source(target), target=target, options={**LAUNCH, "num_warps": warps})
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,27 +29,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cover", default="pairs", choices=["each", "pairs", "all"], help="how many configurations")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile at a time")
     given = parser.parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         parser.error("TRITON_INTERPRET=1 is set; the interpreter and the compiler cannot share a process")
-    chosen = [case for case in cases(given.cover) if given.only in case.name]
+    chosen = [index for index, case in enumerate(cases(given.cover)) if given.only in case.name]
     if not chosen:
         parser.error(f"--only {given.only}: no kernel has that in its name")
+    jobs = [Job(given.cover, index, target) for index in chosen for target in given.targets]
+    jobs += [
+        Job(given.cover, job.index, job.target, near=False) for job in jobs if TARGETS[job.target].backend == "hip"
+    ]
     failures = 0
     print(f"{'kernel':<18} {'target':<7} {'code':>5} {'regs':>4} {'wide':>7} {'narrow':>7} {'shared':>6}  settings")
-    both = [(case, target) for case, target in itertools.product(chosen, given.targets)]
-    both += [(replace(case, near=False), target) for case, target in both if TARGETS[target].backend == "hip"]
-    for case, target in both:
-        facts = inspect(compile_case(case, TARGETS[target]))
-        wrong = check(case, facts)
+    for job, facts in build_all(jobs, given.processes):
+        case, wrong = job.case, check(job.case, facts)
         failures += bool(wrong)
         print(
-            f"{case.name:<18} {target:<7} {facts.instructions:>5} {facts.registers:>4} "
+            f"{case.name:<18} {job.target:<7} {facts.instructions:>5} {facts.registers:>4} "
             f"{facts.wide_loads:>3}/{facts.wide_stores:<3} {facts.narrow_loads:>3}/{facts.narrow_stores:<3} "
             f"{facts.shared:>6}  {case.settings}{'  WRONG: ' + ', '.join(wrong) if wrong else ''}",
             flush=True,
         )
-    print(f"{len(chosen)} cases on {len(given.targets)} targets: {len(both)} compiled, {failures} wrong")
+    print(f"{len(chosen)} cases on {len(given.targets)} targets: {len(jobs)} compiled, {failures} wrong")
     return 1 if failures else 0
 
 

@@ -1,0 +1,65 @@
+"""Machine code of a case, from Triton's cache where it has been made before."""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+
+from ..device.blocks import LAUNCH
+from .binaries import Facts, inspect
+from .cases import Case, cases
+
+__all__ = ["TARGETS", "Job", "build", "build_all"]
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The case at ``index`` of ``cases(cover)``, for a target; what another process needs to know of it."""
+
+    cover: str
+    index: int
+    target: str
+    near: bool = True
+
+    @property
+    def case(self) -> Case:
+        return replace(_listed(self.cover)[self.index], near=self.near)
+
+
+@functools.cache
+def _listed(cover: str) -> list[Case]:
+    return cases(cover)
+
+
+def build(case: Case, target: GPUTarget) -> Any:
+    """What ``triton.compile`` gives."""
+    warps = 128 // target.warp_size
+    return triton.compile(case.source(target), target=target, options={**LAUNCH, "num_warps": warps})
+
+
+def _facts(job: Job) -> Facts:
+    return inspect(build(job.case, TARGETS[job.target]))
+
+
+def build_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Facts]]:
+    """Every job with what came out, in order; in this process if ``processes`` is 1."""
+    if processes == 1:
+        yield from ((job, _facts(job)) for job in jobs)
+        return
+    context = multiprocessing.get_context("spawn")  # a fork would take Triton's threads along half alive
+    with ProcessPoolExecutor(processes, context) as pool:
+        yield from zip(jobs, pool.map(_facts, jobs, chunksize=4), strict=True)
