@@ -32,7 +32,8 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         percent = f"{row['percent_of_copy']:.0f}" if row["percent_of_copy"] is not None else "-"
-        target = f"{row['target']}" if row["target"] and row["contender"] == "zeropp_kernels" else ""
+        has_target = row["target"] and row["contender"] == "zeropp_kernels" and "CPU" not in row["device"]
+        target = f"{row['target']}" if has_target else ""
         lines.append(
             f"| {row['operation']} | {row['contender']} | {row['mebibytes']} | {1e6 * row['seconds']:.0f} "
             f"| {row['gigabytes_per_second']:.2f} | {percent} | {target} |"

@@ -67,7 +67,7 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     pytest.importorskip("matplotlib", reason="the bench extra is not installed")
     row = {
         "operation": "copy", "contender": "zeropp_kernels", "mebibytes": 16, "seconds": 1e-3, "target": 92,
-        "gigabytes_per_second": 33.5, "percent_of_copy": 100.0, "device": "one CPU core", "torch": "2.13.0",
+        "gigabytes_per_second": 33.5, "percent_of_copy": 100.0, "device": "a card", "torch": "2.13.0",
     }  # fmt: skip
     other = {**row, "operation": "quantize int8", "gigabytes_per_second": 16.75, "percent_of_copy": 50.0}
     file = tmp_path / "measured.json"

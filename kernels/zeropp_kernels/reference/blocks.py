@@ -5,6 +5,7 @@ A tile is a float32 tensor [rows, group]. All arithmetic is elementwise float32,
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ __all__ = [
     "unrotate_",
 ]  # fmt: skip
 
-TILE = 1 << 16  # elements: 256 KiB of float32, so that a tile and its scratch stay in a core's cache
+TILE = 1 << 17  # elements: 512 KiB of float32, so that a tile and its scratch stay in a core's cache
 _LEVELS = {8: torch.tensor(127.0, device="cpu"), 4: torch.tensor(7.0, device="cpu")}
 _ONE = torch.tensor(1.0, device="cpu")
 _SMALLEST_SCALE = 0x0080  # 2**-126 in bfloat16
@@ -76,37 +77,40 @@ def tiles(layout: MessageLayout) -> Iterator[tuple[int, int]]:
         yield first, min(first + step, layout.groups)
 
 
-def _scale_bits(peak: Tensor, finite: Tensor, bits: int) -> Tensor:
-    """int32 [rows]: bfloat16 bits of peak / levels rounded up; NaN where the group is not finite."""
-    raised = (torch.div(peak, _LEVELS[bits]).view(torch.int32) + 0xFFFF) >> 16
-    return raised.clamp_(_SMALLEST_SCALE, _LARGEST_SCALE[bits]).masked_fill_(~finite, _NAN_SCALE)
+def _scale_bits(peak: Tensor, bits: int) -> Tensor:
+    """int32 [rows]: bfloat16 bits of peak / levels rounded up."""
+    rounded_up = torch.div(peak, _LEVELS[bits]).view(torch.int32).add_(0xFFFF).bitwise_right_shift_(16)
+    return rounded_up.clamp_(_SMALLEST_SCALE, _LARGEST_SCALE[bits])
 
 
 def scale_values(scales: Tensor) -> Tensor:
-    """float32 [rows, 1] from bits of bfloat16."""
+    """float32 [rows, 1] from bits of bfloat16, int16 or int32 [rows]."""
     return (scales.to(torch.int32) << 16).view(torch.float32).unsqueeze(1)
 
 
-def encode_(values: Tensor, part: Part, bits: int) -> Tensor:
-    """Write a tile as codes and scales; returns which groups are finite, bool [rows]."""
+def encode_(values: Tensor, part: Part, bits: int) -> Tensor | None:
+    """Write a tile as codes and scales; returns which groups are not finite, bool [rows], or None if all are."""
     rows, group = values.shape
     work = scratch("encode", rows, group)
     peak = torch.amax(torch.abs(values, out=work), 1)
-    finite = peak.isfinite()
-    scales = _scale_bits(peak, finite, bits)
+    finite = peak < math.inf
+    spoilt = None if finite.all() else ~finite
+    scales = _scale_bits(peak, bits)
+    if spoilt is not None:
+        scales.masked_fill_(spoilt, _NAN_SCALE)
     part.scales.copy_(scales)
     torch.mul(values, torch.div(_ONE, scale_values(scales)), out=work).round_()
-    if not finite.all():
-        work.masked_fill_(~finite.unsqueeze(1), 0.0)
+    if spoilt is not None:
+        work.masked_fill_(spoilt.unsqueeze(1), 0.0)
     if bits == 8:
         part.codes.view(torch.int8).copy_(work)
-        return finite
+        return spoilt
     codes = scratch("codes", rows, group, torch.int8).copy_(work)
     half = group // 2
     packed = part.codes.view(torch.int8)
     torch.bitwise_left_shift(codes[:, half:], 4, out=packed)
     packed.bitwise_or_(codes[:, :half].bitwise_and_(15))
-    return finite
+    return spoilt
 
 
 def decode_(part: Part, out: Tensor, bits: int, *, add: bool = False) -> None:

@@ -19,10 +19,12 @@ __all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
 Fill = Callable[[Tensor, int, int], int]
 
 
-def _keep_error(part: Part, error: Tensor, lost: Tensor, finite: Tensor, beta: float) -> None:
-    """Average what was lost into the error, and keep that as int8; groups that are not finite keep theirs."""
+def _keep_error(part: Part, error: Tensor, lost: Tensor, spoilt: Tensor | None, beta: float) -> None:
+    """Average what was lost into the error, and keep that as int8; ``spoilt`` groups keep theirs to the bit."""
     error.mul_(beta).add_(lost.mul_(1.0 - beta))
-    spoilt = (~finite).nonzero().squeeze(1)
+    if spoilt is None:
+        encode_(error, part, 8)
+        return
     codes, scales = part.codes[spoilt], part.scales[spoilt]
     encode_(error, part, 8)
     part.codes[spoilt] = codes
@@ -40,10 +42,10 @@ def _encode_tile(values: Tensor, message: Part, bits: int, state: Part | None, b
     else:
         decode_(state, error, 8)
     values.add_(error)
-    finite = encode_(values, message, bits)
+    spoilt = encode_(values, message, bits)
     decoded = scratch("decoded", *values.shape)
     decode_(message, decoded, bits)
-    _keep_error(state, error, values.sub_(decoded), finite, beta)
+    _keep_error(state, error, values.sub_(decoded), spoilt, beta)
 
 
 def _encode_all(
@@ -58,7 +60,8 @@ def _encode_all(
             values = scratch("values", last - first, layout.group)
             flat = values.view(-1)
             present = fill(flat, index * layout.numel + first * layout.group, (index + 1) * layout.numel)
-            flat[present:].zero_()
+            if present < flat.numel():
+                flat[present:].zero_()
             if rotate:
                 rotate_(values)
             tile_error = error.rows(first, last) if error is not None else None
