@@ -30,11 +30,9 @@ __all__ = ["delta_apply_", "delta_encode_"]
 
 @triton.jit
 def _advance(
-    reference, lower, upper, lower_code, upper_code, scale, left, live,
-    EVEN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    reference, lower, upper, lower_value, upper_value, left, live, EVEN: tl.constexpr, TILE: tl.constexpr
+):
     """Add a tile of decoded differences to the reference; owner and receivers run these same lines."""
-    lower_value, upper_value = value_pair(lower_code, upper_code, scale[:, None, None], 4)
     dtype: tl.constexpr = reference.dtype.element_ty
     lower = saturate(lower + lower_value, dtype)
     upper = saturate(upper + upper_value, dtype)
@@ -56,12 +54,13 @@ def delta_encode_kernel(
     lower -= old_lower
     upper -= old_upper
     bits, inverse, mask = scale_of(group_peak(lower, upper), 4)
-    lower_code, upper_code, _, _ = encode_pair(lower, upper, inverse, mask)
+    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse, mask)
     store_codes(message + first.to(tl.int64) * 64, lower_code, upper_code, live, 4, TILE, 1)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     if UPDATE:
+        scale = scale_value(bits)[:, None, None]
         _advance(
-            reference + start, old_lower, old_upper, lower_code, upper_code, scale_value(bits), left, live, EVEN, TILE
+            reference + start, old_lower, old_upper, lower_value * scale, upper_value * scale, left, live, EVEN, TILE
         )
 
 
@@ -81,7 +80,8 @@ def delta_apply_kernel(
     lower_code, upper_code = load_codes(message + first.to(tl.int64) * 64, live[:, None, None], 4, TILE, 1)
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16)) + first
     scale = scale_value(tl.load(scales + tl.arange(0, TILE), mask=live, other=0))
-    _advance(target, lower, upper, lower_code, upper_code, scale, left, live, EVEN, TILE)
+    lower_value, upper_value = value_pair(lower_code, upper_code, scale[:, None, None], 4)
+    _advance(target, lower, upper, lower_value, upper_value, left, live, EVEN, TILE)
 
 
 def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> None:

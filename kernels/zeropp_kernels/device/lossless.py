@@ -144,6 +144,7 @@ def lossless_count4_kernel(
     live = block < blocks
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     lower, upper = load_codes(message + first.to(tl.int64) * 128, live[:, None, None], 4, TILE, 2)
+    upper = upper >> 4
     counts = _block_sum((lower == 8).to(tl.int32), (upper == 8).to(tl.int32)).to(tl.int64)
     tl.store(offsets + tl.program_id(1).to(tl.int64) * row_numel * 2 + 1 + block, counts, mask=live)
 
@@ -201,6 +202,7 @@ def lossless_decode_kernel(
     offset8 = tl.load(offsets + block, mask=live, other=0)
     offset16 = tl.load(offsets + row_numel + block, mask=live, other=0)
     lower, upper = load_codes(message + first.to(tl.int64) * 128, live[:, None, None], 4, TILE, 2)
+    upper = upper >> 4
     lower8, upper8 = _ranks((lower == 8).to(tl.int32), (upper == 8).to(tl.int32))
     room8 = message + room8_offset
     lower, lower_raw = _load_escapes(room8, offset8, lower, lower8, limit8)

@@ -10,7 +10,7 @@ from ..wire import message_layout
 from .blocks import (
     LAUNCH,
     ROWS,
-    code_value,
+    code_values,
     launched,
     load_codes,
     load_pair,
@@ -26,7 +26,7 @@ __all__ = ["dequantize_", "reduce_", "sum_pair"]
 
 @triton.jit
 def _message_pair(message, scales_offset, row, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Codes as float32, and scales [TILE, K, 1], of TILE * K rows of one message from row ``row`` on.
+    """As :func:`code_values`, of TILE * K rows of one message from row ``row`` on, with scales [TILE, K, 1].
 
     K need not be that of the message's groups.
     """
@@ -36,7 +36,7 @@ def _message_pair(message, scales_offset, row, groups, BITS: tl.constexpr, TILE:
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
     scale = scale_value(tl.load(scales + group, mask=live, other=0))
     lower, upper = load_codes(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
-    return code_value(lower, BITS), code_value(upper, BITS), scale[:, :, None]
+    return code_values(lower, upper, scale[:, :, None], BITS)
 
 
 @triton.jit
@@ -45,17 +45,18 @@ def sum_pair(
 ):
     """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on.
 
-    Products are exact (8 significant bits times 7, and never subnormal), so a fused multiply-add rounds as a sum does.
+    Products are exact (8 significant bits times at most 7), so a fused multiply-add rounds as a sum does.
     """
-    lower, upper, scale = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
-    lower *= scale
-    upper *= scale
+    lower, upper, lower_scale, upper_scale = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
+    lower *= lower_scale
+    upper *= upper_scale
     for _ in range(1, count):
         messages += whole(nbytes, 128)
-        lower_code, upper_code, factor = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
-        factors = tl.broadcast_to(factor, lower.shape)
-        lower = tl.fma(lower_code, factors, lower)
-        upper = tl.fma(upper_code, factors, upper)
+        lower_code, upper_code, lower_scale, upper_scale = _message_pair(
+            messages, scales_offset, row, groups, BITS, TILE, K
+        )
+        lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
+        upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
     return lower, upper
 
 
