@@ -5,6 +5,7 @@ Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ __all__ = [
     "check_flat",
     "check_lossless",
     "check_messages",
+    "check_scale",
     "check_stats",
     "check_table",
 ]
@@ -60,6 +62,12 @@ def check_count(name: str, count: int, numel: int, of: str) -> int:
     if numel % count:
         raise ValueError(f"{of} has {numel} elements, which {name}={count} does not divide; pad {of} or change {name}")
     return numel // count
+
+
+def check_scale(scale: float) -> None:
+    """A finite factor: any other would make values out of the zeros between tensors and past the end."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale is {scale}; expected a finite number")
 
 
 def check_blocks(name: str, numel: int, count: int) -> None:

@@ -24,6 +24,7 @@ from .checks import (
     check_flat,
     check_lossless,
     check_messages,
+    check_scale,
     check_stats,
     check_table,
 )
@@ -64,6 +65,7 @@ def _reduce_quantize(
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> Memory:  # fmt: skip
     check_bits("source_bits", source_bits)
+    check_scale(scale)
     check_count("count", count, numel * count, "sources")
     check_messages("sources", sources, message_layout(numel, source_bits), count)
     part = check_count("out_count", out_count, numel, "the sum")
@@ -83,6 +85,7 @@ def _reduce(
     messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
 ) -> Memory:
     check_bits("bits", bits)
+    check_scale(scale)
     check_count("count", count, 0, "messages")
     check_flat("out", out, (torch.float32,) if accumulate else FLOATS)
     check_messages("messages", messages, message_layout(out.numel(), bits), count)
@@ -143,6 +146,7 @@ def _gather(
     norms: Tensor | None, flag: Tensor | None,
 ) -> Memory:  # fmt: skip
     check_flat("flat", flat)
+    check_scale(scale)
     check_table(tensors, host, entries, owners, flat.numel(), "flat")
     check_stats(norms, flag, flat.numel())
     memory = {"entries": entries, "owners": owners, "flat": flat, "norms": norms, "flag": flag}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import pytest
@@ -105,7 +104,7 @@ def test_reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
         check("reduce_quantize_", arguments, [5, 9] if feedback else [5])
 
 
-SCALES = [-1.0, 0.0, math.inf, math.nan, 1e30]  # gaps stay +0 under each
+SCALES = [-1.0, 0.0, 1e30]  # gaps stay +0 under each
 SHAPES = {
     "even": [(64, 3), (1024,), (64,), (8, 640)],
     "odd": [(7, 3), (0,), (1000,), (1,), (513,)],
@@ -163,7 +162,7 @@ def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
         assert not stats or bool(flag) == (not bool(flat.isfinite().all()))
         back = [torch.full((t.numel() + 4,), float("nan"), dtype=source)[bool(t.data_ptr() % 16) :] for t in tensors]
         back = [room[: t.numel()].view(t.shape) for room, t in zip(back, tensors, strict=True)]
-        for scale in (3.0, math.inf) if stats else (3.0,):
+        for scale in (3.0, -1.0, 1e30) if stats else (3.0,):
             check("scatter_", (flat, back, *places, scale, norms, flag), [1, 6, 7] if stats else [1])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import threading
@@ -255,6 +256,8 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
         "tensor 1 would end at element 777; the flat buffer has 600",
     ),
     "number of offsets": (lambda: block_table([9, 9], [0], 600), "numels has 2 entries and offsets 1"),
+    "scale of a copy": (gather(scale=math.inf), "scale is inf; expected a finite number"),
+    "scale of a sum": (reduce(scale=math.nan), "scale is nan; expected a finite number"),
     "no tensor": (quantize(x=None), "x is NoneType; expected a dense tensor"),
     "sizes that are none": (lambda: block_table([3.5]), r"numels is \[3.5\]; expected integers"),
     "a layout of less than nothing": (lambda: message_layout(-1, 8), "numel is -1; a message holds 0 or more"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..table import locate
 from ..wire import BLOCK, blocks_of
-from .blocks import LAUNCH, ROWS, half_rows, launched, load_pair, store_pair
+from .blocks import LAUNCH, ROWS, launched, load_pair, store_pair
 from .places import load_blocks, store_blocks, triton_dtype
 
 __all__ = ["gather_", "scatter_"]
@@ -73,15 +73,9 @@ def scatter_kernel(
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
-    left = numel - start
-    lower, upper = load_pair(flat + start, left, live, FLAT_EVEN, TILE, 2)
-    if FLAT_EVEN:
-        lower *= scale
-        upper *= scale
-    else:  # zeros past the end stay zeros, whatever the scale
-        at = half_rows(128, TILE, 2)
-        lower *= tl.where(at < left, scale, 1.0)
-        upper *= tl.where(at + 64 < left, scale, 1.0)
+    lower, upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
+    lower *= scale
+    upper *= scale
     _report(lower, upper, norms, flag, first, live, DTYPE, TILE)
     store_blocks(entries, size, owners, start, live, lower, upper, DTYPE, EVEN, TILE, 2)
 

@@ -50,7 +50,7 @@ def load_blocks(
 ):  # fmt: skip
     """A tile of values in float32, times ``scale``, from element ``start`` of the flat buffer on.
 
-    Zeros where no tensor lies, whatever the scale.
+    Zeros where no tensor lies, under a negative scale too.
     """
     pointers, left = _places(entries, size, owners, start, live, DTYPE, TILE, K)
     at = tl.arange(0, 64)[None, None, :]
