@@ -7,7 +7,7 @@
 #   bench/gpu.sh            # all of it
 #   PYTHON=python3.12 bench/gpu.sh kernels
 #
-# Writes bench/results/<date>_gpu-{kernels,w1,staged}.{md,json,png}.
+# Writes bench/results/<date>_gpu-{kernels,w1,staged}.{md,json}, and gpu-kernels.png.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PYTHONPATH=".:kernels${PYTHONPATH:+:$PYTHONPATH}"
@@ -30,7 +30,7 @@ PY
 # That no tests were found is a failure, too.
 must_pass() {
     local status=0
-    timeout "$1" "$python" -m pytest -q "${@:2}" || status=$?
+    timeout -k 10 "$1" "$python" -m pytest -q "${@:2}" || status=$?
     if [[ $status -ne 0 ]]; then
         echo "tests ended with exit code $status; no benchmark" >&2
         exit "$status"
@@ -44,25 +44,34 @@ if [[ $part == kernels || $part == all ]]; then
 fi
 
 if [[ $part == speed || $part == all ]]; then
-    "$python" -m bench.kernels.launch
-    "$python" -m bench.kernels.pinned
+    timeout 60 "$python" -m bench.kernels.launch
+    timeout 60 "$python" -m bench.kernels.pinned
     measured=$(mktemp -d)
-    # One process a size, ours before the others, whose compilation takes long: what was measured is kept if time runs out.
+    trap 'rm -rf "$measured"' EXIT
+    # One process a size, ours before the others, whose compilation takes long. Interrupted, pytest still writes down what
+    # it has measured by then.
     measure() {
-        timeout "$1" "$python" -m pytest -q bench/kernels --sizes "$2" -k "$3" --benchmark-json="$measured/$2-$4.json" ||
+        timeout -s INT -k 10 "$1" "$python" -m pytest -q bench/kernels --sizes "$2" -k "$3" --benchmark-json="$measured/$2-$4.json" ||
             echo "not measured in full: $4 at $2 MiB (exit code $?)" >&2
     }
-    for size in 256 1024 2048 64 16 1; do measure 60 "$size" "zeropp or deepspeed" ours; done
-    measure 60 256 "eager or copy" eager
-    measure 150 256 "compiled or copy" compiled
-    "$python" bench/kernels/report.py "$measured"/*.json --save gpu-kernels
+    for size in 256 1024 2048; do measure 50 "$size" "zeropp or deepspeed" ours; done
+    for size in 64 16 1; do measure 25 "$size" "zeropp or deepspeed" ours; done
+    measure 50 256 "eager or copy" eager
+    measure 120 256 "compiled or copy" compiled
+    shopt -s nullglob
+    files=("$measured"/*.json)
+    if ((${#files[@]} == 0)); then
+        echo "nothing was measured" >&2
+        exit 1
+    fi
+    "$python" bench/kernels/report.py "${files[@]}" --save gpu-kernels
 fi
 
 if [[ $part == engine || $part == all ]]; then
     must_pass 200 -m gpu tests/gpu
 
     # About 1.0e9 parameters at 8 k tokens a step where both systems fit side by side, a fifth of that elsewhere.
-    memory_mib=$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits | head -n 1)
+    memory_mib=$("$python" -c "import torch; print(torch.cuda.get_device_properties(0).total_memory >> 20)")
     if ((memory_mib >= 70000)); then
         size=(--layers 20 --d-model 2048 --heads 16 --seq-len 2048 --batch 4)
     else

@@ -42,14 +42,17 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def chart(rows: Sequence[Row], path: Path) -> None:
-    """Bars of GB/s at the largest size, one colour a contender, and a line at the copy's."""
+    """Bars of GB/s, one colour a contender, and a line at the copy's; at the largest size with most contenders."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    largest = max(row["mebibytes"] for row in rows)
-    shown = [row for row in rows if row["mebibytes"] == largest]
+    contenders_at = {row["mebibytes"]: set() for row in rows}
+    for row in rows:
+        contenders_at[row["mebibytes"]].add(row["contender"])
+    size = max(contenders_at, key=lambda mebibytes: (len(contenders_at[mebibytes]), mebibytes))
+    shown = [row for row in rows if row["mebibytes"] == size]
     names = list(dict.fromkeys(row["operation"] for row in shown))
     contenders = list(dict.fromkeys(row["contender"] for row in shown))
     figure, axes = plt.subplots(figsize=(9, 0.45 * len(names) + 1.5), layout="constrained")
@@ -63,7 +66,7 @@ def chart(rows: Sequence[Row], path: Path) -> None:
         axes.axvline(copies[0], color="black", linewidth=0.8, linestyle="--", label="copy")
     axes.set_yticks([place + 0.4 - height / 2 for place in range(len(names))], names)
     axes.invert_yaxis()
-    axes.set_xlabel(f"GB/s, {largest} MiB of bfloat16 values, {shown[0]['device']}")
+    axes.set_xlabel(f"GB/s, {size} MiB of bfloat16 values, {shown[0]['device']}")
     axes.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120)
 

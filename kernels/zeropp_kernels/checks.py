@@ -5,7 +5,6 @@ Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -32,6 +31,7 @@ __all__ = [
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_MESSAGES = 65535  # second axis of a launch grid
+_LARGEST = torch.finfo(torch.float32).max
 _ALIGNMENT = 16  # bytes, of messages and states: codes are stored 128 bits at a time
 
 
@@ -65,9 +65,9 @@ def check_count(name: str, count: int, numel: int, of: str) -> int:
 
 
 def check_scale(scale: float) -> None:
-    """A finite factor: any other would make values out of the zeros between tensors and past the end."""
-    if not math.isfinite(scale):
-        raise ValueError(f"scale is {scale}; expected a finite number")
+    """A factor that is finite in float32: any other would make values of the zeros between tensors and past the end."""
+    if not abs(scale) <= _LARGEST:
+        raise ValueError(f"scale is {scale}; expected a number that float32 can hold, at most {_LARGEST:.7g}")
 
 
 def check_blocks(name: str, numel: int, count: int) -> None:
@@ -93,10 +93,10 @@ def check_bits(name: str, bits: int) -> None:
 
 def check_feedback(state: Tensor | None, numel: int, count: int, bits: int, beta: float) -> None:
     """The bytes of a state, and a factor in [0, 1)."""
-    if state is None:
-        return
     if not 0.0 <= beta < 1.0:
         raise ValueError(f"beta is {beta}; expected 0 <= beta < 1, the part of the old error that is kept")
+    if state is None:
+        return
     nbytes = state_layout(numel, bits).nbytes * count
     check_flat("state", state, (torch.uint8,))
     if state.numel() != nbytes:

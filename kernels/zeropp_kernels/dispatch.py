@@ -163,8 +163,9 @@ def _scatter(
 def _unsupported(name: str, *arguments: object) -> None:
     given = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
     tensors = [each for each in given if isinstance(each, Tensor)]
-    odd = next((each for each in tensors if each.device.type not in ("cpu", "cuda")), tensors[0])
-    what = f"one on {odd.device}" if odd.layout == torch.strided else f"a {odd.layout} one"
+    elsewhere = [f"one on {each.device}" for each in tensors if each.device.type not in ("cpu", "cuda")]
+    elsewhere += [f"a {each.layout} one" for each in tensors if each.layout != torch.strided]
+    what = elsewhere[0] if elsewhere else "a quantized one"
     raise ValueError(f"{NAMESPACE}.{name} runs on dense CPU, CUDA and ROCm tensors; got {what}")
 
 
@@ -225,24 +226,24 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
 
 _register(
     "quantize_",
-    f"Tensor x, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
+    f"Tensor x, Tensor(a!) messages, SymInt count, int bits, bool rotate, {_FEEDBACK}",
     _quantize,
 )
 _register(
     "quantize_tensors_",
-    f"Tensor[] tensors, {_TABLE}, int numel, Tensor(a!) messages, int count, int bits, bool rotate, {_FEEDBACK}",
+    f"Tensor[] tensors, {_TABLE}, SymInt numel, Tensor(a!) messages, SymInt count, int bits, bool rotate, {_FEEDBACK}",
     _quantize_tensors,
 )
 _register(
     "reduce_quantize_",
-    "Tensor sources, int numel, int count, int source_bits, float scale, Tensor(a!) messages, int out_count, "
+    "Tensor sources, SymInt numel, SymInt count, int source_bits, float scale, Tensor(a!) messages, SymInt out_count, "
     f"int bits, bool rotate, {_FEEDBACK}",
     _reduce_quantize,
 )
-_register("dequantize_", "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate", _dequantize)
+_register("dequantize_", "Tensor messages, Tensor(a!) out, SymInt count, int bits, bool rotate", _dequantize)
 _register(
     "reduce_",
-    "Tensor messages, Tensor(a!) out, int count, int bits, bool rotate, float scale, bool accumulate",
+    "Tensor messages, Tensor(a!) out, SymInt count, int bits, bool rotate, float scale, bool accumulate",
     _reduce,
 )
 _register(
@@ -250,16 +251,16 @@ _register(
     "Tensor shard, Tensor(a!) reference, Tensor(b!) message, bool update",
     _delta_encode,
 )
-_register("delta_apply_", "Tensor messages, Tensor(a!) reference, int count", _delta_apply)
+_register("delta_apply_", "Tensor messages, Tensor(a!) reference, SymInt count", _delta_apply)
 _register("lossless_count_", "Tensor values, Tensor reference, Tensor(a!) offsets", _lossless_count)
 _register(
     "lossless_encode_",
-    "Tensor values, Tensor reference, Tensor offsets, Tensor(a!) message, int room8, int room16",
+    "Tensor values, Tensor reference, Tensor offsets, Tensor(a!) message, SymInt room8, SymInt room16",
     _lossless_encode,
 )
 _register(
     "lossless_decode_",
-    "Tensor messages, Tensor reference, Tensor(a!) out, Tensor(b!) offsets, int count, int room8, int room16",
+    "Tensor messages, Tensor reference, Tensor(a!) out, Tensor(b!) offsets, SymInt count, SymInt room8, SymInt room16",
     _lossless_decode,
 )
 _register(

@@ -151,8 +151,8 @@ def reduce_(
     """``out = scale * sum of count messages``, or ``out +=``; summed in float32 in the order of the messages.
 
     ``scale`` multiplies the finished sum, once; then comes the inverse rotation, if any, and the rounding to ``out``.
-    A sum that passes the largest float32 is Inf (NaN if it is rotated back); in 16 bits the largest finite value stands
-    for all that pass it.
+    A sum that passes the largest float32 is Inf; if it is rotated back, its 32 elements are NaN in any dtype. In 16
+    bits the largest finite value stands for all that pass it.
 
     Args:
         messages: uint8 [count * message_layout(numel, bits).nbytes].

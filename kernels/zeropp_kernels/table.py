@@ -90,7 +90,7 @@ def block_table(
     ends = list(accumulate((blocks_of(max(count, 0)) * BLOCK for count in numels), initial=0))
     offsets = ends[:-1] if offsets is None else _integers("offsets", offsets)
     if numel is None:
-        numel = blocks_of(offsets[-1] + numels[-1]) * BLOCK if numels and len(offsets) == len(numels) else 0
+        numel = blocks_of(max(offsets[-1] + numels[-1], 0)) * BLOCK if numels and len(offsets) == len(numels) else 0
     (numel,) = _integers("numel", [numel])
     _check(numels, offsets, numel)
     with torch.inference_mode(False):  # what that mode makes could not be written to outside it

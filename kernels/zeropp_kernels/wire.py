@@ -41,9 +41,13 @@ def _blocks(numel: int, size: int) -> int:
     return -(-numel // size)
 
 
+def _check_integer(name: str, value: int) -> None:
+    if not hasattr(value, "__index__"):
+        raise TypeError(f"{name} is {value!r}; expected an integer")
+
+
 def _check_numel(numel: int) -> None:
-    if isinstance(numel, float):
-        raise TypeError(f"numel is {numel}; expected an integer")
+    _check_integer("numel", numel)
     if numel < 0:
         raise ValueError(f"numel is {numel}; a message holds 0 or more elements")
 
@@ -90,6 +94,7 @@ class MessageLayout:
 def message_layout(numel: int, bits: int) -> MessageLayout:
     """Layout of ``numel`` elements in int8 (``bits`` 8, group 256) or int4 (``bits`` 4, group 128)."""
     _check_numel(numel)
+    _check_integer("bits", bits)
     if bits not in GROUPS:
         raise ValueError(f"bits is {bits!r}; codes have {' or '.join(map(str, sorted(GROUPS)))} bits")
     return MessageLayout(numel, bits, GROUPS[bits])
@@ -136,6 +141,8 @@ class LosslessLayout:
 def lossless_layout(numel: int, room8: int, room16: int) -> LosslessLayout:
     """Layout of ``numel`` differences with room for ``room8`` escapes from 4 bits and ``room16`` escapes from 8."""
     _check_numel(numel)
+    _check_integer("room8", room8)
+    _check_integer("room16", room16)
     if room8 < 0 or room16 < 0:
         raise ValueError(f"room8 is {room8} and room16 is {room16}; room for escapes is 0 or more elements")
     return LosslessLayout(numel, room8, room16)

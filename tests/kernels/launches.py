@@ -18,6 +18,7 @@ from tests.kernels.cases import BITS, DTYPES
 from tests.kernels.fast import device
 from zeropp_kernels import reference
 from zeropp_kernels.aot.cases import Case, cases
+from zeropp_kernels.device.blocks import launch_options
 
 TARGET = GPUTarget("cuda", 90, 32)
 Configuration = tuple[object, ...]
@@ -51,6 +52,7 @@ def launch_everything() -> set[Configuration]:
 
     def run(self: jit.JITFunction, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
         found.add(seen(self, arguments, options))
+        assert options.items() >= launch_options(TARGET.backend, self.registers).items(), options
 
     def check(name: str, arguments: tuple[object, ...], outputs: object) -> None:
         getattr(device, name)(*arguments)

@@ -83,7 +83,8 @@ def test_dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
 def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
-    for count, rotate, scale, accumulate in [(1, False, 1.0, False), (4, True, 0.25, False), (3, False, 1 / 3, True)]:
+    variants = [(1, False, 1.0, False), (4, True, 0.25, False), (3, False, 1 / 3, True), (2, True, 3e38, False)]
+    for count, rotate, scale, accumulate in variants:
         messages = torch.cat([encode(values(numel, torch.float32, rank), 1, bits, rotate) for rank in range(count)])
         accumulate = accumulate and dtype == torch.float32
         out = values(numel, dtype, 9)

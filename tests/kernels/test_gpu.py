@@ -119,7 +119,7 @@ def test_pageable_memory_and_mixed_devices_are_refused() -> None:
     with pytest.raises(ValueError, match="entries is on cpu; expected cuda:0"):
         kernels.gather_(given, block_table(NUMELS, OFFSETS, NUMEL), torch.empty(NUMEL, device="cuda"))
     with pytest.raises(ValueError, match="messages is on cpu; expected cuda:0"):
-        kernels.quantize_(given[0], torch.empty(512, dtype=torch.uint8))
+        kernels.quantize_(given[0], torch.empty(message_layout(300, 8).nbytes, dtype=torch.uint8))
 
 
 def test_in_a_graph() -> None:

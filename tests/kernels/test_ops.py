@@ -35,6 +35,7 @@ def samples() -> dict[str, tuple[object, ...]]:
     state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
     held = values(NUMEL, torch.bfloat16, 1)
     offsets = torch.zeros(2, 4, dtype=torch.int64)
+    kernels.lossless_count_(x, held, offsets)
     lossless = torch.zeros(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
     tensors, table = [values(100, torch.float32), values(300, torch.float32)], block_table([100, 300], [0, 256], NUMEL)
     places = (table.host, table.entries, table.owners)
@@ -50,7 +51,7 @@ def samples() -> dict[str, tuple[object, ...]]:
         "reduce_": (real_messages(NUMEL, 8, 3), torch.zeros(NUMEL), 3, 8, False, 0.5, True),
         "delta_encode_": (shard, held.clone(), messages_for(NUMEL, 4), True),
         "delta_apply_": (real_messages(NUMEL, 4), held.clone(), 1),
-        "lossless_count_": (x, held, offsets),
+        "lossless_count_": (x, held, torch.zeros_like(offsets)),
         "lossless_encode_": (x, held, offsets, lossless, NUMEL, NUMEL),
         "lossless_decode_": (lossless, held, torch.zeros_like(held), offsets[None].clone(), 1, NUMEL, NUMEL),
         "gather_": (tensors, *places, flat, 1.0, norms, flag),
@@ -225,6 +226,8 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "shape of x": (quantize(x=torch.ones(20, 30)), r"x has shape \(20, 30\).*one contiguous dimension"),
     "strides of x": (quantize(x=torch.ones(2 * NUMEL)[::2]), r"x has shape.*strides \(2,\).*contiguous"),
     "count": (quantize(count=7), "x has 600 elements, which count=7 does not divide"),
+    "scale past float32": (reduce(scale=1e39), "scale is 1e\\+39; expected a number that float32 can hold"),
+    "beta without a state": (quantize(beta=5.0), "beta is 5.0; expected 0 <= beta < 1"),
     "count of nothing": (quantize(count=0), "count is 0; expected 1 to 65535"),
     "bits": (quantize(bits=5), "bits is 5; expected 4 or 8"),
     "dtype of messages": (quantize(messages=torch.ones(896)), "messages is float32; expected uint8"),
@@ -256,8 +259,8 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
         "tensor 1 would end at element 777; the flat buffer has 600",
     ),
     "number of offsets": (lambda: block_table([9, 9], [0], 600), "numels has 2 entries and offsets 1"),
-    "scale of a copy": (gather(scale=math.inf), "scale is inf; expected a finite number"),
-    "scale of a sum": (reduce(scale=math.nan), "scale is nan; expected a finite number"),
+    "scale of a copy": (gather(scale=math.inf), "scale is inf; expected a number that float32"),
+    "scale of a sum": (reduce(scale=math.nan), "scale is nan; expected a number that float32"),
     "no tensor": (quantize(x=None), "x is NoneType; expected a dense tensor"),
     "sizes that are none": (lambda: block_table([3.5]), r"numels is \[3.5\]; expected integers"),
     "a layout of less than nothing": (lambda: message_layout(-1, 8), "numel is -1; a message holds 0 or more"),
@@ -370,9 +373,48 @@ def test_a_sum_that_passes_the_largest_number_shows() -> None:
     assert out.isnan().all()
 
 
-def real_messages_of(x: Tensor) -> Tensor:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotated_sum_that_passes_the_largest_number_shows(dtype: torch.dtype) -> None:
+    """All 32 elements that are rotated together, and no other; a clamped rotation would look finite."""
+    x = torch.zeros(256)
+    x[32:48] = x[96:112] = 3e38
+    out = torch.empty(256, dtype=dtype)
+    kernels.reduce_(torch.cat([real_messages_of(x, rotate=True)] * 3), out, count=3, rotate=True)
+    assert out.isnan().tolist() == (x != 0).tolist()
+
+
+def test_sizes_may_change_inside_a_compiled_region() -> None:
+    """Sizes, counts and rooms are symbols to the compiler: one graph for fixed ones, and one for all others."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def pass_on(x: Tensor, message: Tensor, out: Tensor, count: int) -> None:
+        kernels.quantize_(x, message, count=count)
+        kernels.reduce_quantize_(message, out, numel=x.numel() // count, count=count)
+
+    compiled = torch.compile(pass_on, fullgraph=True, backend="aot_eager")
+    for step in range(1, 12):
+        numel, count = 256 * step, step % 3 + 1
+        x = values(numel * count, torch.float32)
+        given = [(x, messages_for(numel, 8, count), messages_for(numel, 4), count) for _ in range(2)]
+        pass_on(*given[0])
+        compiled(*given[1])
+        assert torch.equal(given[0][2], given[1][2])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
+
+
+def test_offsets_of_other_values_are_refused() -> None:
+    x, reference = values(NUMEL, torch.bfloat16), values(NUMEL, torch.bfloat16, 1)
+    message = torch.empty(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="call lossless_count_ with the same values"):
+        kernels.lossless_encode_(
+            x, reference, torch.zeros(2, 4, dtype=torch.int64), message, room8=NUMEL, room16=NUMEL
+        )
+
+
+def real_messages_of(x: Tensor, rotate: bool = False) -> Tensor:
     message = messages_for(x.numel(), 8)
-    kernels.quantize_(x, message)
+    kernels.quantize_(x, message, rotate=rotate)
     return message
 
 

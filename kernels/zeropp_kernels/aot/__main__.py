@@ -16,11 +16,19 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..device.blocks import INTERPRETED
 from .budgets import check
 from .build import TARGETS, Job, build_all
 from .cases import cases
 
 __all__ = ["main"]
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,14 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cover", default="pairs", choices=["each", "pairs", "all"], help="how many configurations")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="that compile at a time")
+    parser.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help="that compile at a time")
     given = parser.parse_args(arguments)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        parser.error("TRITON_INTERPRET=1 is set; the interpreter and the compiler cannot share a process")
+    if INTERPRETED:
+        value = os.environ["TRITON_INTERPRET"]
+        parser.error(f"TRITON_INTERPRET={value} is set; the interpreter and the compiler cannot share a process")
     chosen = [index for index, case in enumerate(cases(given.cover)) if given.only in case.name]
     if not chosen:
         parser.error(f"--only {given.only}: no kernel has that in its name")
-    jobs = [Job(given.cover, index, target) for index in chosen for target in given.targets]
+    targets = list(dict.fromkeys(given.targets))
+    jobs = [Job(given.cover, index, target) for index in chosen for target in targets]
     jobs += [
         Job(given.cover, job.index, job.target, near=False) for job in jobs if TARGETS[job.target].backend == "hip"
     ]
@@ -51,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{facts.shared:>6}  {case.settings}{'  WRONG: ' + ', '.join(wrong) if wrong else ''}",
             flush=True,
         )
-    print(f"{len(chosen)} cases on {len(given.targets)} targets: {len(jobs)} compiled, {failures} wrong")
+    print(f"{len(chosen)} cases on {len(targets)} targets: {len(jobs)} compiled, {failures} wrong")
     return 1 if failures else 0
 
 

@@ -10,7 +10,7 @@ from .cases import Case
 
 __all__ = ["REGISTERS", "check"]
 
-REGISTERS = {True: 128, False: 192}  # of a thread: room for four programs on a multiprocessor; two if not even
+REGISTERS = {True: 128, False: 168}  # of a thread: room for four programs on a multiprocessor; three if not even
 _ELEMENTS = ROWS  # of a thread: 128 threads share ROWS rows of 128
 
 

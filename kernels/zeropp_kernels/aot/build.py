@@ -12,7 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ..device.blocks import LAUNCH
+from ..device.blocks import launch_options
 from .binaries import Facts, inspect
 from .cases import Case, cases
 
@@ -47,8 +47,8 @@ def _listed(cover: str) -> list[Case]:
 
 def build(case: Case, target: GPUTarget) -> Any:
     """What ``triton.compile`` gives."""
-    warps = 128 // target.warp_size
-    return triton.compile(case.source(target), target=target, options={**LAUNCH, "num_warps": warps})
+    options = launch_options(target.backend, case.kernel.registers)
+    return triton.compile(case.source(target), target=target, options=options)
 
 
 def _facts(job: Job) -> Facts:

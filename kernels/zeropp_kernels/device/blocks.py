@@ -20,7 +20,6 @@ import triton.language as tl
 
 __all__ = [
     "INTERPRETED",
-    "LAUNCH",
     "ROWS",
     "bfloat16_bits",
     "cast",
@@ -28,6 +27,7 @@ __all__ = [
     "encode_pair",
     "group_peak",
     "half_rows",
+    "launch_options",
     "launched",
     "load_codes",
     "load_pair",
@@ -46,11 +46,25 @@ __all__ = [
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Rows of 128 elements in a tile. The interpreter's time is that of programs, whatever they hold; bits are the same.
 ROWS = 256 if INTERPRETED else 32
-# 32 rows are 128 threads of 16 + 16 elements: four warps of 32 threads, or two of AMD's 64.
-LAUNCH = {"num_warps": 2 if torch.version.hip else 4, "enable_fp_fusion": False}
 
 
-def launched(*scattered: str) -> Callable[[Callable[..., None]], Any]:
+_BACKEND = "hip" if torch.version.hip else "cuda"
+
+
+def launch_options(backend: str, registers: int) -> dict[str, Any]:
+    """How a kernel is compiled for Triton's ``backend``, "cuda" or "hip".
+
+    Args:
+        backend: also decides what a warp is.
+        registers: that a thread may have; only "cuda" can be told.
+    """
+    # 32 rows are 128 threads of 16 + 16 elements: four warps of 32 threads, or two of AMD's 64.
+    if backend == "hip":
+        return {"num_warps": 2, "enable_fp_fusion": False}
+    return {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": registers}
+
+
+def launched(*scattered: str, registers: int = 168) -> Callable[[Callable[..., None]], Any]:
     """A kernel that the host launches, compiled once for each set of its constants and of aligned pointers.
 
     Triton would compile anew for integers that are 1 or multiples of 16, and for each width that a value needs; here a
@@ -58,11 +72,18 @@ def launched(*scattered: str) -> Callable[[Callable[..., None]], Any]:
 
     Args:
         scattered: pointers that are read or written one value at a time, whose alignment makes no difference.
+        registers: that a thread may have. With 168 a multiprocessor holds three programs, with 128 four. Without a
+            bound ptxas chooses one, and has spilled at 96 what fits into 114.
+
+    Returns:
+        The kernel. ``options`` are how the host launches it, ``registers`` the bound.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
         integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
-        return triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(scattered))
+        kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(scattered))
+        kernel.registers, kernel.options = registers, launch_options(_BACKEND, registers)
+        return kernel
 
     return decorate
 

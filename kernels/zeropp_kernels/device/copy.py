@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..table import locate
 from ..wire import BLOCK, blocks_of
-from .blocks import LAUNCH, ROWS, launched, load_pair, store_pair
+from .blocks import ROWS, launched, load_pair, store_pair
 from .places import load_blocks, store_blocks, triton_dtype
 
 __all__ = ["gather_", "scatter_"]
@@ -97,7 +97,7 @@ def _launch(
     kernel[(triton.cdiv(blocks, _TILE),)](
         entries, len(tensors), owners, flat, flat.numel(), blocks, scale, norms, flag,
         DTYPE=triton_dtype(tensors), EVEN=locate(tensors, host, entries), FLAT_EVEN=flat.numel() % BLOCK == 0,
-        TILE=_TILE, **LAUNCH,
+        TILE=_TILE, **kernel.options,
     )  # fmt: skip
 
 

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..wire import message_layout
 from .blocks import (
-    LAUNCH,
     ROWS,
     encode_pair,
     group_peak,
@@ -91,7 +90,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
         return
     delta_encode_kernel[(triton.cdiv(layout.slots, ROWS),)](
         shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
-        UPDATE=update, EVEN=layout.numel % layout.group == 0, TILE=ROWS, **LAUNCH,
+        UPDATE=update, EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_encode_kernel.options,
     )  # fmt: skip
 
 
@@ -102,5 +101,5 @@ def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
         return
     delta_apply_kernel[triton.cdiv(layout.groups, ROWS), count](
         messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
-        EVEN=layout.numel % layout.group == 0, TILE=ROWS, **LAUNCH,
+        EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_apply_kernel.options,
     )  # fmt: skip

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..wire import BLOCK, lossless_layout
-from .blocks import INTERPRETED, LAUNCH, bfloat16_bits, half_rows, launched, load_codes, store_codes, whole
+from .blocks import INTERPRETED, bfloat16_bits, half_rows, launched, load_codes, store_codes, whole
 
 __all__ = ["ENCODE_TILE", "TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
 
@@ -235,7 +235,7 @@ def lossless_count_(values: Tensor, reference: Tensor, offsets: Tensor) -> None:
     if blocks:
         lossless_count_kernel[(triton.cdiv(blocks, TILE),)](
             values, reference, values.numel(), blocks, offsets[0, 1:], offsets[1, 1:],
-            EVEN=values.numel() % BLOCK == 0, TILE=TILE, **LAUNCH,
+            EVEN=values.numel() % BLOCK == 0, TILE=TILE, **lossless_count_kernel.options,
         )  # fmt: skip
     for row in offsets:
         _accumulate(row)
@@ -251,7 +251,7 @@ def lossless_encode_(
         lossless_encode_kernel[(triton.cdiv(layout.blocks, ENCODE_TILE),)](
             values, reference, layout.numel, layout.blocks, offsets[0], offsets[1], message,
             layout.room8_offset, layout.room16_offset, room8, room16,
-            EVEN=layout.numel % BLOCK == 0, TILE=ENCODE_TILE, **LAUNCH,
+            EVEN=layout.numel % BLOCK == 0, TILE=ENCODE_TILE, **lossless_encode_kernel.options,
         )  # fmt: skip
 
 
@@ -265,16 +265,19 @@ def lossless_decode_(
         return
     grid = triton.cdiv(layout.blocks, TILE), count
     row = layout.blocks + 1
-    lossless_count4_kernel[grid](messages, layout.nbytes, layout.blocks, offsets, row, TILE=TILE, **LAUNCH)
+    lossless_count4_kernel[grid](
+        messages, layout.nbytes, layout.blocks, offsets, row, TILE=TILE, **lossless_count4_kernel.options
+    )
     for rows in offsets:
         _accumulate(rows[0])
     lossless_count8_kernel[grid](
-        messages, layout.nbytes, layout.blocks, offsets, row, layout.room8_offset, room8, TILE=TILE, **LAUNCH
-    )
+        messages, layout.nbytes, layout.blocks, offsets, row, layout.room8_offset, room8,
+        TILE=TILE, **lossless_count8_kernel.options,
+    )  # fmt: skip
     for rows in offsets:
         _accumulate(rows[1])
     lossless_decode_kernel[grid](
         messages, reference, out, layout.numel, layout.nbytes, layout.blocks, offsets, row,
         layout.room8_offset, layout.room16_offset, room8, room16,
-        EVEN=layout.numel % BLOCK == 0, TILE=TILE, **LAUNCH,
+        EVEN=layout.numel % BLOCK == 0, TILE=TILE, **lossless_decode_kernel.options,
     )  # fmt: skip

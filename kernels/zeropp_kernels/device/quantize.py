@@ -11,7 +11,6 @@ from torch import Tensor
 from ..table import locate
 from ..wire import message_layout, state_layout
 from .blocks import (
-    LAUNCH,
     ROWS,
     encode_pair,
     group_peak,
@@ -59,7 +58,7 @@ def _encode(
         )  # fmt: skip
 
 
-@launched()
+@launched(registers=128)
 def quantize_kernel(
     x, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     state_nbytes: tl.int64, state_scales_offset: tl.int64, beta: tl.float32, rest: tl.float32, reset: tl.int32,
@@ -78,7 +77,7 @@ def quantize_kernel(
     )  # fmt: skip
 
 
-@launched("entries", "owners")
+@launched("entries", "owners", registers=128)
 def quantize_tensors_kernel(
     entries, size: tl.int32, owners, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32,
     nbytes: tl.int64, scales_offset: tl.int64, state_nbytes: tl.int64, state_scales_offset: tl.int64,
@@ -97,7 +96,7 @@ def quantize_tensors_kernel(
     )  # fmt: skip
 
 
-@launched()
+@launched(registers=128)
 def reduce_quantize_kernel(
     sources, count: tl.int32, source_groups: tl.int32, source_nbytes: tl.int64, source_scales_offset: tl.int64,
     scale: tl.float32, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32, nbytes: tl.int64,
@@ -141,7 +140,7 @@ def _launch(
         *source, messages, state if state is not None else messages,
         layout.groups, layout.slots, layout.nbytes, layout.scales_offset, kept.nbytes, kept.scales_offset,
         beta, 1.0 - beta, int(reset),
-        BITS=bits, ROTATE=rotate, FEEDBACK=state is not None, TILE=tile, **constants, **LAUNCH,
+        BITS=bits, ROTATE=rotate, FEEDBACK=state is not None, TILE=tile, **constants, **kernel.options,
     )  # fmt: skip
 
 

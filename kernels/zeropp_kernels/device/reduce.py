@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..wire import message_layout
 from .blocks import (
-    LAUNCH,
     ROWS,
     code_values,
     launched,
@@ -60,6 +59,12 @@ def sum_pair(
     return lower, upper
 
 
+@triton.jit
+def _spoil_infinite(x):
+    """NaN for what has passed the largest float32: rotated back it would be a sum that is clamped, and look finite."""
+    return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
+
+
 @launched()
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
@@ -77,7 +82,7 @@ def reduce_kernel(
     lower *= scale
     upper *= scale
     if ROTATE:
-        lower, upper = rotate(lower, upper)
+        lower, upper = rotate(_spoil_infinite(lower), _spoil_infinite(upper))
         lower *= 32.0
         upper *= 32.0
     target = out + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + row * 128)
@@ -101,7 +106,8 @@ def _launch(
     tile = ROWS * 128 // layout.group
     reduce_kernel[triton.cdiv(layout.groups, tile), parts](
         messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile, **LAUNCH,
+        BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile,
+        **reduce_kernel.options,
     )  # fmt: skip
 
 

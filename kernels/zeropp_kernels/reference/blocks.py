@@ -65,6 +65,8 @@ def parts(messages: Tensor, layout: MessageLayout, count: int) -> list[Part]:
     found = []
     for index in range(count):
         message = messages[index * layout.nbytes : (index + 1) * layout.nbytes]
+        if not layout.groups:
+            message = messages.new_empty(0)  # an empty tensor may have any stride, and views only some
         codes = message[: layout.codes_nbytes].view(layout.groups, layout.group * layout.bits // 8)
         found.append(Part(codes, message[layout.scales_offset :].view(torch.int16)))
     return found

@@ -82,7 +82,11 @@ def _append(room: Tensor, end: int, found: Tensor) -> int:
 def lossless_encode_(
     values: Tensor, reference: Tensor, offsets: Tensor, message: Tensor, room8: int, room16: int
 ) -> None:
-    """See :func:`zeropp_kernels.lossless_encode_`; ``offsets`` serve the kernels, here order is enough."""
+    """See :func:`zeropp_kernels.lossless_encode_`; ``offsets`` serve the kernels, here order is enough.
+
+    Raises:
+        ValueError: kernels would have written elsewhere.
+    """
     layout = lossless_layout(values.numel(), room8, room16)
     message[layout.codes_nbytes :].zero_()
     codes, wide, exact = _rooms(message, layout)
@@ -97,6 +101,11 @@ def lossless_encode_(
         codes[first : first + lower.shape[0]] = lower | (upper << 4)
         end8 = _append(wide, end8, torch.where(far, -128, difference)[escapes])
         end16 = _append(exact, end16, bits[far])
+    if offsets[:, -1].tolist() != [end8, end16]:
+        raise ValueError(
+            f"offsets end at {offsets[:, -1].tolist()} and the values have {[end8, end16]} escapes; call "
+            "lossless_count_ with the same values and reference before lossless_encode_"
+        )
 
 
 def _take(room: Tensor, begin: int, where: Tensor, target: Tensor) -> int:

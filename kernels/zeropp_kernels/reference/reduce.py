@@ -19,9 +19,7 @@ def sum_tile_(messages: Sequence[Part], first: int, last: int, bits: int, out: T
         decode_(message.rows(first, last), out, bits, add=index > 0)
 
 
-def _sum(
-    messages: Sequence[Part], out: Tensor, bits: int, rotate: bool, scale: float, accumulate: bool
-) -> None:
+def _sum(messages: Sequence[Part], out: Tensor, bits: int, rotate: bool, scale: float, accumulate: bool) -> None:
     layout = message_layout(out.numel(), bits)
     for first, last in tiles(layout):
         total = scratch("sum", last - first, layout.group)
@@ -29,6 +27,8 @@ def _sum(
         if scale != 1.0:
             total.mul_(scale)
         if rotate:
+            if not torch.isfinite(torch.stack(torch.aminmax(total))).all():
+                total.masked_fill_(total.isinf(), torch.nan)  # rotated back it would be clamped, and look finite
             unrotate_(total)
         start, stop = first * layout.group, min(last * layout.group, layout.numel)
         if rotate or out.dtype != torch.float32:  # a value of its own, not rotated, is finite in float32
