@@ -68,7 +68,7 @@ def default_store() -> dist.Store:
 
 
 def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str) -> dist.ProcessGroup:
-    """A process group of ascending global ranks; only its members call.
+    """A process group of global ranks, numbered in the order given; only its members call.
 
     ``dist.new_group`` numbers groups by how many a rank has, so that ranks with different histories, or a group made
     after another was destroyed, meet under a wrong or a used name and hang. Here the caller gives the name.

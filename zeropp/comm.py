@@ -20,7 +20,7 @@ from zeropp._compat import all_gather_single, new_group
 from zeropp.codecs import PlainCodec
 from zeropp.members import Members, gather_objects
 from zeropp.placement import HopSpec, Placement
-from zeropp.topology import Chain, build_chain
+from zeropp.topology import Chain
 
 _T = TypeVar("_T")
 
@@ -39,7 +39,7 @@ class LedgerRow:
     """Traffic of one unit over one hop, as this rank sent it."""
 
     unit: str
-    kind: str  # "gather", "reduce" or "control"
+    kind: str  # "gather", "refresh" (of weights that are kept), "reduce" or "control"
     hop: str  # "outer->inner" levels in the direction of travel
     link: str  # "local" or "cross"
     calls: int
@@ -102,8 +102,11 @@ class _Hop:
     collectives run.
     """
 
-    def __init__(self, spec: HopSpec, group: dist.ProcessGroup, backend: str, rank: int, ledger: Ledger) -> None:
+    def __init__(
+        self, spec: HopSpec, group: dist.ProcessGroup, backend: str, rank: int, ledger: Ledger, kind: str
+    ) -> None:
         self.spec = spec
+        self.kind = kind  # in the ledger
         self.group = group
         self.pairwise = backend == "gloo"
         self.ledger = ledger
@@ -113,7 +116,7 @@ class _Hop:
     def all_gather(self, out: Tensor, piece: Tensor, unit: str) -> None:
         """``out`` becomes the members' pieces in order; ``piece`` is this rank's own part of ``out``."""
         name = f"{self.spec.outer}->{self.spec.inner}"
-        self.ledger.add(unit, "gather", name, self.spec.link, (self.size - 1) * piece.nbytes)
+        self.ledger.add(unit, self.kind, name, self.spec.link, (self.size - 1) * piece.nbytes)
         if self.pairwise:
             self._swap(list(out.view(self.size, -1).unbind()), [piece] * self.size)
         else:
@@ -123,7 +126,7 @@ class _Hop:
         """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members."""
         name = f"{self.spec.inner}->{self.spec.outer}"
         sent = message.nbytes // self.size * (self.size - 1)
-        self.ledger.add(unit, "reduce", name, self.spec.link, sent)
+        self.ledger.add(unit, self.kind, name, self.spec.link, sent)
         parts = list(message.view(self.size, -1).unbind())
         if self.pairwise:
             received = [torch.empty_like(part) for part in parts]
@@ -147,57 +150,59 @@ class _Hop:
 
 
 class GatherPath:
-    """From the states' shard to the full buffer: encode once at the shard, then hop by hop, slowest link first.
+    """From slices at one level to slices at a smaller one: encode once, then hop by hop, slowest link first.
 
-    The plain codec's messages are the values themselves, so every hop works in place: a rank encodes its piece where
-    it belongs in the full buffer, and each hop fills the slice around it.
+    The plain codec's messages are the values themselves, so every hop works in place: a rank encodes its slice where
+    it belongs in the result, and each hop fills what is around it.
     """
 
-    def __init__(self, placement: Placement, hops: list[_Hop], codec: PlainCodec) -> None:
+    def __init__(self, placement: Placement, outer: int, inner: int, hops: list[_Hop], codec: PlainCodec) -> None:
         self.placement = placement
+        self.outer = outer
+        self.inner = inner
         self.hops = hops
         self.codec = codec
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Views of a full buffer [numel]: this rank's piece, then the slice it has after each hop."""
-        views = []
-        for level in [self.placement.states, *(hop.spec.inner for hop in self.hops)]:
-            size = flat.numel() // level
-            index = self.placement.chain.slice_index(self.placement.rank, level)
-            views.append(flat[index * size : (index + 1) * size])
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """Views of a result, this rank's slice at ``inner``: its own part, then what it has after each hop."""
+        views, numel = [], whole.numel() * self.inner
+        for level in [self.outer, *(hop.spec.inner for hop in self.hops)]:
+            start, stop = self.placement.slice_of(numel, level, self.inner)
+            views.append(whole[start:stop])
         return views
 
-    def run(self, shard: Tensor, views: list[Tensor], unit: str) -> None:
-        """Fill a full buffer from every rank's ``shard`` [numel / world].
+    def run(self, own: Tensor, views: list[Tensor], unit: str) -> None:
+        """Fill a result from every rank's slice at ``outer``.
 
         Args:
-            shard: this rank's piece.
-            views: of the full buffer, from :meth:`views`.
+            own: this rank's.
+            views: of the result, from :meth:`views`.
             unit: for the ledger.
         """
-        self.codec.encode_(views[0], shard)
+        self.codec.encode_(views[0], own)
         for index, hop in enumerate(self.hops):
             hop.all_gather(views[index + 1], views[index], unit)
 
 
 class ReducePath:
-    """From full gradients to the states' shard, fastest link first; each hop is an exchange and one local sum.
+    """From slices at one level to sums at a larger one, fastest link first; each hop is an exchange and a local sum.
 
     Summing in the accumulation dtype after an exchange costs the same bytes as a ring reduce-scatter, rounds less on a
     16-bit wire, and halves what gloo's own reduce-scatter sends.
     """
 
-    def __init__(self, placement: Placement, hops: list[_Hop], codec: PlainCodec) -> None:
+    def __init__(self, placement: Placement, outer: int, hops: list[_Hop], codec: PlainCodec) -> None:
         self.placement = placement
+        self.outer = outer
         self.hops = hops
         self.codec = codec
 
     def run(self, message: Tensor, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        """``out`` [numel / world] becomes, or gains, ``scale`` times the sum of all ranks' parts.
+        """``out`` becomes, or gains, ``scale`` times the sum of all ranks' parts.
 
         Args:
-            message: [numel] encoded by :attr:`codec`.
-            out: float32 or float64, this rank's piece.
+            message: this rank's slice at the path's first level, encoded by :attr:`codec`.
+            out: float32 or float64, this rank's slice at the last one.
             scale: applied once, in the last sum.
             accumulate: add to ``out``.
             unit: for the ledger.
@@ -221,7 +226,7 @@ class Comm:
     def __init__(
         self, chain: Chain, rank: int, ranks: tuple[int, ...], local: int, backend: str, timeout: timedelta, job: str
     ) -> None:
-        """Make every group the chain needs; collective over the members.
+        """Make the groups of all ranks; collective over the members. Those of hops come with their paths.
 
         Args:
             chain: levels of the run.
@@ -244,10 +249,6 @@ class Comm:
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
         if chain.world > 1:
             self.world_group = self._make(ranks, backend, "world")
-            for outer, inner in chain.hops(chain.world, 1):
-                members = tuple(ranks[r] for r in chain.hop_ranks(rank, outer, inner))
-                for kind in ("gather", "reduce"):
-                    self._groups[kind, outer, inner] = self._make(members, backend, f"{kind} {outer}->{inner}")
             control = "gloo" if backend != "fake" else "fake"
             self.control_group = self._make(ranks, control, "control")
 
@@ -256,19 +257,24 @@ class Comm:
         """Number of ranks."""
         return self.chain.world
 
-    def gather_path(self, placement: Placement, codec: PlainCodec) -> GatherPath:
-        """The hops from the states' level to whole buffers."""
-        specs = placement.gather_path(placement.states, 1)
-        return GatherPath(placement, [self._hop("gather", spec) for spec in specs], codec)
+    def gather_path(
+        self, placement: Placement, outer: int, inner: int, codec: PlainCodec, stream: str = "gather"
+    ) -> GatherPath:
+        """The hops between two levels, on groups that belong to a stream. Collective over the members."""
+        hops = [self._hop(stream, spec) for spec in placement.gather_path(outer, inner)]
+        return GatherPath(placement, outer, inner, hops, codec)
 
-    def reduce_path(self, placement: Placement, codec: PlainCodec) -> ReducePath:
-        """The hops from whole gradients to the states' level."""
-        specs = placement.reduce_path(1, placement.states)
-        return ReducePath(placement, [self._hop("reduce", spec) for spec in specs], codec)
+    def reduce_path(self, placement: Placement, inner: int, outer: int, codec: PlainCodec) -> ReducePath:
+        """The hops between two levels, on groups of the stream of reductions. Collective over the members."""
+        hops = [self._hop("reduce", spec) for spec in placement.reduce_path(inner, outer)]
+        return ReducePath(placement, outer, hops, codec)
 
-    def _hop(self, kind: str, spec: HopSpec) -> _Hop:
-        group = self._groups[kind, spec.outer, spec.inner]
-        return _Hop(spec, group, self.backend, self.rank, self.ledger)
+    def _hop(self, stream: str, spec: HopSpec) -> _Hop:
+        key = (stream, spec.outer, spec.inner)
+        if key not in self._groups:
+            members = tuple(self.ranks[rank] for rank in spec.ranks)
+            self._groups[key] = self._make(members, self.backend, f"{stream} {spec.outer}->{spec.inner}")
+        return _Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, stream)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Everyone gets rank 0's values."""
@@ -315,14 +321,14 @@ class Comm:
         return new_group(ranks, backend, timeout, f"{self.job} {description} {first}")
 
 
-def make_comm(members: Members, hang_timeout: float, job: str) -> Comm:
+def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> Comm:
     """Make the process groups of a run. Collective over the members.
 
     Args:
         members: from :func:`find_members`.
+        chain: levels of the run.
         hang_timeout: seconds after which a collective that does not finish is an error.
         job: unique name, the same on every member.
     """
-    chain = build_chain(len(members.ranks), [members.local])
     rank = members.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
     return Comm(chain, rank, members.ranks, members.local, members.backend, timedelta(seconds=hang_timeout), job)

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions
-from zeropp.comm import Comm, GatherPath, ReducePath
+from zeropp.comm import Comm, GatherPath
+from zeropp.gradient import Gradient
 from zeropp.guard import guard, unguard
-from zeropp.layout import BufferLayout
-from zeropp_kernels.reference import pack_
+from zeropp.layout import BufferLayout, Fragment
 
-__all__ = ["FlatBuffer"]
+__all__ = ["FlatBuffer", "WeightPaths"]
 
 
 @functools.cache
@@ -32,15 +33,31 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
+@dataclass(frozen=True)
+class WeightPaths:
+    """How weights travel.
+
+    Attributes:
+        main: from the states' level to whole buffers, for state dicts.
+        refresh: from the states' level to what is kept between uses; None if nothing is.
+        fetch: from what is kept, or else the shard, to whole buffers; None where whole ones are kept.
+    """
+
+    main: GatherPath
+    refresh: GatherPath | None
+    fetch: GatherPath | None
+
+
 class FlatBuffer:
-    """Values, main shard and gradient shard of one group of parameters.
+    """Values and main shard of one group of parameters.
 
     Attributes:
         parameters: the model's own parameter objects.
         flat: [numel] in the compute dtype; empty storage while released.
-        shard: [numel / world] main weights (float32, or float64 for float64 models), or the frozen values in their own
+        shard: [numel / states] main weights (float32, or float64 for float64 models), or the frozen values in their own
             dtype.
-        grad: [numel / world] accumulated gradient in the main dtype, or None for frozen parameters.
+        secondary: [numel / kept level] weights in the compute dtype that are kept between uses (hpZ), or None.
+        gradient: of trainable parameters; None for frozen ones.
     """
 
     def __init__(
@@ -50,28 +67,25 @@ class FlatBuffer:
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
         main_dtype: torch.dtype,
-        gather_path: GatherPath,
-        reduce_path: ReducePath,
+        paths: WeightPaths,
+        gradient: Gradient | None,
     ) -> None:
         self.unit = unit
         self.names = tuple(names)
         self.parameters = tuple(parameters)
         self.layout = layout
-        self.trainable = parameters[0].requires_grad
+        self.trainable = gradient is not None
         self.device = parameters[0].device
-        self.compute_dtype = gather_path.codec.dtype
+        self.compute_dtype = paths.main.codec.dtype
         self.main_dtype = main_dtype
-        self.gather_path = gather_path
-        self.reduce_path = reduce_path
+        self.paths = paths
+        self.gradient = gradient
+        self.placement = paths.main.placement
         self.version = 0
+        self.kept_version = -1  # of the weights that are kept between uses
         self._noted_version = 0  # of autograd's counters, as last set here; an edit in place moves them
-        placement = gather_path.placement
-        self.piece = placement.chain.slice_index(placement.rank, layout.world)
         self.shard = torch.empty(0)
-        self.grad: Tensor | None = None
-        self.has_grad = False  # whether ``grad`` holds anything yet
-        self.local: Tensor | None = None  # [numel] whole gradients kept back by no_sync, main dtype
-        self._places = [(slot.shape, slot.strides, slot.offset) for slot in layout.slots]
+        self.secondary: Tensor | None = None
 
     def adopt(self, comm: Comm) -> None:
         """Take rank 0's values, keep this rank's piece, and make the parameters views of the released buffer."""
@@ -79,26 +93,30 @@ class FlatBuffer:
         whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
         with torch.no_grad():
             if comm.rank == 0:
-                for view, parameter in zip(self.views(whole), self.parameters, strict=True):
+                for view, parameter in zip(self.layout.views(whole), self.parameters, strict=True):
                     view.copy_(parameter)
             comm.broadcast(whole)
-            start, stop = self.layout.slice_range(self.piece, self.layout.world)
+            start, stop = self.placement.slice_of(numel, self.placement.mode.states)
             self.shard = whole[start:stop].clone()
             del whole
-            if self.trainable:
-                self.grad = torch.zeros_like(self.shard)
             self.flat = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-            self._gather_views = self.gather_path.views(self.flat)
-            self._present = self.views(self.flat)
+            self._present = self.layout.views(self.flat)
             nothing = _nothing(self.compute_dtype, self.device)
             self._absent = [nothing.expand(view.shape) for view in self._present]
+            self._prepare_paths()
         bump_versions(self.parameters, self._noted_version)
         self.cover()
         self.shrink()
 
-    def views(self, whole: Tensor) -> list[Tensor]:
-        """The parameters' places in a buffer of [numel]."""
-        return [whole.as_strided(shape, strides, offset) for shape, strides, offset in self._places]
+    def _prepare_paths(self) -> None:
+        refresh, fetch = self.paths.refresh, self.paths.fetch
+        if fetch is not None:
+            self._fetch_views = fetch.views(self.flat)
+        if refresh is not None:
+            if fetch is not None:
+                numel = self.layout.numel // refresh.inner
+                self.secondary = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+            self._refresh_views = refresh.views(self.flat if self.secondary is None else self.secondary)
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +138,18 @@ class FlatBuffer:
 
     def gather(self) -> None:
         """Bring the values together; on the gather stream."""
-        self.gather_path.run(self.shard, self._gather_views, self.unit)
+        assert self.paths.fetch is not None  # whole weights that are kept are only refreshed
+        self.paths.fetch.run(self.shard if self.secondary is None else self.secondary, self._fetch_views, self.unit)
+
+    @property
+    def stale(self) -> bool:
+        """Whether weights that are kept between uses are of an older version."""
+        return self.paths.refresh is not None and self.kept_version != self.version
+
+    def refresh(self) -> None:
+        """Renew what is kept; on the refresh stream."""
+        assert self.paths.refresh is not None
+        self.paths.refresh.run(self.shard, self._refresh_views, self.unit)
 
     def uncover(self) -> None:
         """Let the model see the values.
@@ -160,89 +189,17 @@ class FlatBuffer:
         self.flat.untyped_storage().resize_(0)
 
     def load(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Take this rank's piece of new values for one of the parameters, if it is here."""
-        for fragment in self.layout.fragments(self.piece):
+        """Take this rank's slice of new values for one of the parameters, if it is here."""
+        for fragment in self.fragments():
             if self.parameters[fragment.slot] is parameter:
-                shape, strides, _ = self._places[fragment.slot]
-                dense = torch.empty_strided(shape, strides, dtype=self.main_dtype, device=self.device)
+                slot = self.layout.slots[fragment.slot]
+                dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
                 dense.copy_(values)
                 row = dense.as_strided((dense.numel(),), (1,))
                 stop = fragment.offset + fragment.stop - fragment.start
                 self.shard[fragment.offset : stop] = row[fragment.start : fragment.stop]
 
-    # Gradients.
-
-    def pack_gradients(self) -> Tensor:
-        """This rank's whole gradient as one message in the wire dtype; takes ``.grad`` and what no_sync kept."""
-        codec = self.reduce_path.codec
-        gradients = self._take_gradients()
-        if self.local is not None:
-            self._add_local(gradients)
-            message = codec.empty(self.layout.numel, self.device)
-            codec.encode_(message, self.local)
-            self.local = None
-            return message
-        message = codec.empty(self.layout.numel, self.device)
-        pack_(self.views(message), gradients)
-        for start, stop in self.layout.gaps:
-            message[start:stop].zero_()
-        return message
-
-    def keep_gradients(self) -> None:
-        """Add ``.grad`` to a whole gradient on this rank, in the main dtype, to be sent later."""
-        gradients = self._take_gradients()
-        if self.local is None:
-            self.local = torch.zeros(self.layout.numel, dtype=self.main_dtype, device=self.device)
-        self._add_local(gradients)
-
-    def reduce(self, message: Tensor, scale: float) -> None:
-        """Sum every rank's message into the gradient shard; on the reduce stream."""
-        assert self.grad is not None
-        self.reduce_path.run(message, self.grad, scale=scale, accumulate=self.has_grad, unit=self.unit)
-        self.has_grad = True
-
-    def has_unsent_gradients(self) -> bool:
-        """Whether this rank holds gradients that no reduction has taken."""
-        return self.trainable and (self.local is not None or self.has_stray_gradients())
-
-    def has_stray_gradients(self) -> bool:
-        """Whether gradients came that the known sequence did not expect; ``no_sync`` keeps its own elsewhere."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return any(parameter.grad is not None for parameter in self.parameters)
-
-    def drop_gradients(self) -> None:
-        """Forget gradients, sent or kept back; those that autograd is just bringing stay."""
-        self.has_grad = False
-        self.local = None
-
-    def drop_gradient(self, parameter: nn.Parameter) -> None:
-        """Forget one parameter's gradient, sent or not."""
-        assert self.grad is not None
-        for index, other in enumerate(self.parameters):
-            if other is parameter and self.local is not None:
-                self.views(self.local)[index].zero_()
-        for fragment in self.layout.fragments(self.piece):
-            if self.parameters[fragment.slot] is parameter:
-                self.grad[fragment.offset : fragment.offset + fragment.stop - fragment.start].zero_()
-        with torch._C.DisableTorchFunctionSubclass():
-            parameter.grad = None
-
-    def drop_unsent(self) -> None:
-        """Forget gradients that have not been sent."""
-        self.local = None
-        if self.trainable:
-            self._take_gradients()
-
-    def _take_gradients(self) -> list[Tensor | None]:
-        with torch._C.DisableTorchFunctionSubclass():
-            gradients = [parameter.grad for parameter in self.parameters]
-            for parameter in self.parameters:
-                parameter.grad = None
-        return gradients
-
-    def _add_local(self, gradients: list[Tensor | None]) -> None:
-        assert self.local is not None
-        views = self.views(self.local)
-        present = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
-        if present:
-            torch._foreach_add_([v for v, _ in present], [g.to(self.main_dtype) for _, g in present])
+    def fragments(self) -> list[Fragment]:
+        """Parts of parameters in this rank's shard."""
+        states = self.placement.mode.states
+        return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, states), states)

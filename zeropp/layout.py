@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from torch import Tensor
+
 __all__ = ["BLOCK", "BufferLayout", "Fragment", "Slot", "build_layout", "dense_strides"]
 
 BLOCK = 256
@@ -36,17 +38,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of one parameter that lies in one piece; ranges in elements of dense storage order."""
+    """The part of one parameter that lies in one slice; ranges in elements of dense storage order."""
 
     slot: int  # index of the parameter in the layout
     start: int  # first element within the parameter
     stop: int
-    offset: int  # first element within the piece
+    offset: int  # first element within the slice
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """A flat buffer over ``world`` equal pieces."""
+    """A flat buffer that can be cut into ``world`` equal pieces."""
 
     slots: tuple[Slot, ...]
     numel: int  # with padding
@@ -54,7 +56,7 @@ class BufferLayout:
 
     @property
     def piece_numel(self) -> int:
-        """Elements that each rank owns."""
+        """Elements of each piece."""
         return self.numel // self.world
 
     @cached_property
@@ -69,14 +71,18 @@ class BufferLayout:
         starts = [slot.offset for slot in self.slots[1:]] + [self.numel]
         return tuple((end, start) for end, start in zip(ends, starts, strict=True) if start > end)
 
+    def views(self, whole: Tensor) -> list[Tensor]:
+        """The parameters' places in a buffer of [numel]."""
+        return [whole.as_strided(slot.shape, slot.strides, slot.offset) for slot in self.slots]
+
     def slice_range(self, index: int, level: int) -> tuple[int, int]:
         """Range [start, stop) of slice ``index`` when the buffer is spread over ``level`` ranks."""
         size = self.numel // level
         return index * size, (index + 1) * size
 
-    def fragments(self, piece: int) -> list[Fragment]:
-        """Parts of parameters that lie in a piece, in order."""
-        start, stop = self.slice_range(piece, self.world)
+    def fragments(self, index: int, level: int) -> list[Fragment]:
+        """Parts of parameters that lie in slice ``index`` of ``level``, in order."""
+        start, stop = self.slice_range(index, level)
         found = []
         for index, slot in enumerate(self.slots):
             low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from torch import nn
 
 from zeropp.flat_buffer import FlatBuffer
+from zeropp.gradient import Gradient
 from zeropp.streams import Event, Stream
 
-__all__ = ["Unit", "UnitState"]
+__all__ = ["TERMS", "Unit", "UnitState"]
+
+TERMS = ("main_weights", "gradients", "frozen_weights", "secondary_weights", "persistent_weights")
+"""What a unit owns at all times."""
 
 
 class UnitState(Enum):
@@ -27,17 +32,21 @@ class Unit:
 
     Attributes:
         index: position in the model; the same on every rank.
+        persistent: whether whole weights are kept between uses.
+        announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
         holds: local reasons to stay gathered: modules on the call stack, an unfinished backward, a touched parameter.
     """
 
-    def __init__(self, index: int, name: str, buffers: Sequence[FlatBuffer], *, persistent: bool) -> None:
+    def __init__(self, index: int, name: str, buffers: Sequence[FlatBuffer], *, announced: bool = True) -> None:
         self.index = index
         self.name = name
         self.buffers = tuple(buffers)
-        self.persistent = persistent
+        self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
+        self.announced = announced
         self.state = UnitState.SHARDED
         self.holds = 0
         self._gathered: Event | None = None
+        self._refreshed: Event | None = None
 
     @property
     def numel(self) -> int:
@@ -55,6 +64,11 @@ class Unit:
         return [buffer for buffer in self.buffers if buffer.trainable]
 
     @property
+    def gradients(self) -> list[Gradient]:
+        """Of the buffers that receive some."""
+        return [buffer.gradient for buffer in self.buffers if buffer.gradient is not None]
+
+    @property
     def version(self) -> int:
         """Version of the weights; only trainable ones ever change."""
         return max(buffer.version for buffer in self.buffers)
@@ -63,23 +77,36 @@ class Unit:
         """(term of ``plan.memory``, bytes) of each storage, as it is right now."""
         for buffer in self.buffers:
             yield "main_weights" if buffer.trainable else "frozen_weights", buffer.shard.untyped_storage().nbytes()
-            if buffer.grad is not None:
-                yield "gradients", buffer.grad.untyped_storage().nbytes()
+            if buffer.gradient is not None:
+                yield "gradients", buffer.gradient.shard.untyped_storage().nbytes()
+                if buffer.gradient.held is not None:
+                    yield "held_gradients", buffer.gradient.held.untyped_storage().nbytes()
+            if buffer.secondary is not None:
+                yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
             yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
 
     def drop_gradient(self, parameter: nn.Parameter) -> int:
         """Forget the gradient of one trainable parameter; returns its position among them."""
         position = 0
-        for buffer in self.trainable:
-            for other in buffer.parameters:
+        for gradient in self.gradients:
+            for other in gradient.parameters:
                 if other is parameter:
-                    buffer.drop_gradient(parameter)
+                    gradient.forget_one(parameter)
                     return position
                 position += 1
         raise KeyError(f"unit {self.name!r} has no such trainable parameter")
 
     def gather(self, stream: Stream) -> None:
-        """Queue the gather. A unit that is full joins without effect: the same values are written again."""
+        """Queue the gather. A unit that is full joins without effect: the same values are written again.
+
+        Raises:
+            RuntimeError: what is kept is of an older version; its use would train on old weights.
+        """
+        if self.stale:
+            versions = [(buffer.kept_version, buffer.version) for buffer in self.buffers]
+            raise RuntimeError(
+                f"unit {self.name!r} keeps weights of old versions, (kept, current) {versions}: no refresh was issued"
+            )
         for buffer in self.buffers:
             stream.allocate(buffer.grow)
         self._gathered = stream.run(self._gather_buffers)
@@ -87,21 +114,50 @@ class Unit:
             self.state = UnitState.GATHERING
 
     def _gather_buffers(self) -> None:
+        if self._refreshed is not None:
+            self._refreshed.wait(threading.TIMEOUT_MAX)  # whoever waits for this gather has a shorter patience
         for buffer in self.buffers:
             buffer.gather()
 
+    @property
+    def stale(self) -> bool:
+        """Whether weights that are kept between uses are of an older version."""
+        return any(buffer.stale for buffer in self.buffers)
+
     def refresh(self, stream: Stream) -> None:
-        """Gather again what is kept, at a new version."""
+        """Queue the renewal of what is kept, where weights have changed."""
         if self.state is UnitState.FULL:
             self.cover()
-        self.gather(stream)
+        stale = [buffer for buffer in self.buffers if buffer.stale]
+        for buffer in stale:
+            if self.persistent:
+                stream.allocate(buffer.grow)
+            buffer.kept_version = buffer.version
+
+        def refresh_buffers() -> None:
+            for buffer in stale:
+                buffer.refresh()
+
+        self._refreshed = stream.run(refresh_buffers)
+        if self.persistent:
+            self.state = UnitState.GATHERING
 
     def arrive(self, timeout: float) -> bool:
         """Wait for values on their way; False if they did not come in ``timeout`` seconds."""
+        if self.persistent:
+            return self.settle_refresh(timeout)
         if self._gathered is not None:
             if not self._gathered.wait(timeout):
                 return False
             self._gathered = None
+        return True
+
+    def settle_refresh(self, timeout: float) -> bool:
+        """Wait until no refresh reads the main weights any more; False after ``timeout`` seconds in vain."""
+        if self._refreshed is not None:
+            if not self._refreshed.wait(timeout):
+                return False
+            self._refreshed = None
         return True
 
     def uncover(self) -> None:

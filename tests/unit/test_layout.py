@@ -52,7 +52,7 @@ def test_pieces_reassemble_every_parameter_once(shape_list: list[tuple[int, ...]
         start, stop = layout.slice_range(piece, world)
         assert stop - start == layout.piece_numel
         last = 0
-        for fragment in layout.fragments(piece):
+        for fragment in layout.fragments(piece, world):
             slot = layout.slots[fragment.slot]
             assert 0 <= fragment.start < fragment.stop <= slot.numel
             assert start + fragment.offset == slot.offset + fragment.start, "piece and buffer disagree on the place"
@@ -87,7 +87,7 @@ def test_by_hand() -> None:
     assert [slot.offset for slot in layout.slots] == [0, 512, 768]
     assert (layout.numel, layout.piece_numel, layout.used_numel) == (1536, 768, 813)
     assert layout.gaps == ((300, 512), (513, 768), (1280, 1536))
-    first, second = layout.fragments(0), layout.fragments(1)
+    first, second = layout.fragments(0, 2), layout.fragments(1, 2)
     assert [(f.slot, f.start, f.stop, f.offset) for f in first] == [(0, 0, 300, 0), (1, 0, 1, 512)]
     assert [(f.slot, f.start, f.stop, f.offset) for f in second] == [(2, 0, 512, 0)]
 
@@ -95,7 +95,7 @@ def test_by_hand() -> None:
 def test_parameters_without_elements() -> None:
     layout = lay([(0, 4), (0,)], 4)
     assert (layout.numel, layout.used_numel, layout.gaps) == (4 * BLOCK, 0, ((0, 4 * BLOCK),))
-    assert all(layout.fragments(piece) == [] for piece in range(4))
+    assert all(layout.fragments(piece, 4) == [] for piece in range(4))
     between = lay([(5,), (0,), (7,)], 1)
     assert [slot.offset for slot in between.slots] == [0, 256, 256]
 

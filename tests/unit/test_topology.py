@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeropp.placement import HopSpec, Placement, stage3_placement
+from zeropp.config import load_config
+from zeropp.placement import HopSpec, Mode, Placement, choose_mode
 from zeropp.topology import Chain, build_chain, ranks_per_node
 
 MAX_WORLD = 4096
@@ -264,13 +265,17 @@ def test_the_environment_is_read_and_the_argument_wins(monkeypatch: pytest.Monke
 # placement
 
 
+def whole(chain: Chain, rank: int, local: int) -> Placement:
+    """Everything over all ranks."""
+    return Placement(Mode(chain, chain.world, None, chain.world), rank, local)
+
+
 @given(st.integers(1, 16), st.integers(1, 16), st.data())
 def test_link_classes(nodes: int, local: int, data: st.DataObject) -> None:
     """Local exactly if all members of the hop are on one node; in a gather the slowest link comes first."""
     chain = build_chain(nodes * local, [local])
     rank = data.draw(st.integers(0, chain.world - 1))
-    placement = stage3_placement(chain, rank, local, persistent=False)
-    path = placement.gather_path(chain.world, 1)
+    path = whole(chain, rank, local).gather_path(chain.world, 1)
     for hop in path:
         assert (hop.link == "local") == (len({member // local for member in hop.ranks}) == 1)
     links = [hop.link for hop in path]
@@ -282,7 +287,7 @@ def test_link_classes(nodes: int, local: int, data: st.DataObject) -> None:
 def test_a_level_may_lie_inside_or_across_nodes(chain: Chain, data: st.DataObject) -> None:
     local = data.draw(st.sampled_from(chain.levels))
     rank = data.draw(st.integers(0, chain.world - 1))
-    for hop in Placement(chain, rank, local, chain.world, chain.world, chain.world).gather_path(chain.world, 1):
+    for hop in whole(chain, rank, local).gather_path(chain.world, 1):
         assert hop.link == ("local" if hop.outer <= local else "cross")
 
 
@@ -290,7 +295,7 @@ def test_a_level_may_lie_inside_or_across_nodes(chain: Chain, data: st.DataObjec
 @settings(max_examples=40)
 def test_the_reduce_path_is_the_mirror(chain: Chain, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, chain.world - 1))
-    placement = stage3_placement(chain, rank, 1, persistent=False)
+    placement = whole(chain, rank, 1)
     outer, inner = data.draw(st.sampled_from(pairs(chain)))
     gather, reduce = placement.gather_path(outer, inner), placement.reduce_path(inner, outer)
     assert reduce == tuple(reversed(gather))
@@ -298,10 +303,76 @@ def test_the_reduce_path_is_the_mirror(chain: Chain, data: st.DataObject) -> Non
     assert all(hop.ranks == chain.hop_ranks(rank, hop.outer, hop.inner) for hop in gather)
 
 
-def test_stage_3() -> None:
-    chain = Chain((1, 2, 4))
-    placement = stage3_placement(chain, 1, 2, persistent=False)
-    assert (placement.states, placement.weights, placement.gradients) == (4, 4, 4)
-    assert stage3_placement(chain, 1, 2, persistent=True).weights == 1
-    assert stage3_placement(chain, 1, 2, persistent=True).states == 4
+def mode_of(world: int, local: int, zero: dict[str, object], **extension: object) -> Mode:
+    return choose_mode(load_config({"zero_optimization": {"stage": 3, **zero}, "zeropp": extension}), world, local)
+
+
+MODES: list[tuple[dict[str, object], dict[str, object], tuple[object, ...]]] = [
+    # 8 ranks on 2 nodes: levels, then the levels of states, of weights that are kept, and of gradients.
+    ({"stage": 0}, {}, ((1, 4, 8), 1, 1, 1)),
+    ({"stage": 1}, {}, ((1, 4, 8), 8, 1, 1)),
+    ({"stage": 2}, {}, ((1, 4, 8), 8, 1, 8)),
+    ({}, {}, ((1, 4, 8), 8, None, 8)),
+    ({"zero_hpz_partition_size": 2}, {}, ((1, 2, 4, 8), 8, 2, 8)),
+    ({"zero_hpz_partition_size": 4}, {}, ((1, 4, 8), 8, 4, 8)),
+    ({"zero_hpz_partition_size": 8}, {}, ((1, 4, 8), 8, None, 8)),
+    ({"mics_shard_size": 1}, {}, ((1, 4, 8), 1, None, 1)),
+    ({"mics_shard_size": 2}, {}, ((1, 2, 4, 8), 2, None, 2)),
+    ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, {}, ((1, 2, 4, 8), 4, 2, 4)),
+    ({"mics_shard_size": 8}, {}, ((1, 4, 8), 8, None, 8)),
+    ({}, {"defer_cross_reduction": True}, ((1, 4, 8), 8, None, 4)),
+    ({"stage": 2}, {"defer_cross_reduction": True}, ((1, 4, 8), 8, 1, 4)),
+    ({"mics_shard_size": 2}, {"defer_cross_reduction": True}, ((1, 2, 4, 8), 2, None, 2)),
+]
+
+
+@pytest.mark.parametrize(("zero", "extension", "expected"), MODES)
+def test_modes_are_levels(
+    zero: dict[str, object], extension: dict[str, object], expected: tuple[object, ...]
+) -> None:
+    mode = mode_of(8, 4, zero, **extension)
+    assert (mode.chain.levels, mode.states, mode.kept, mode.gradients) == expected
+    assert mode.of(persistent=True).kept == 1 and mode.of(persistent=False) == mode
+
+
+def test_groups_of_several_nodes() -> None:
+    mode = mode_of(8, 2, {"zero_hpz_partition_size": 4})
+    assert (mode.chain.levels, mode.kept) == ((1, 2, 4, 8), 4)
+    assert mode_of(8, 2, {"mics_shard_size": 4}).states == 4
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "zero", "message"),
+    [
+        (8, 4, {"zero_hpz_partition_size": 3}, r"zero_hpz_partition_size is 3; .* one of \[1, 2, 4, 8\]"),
+        (12, 4, {"zero_hpz_partition_size": 6}, r"zero_hpz_partition_size is 6; .* one of \[1, 2, 4, 12\]"),
+        (12, 3, {"mics_shard_size": 2}, r"mics_shard_size is 2; .* one of \[1, 3, 6, 12\]"),
+        (8, 4, {"mics_shard_size": 16}, r"mics_shard_size is 16; .* one of \[1, 2, 4, 8\]"),
+        (8, 4, {"mics_shard_size": 2, "zero_hpz_partition_size": 4}, r"zero_hpz_partition_size is 4; .* of \[1, 2\]"),
+    ],
+)
+def test_sizes_that_do_not_chain_are_refused_with_those_that_do(
+    world: int, local: int, zero: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        mode_of(world, local, zero)
+
+
+def test_a_path_of_two_nodes() -> None:
+    placement = whole(Chain((1, 2, 4)), 1, 2)
     assert placement.gather_path(4, 1) == (HopSpec(4, 2, (1, 3), "cross"), HopSpec(2, 1, (0, 1), "local"))
+    in_one = Placement(Mode(Chain((1, 2, 4)), 4, None, 4, in_one=True), 1, 2)
+    assert in_one.gather_path(4, 1) == (HopSpec(4, 1, (0, 2, 1, 3), "cross"),)
+    assert in_one.reduce_path(1, 4) == placement.reduce_path(1, 4)
+
+
+@given(chains(limit=64), st.data())
+@settings(max_examples=60)
+def test_slices_lie_inside_each_other(chain: Chain, data: st.DataObject) -> None:
+    rank, numel = data.draw(st.integers(0, chain.world - 1)), 3 * chain.world
+    placement = whole(chain, rank, 1)
+    for outer, inner in pairs(chain):
+        start, stop = placement.slice_of(numel, outer, inner)
+        base = placement.slice_of(numel, inner)[0]
+        assert 0 <= start < stop <= numel // inner
+        assert (base + start, base + stop) == placement.slice_of(numel, outer)

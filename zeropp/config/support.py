@@ -71,16 +71,13 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
 
 
 _ZERO = {
-    "stage": _only(3, remedy="set stage 3"),
-    "zero_hpz_partition_size": _only(0, 1, remedy="set 1"),
-    "mics_shard_size": _only(-1, 0, remedy="set -1"),
     "gather_16bit_weights_on_model_save": LATER,
     **_each(BLOCK, "offload_param offload_optimizer leaf_module"),
     **_each(
         EFFECT,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
         "max_reuse_distance module_granularity_threshold overlap_comm ignore_unused_parameters "
-        "log_trace_cache_warnings",
+        "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather",
     ),
     **_each(
         IDLE,
@@ -92,7 +89,7 @@ _ZERO = {
     **_each(
         LATER,
         "load_from_fp32_weights zenflow zero_quantized_weights zero_quantized_nontrainable_weights "
-        "zero_quantized_gradients zeropp_loco_param mics_hierarchical_params_gather "
+        "zero_quantized_gradients zeropp_loco_param "
         "pipeline_loading_checkpoint override_module_apply save_muon_momentum_buffer_in_memory "
         "elastic_checkpoint legacy_stage1",
     ),
@@ -142,8 +139,8 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "buffer_dtype": EFFECT,
     },
     ExtensionConfig: {
-        **_each(EFFECT, "local_world_size unit_numel unit_min_blocks hang_timeout cast_inputs"),
-        **_each(LATER, "gradient_bits feedback hadamard weight_codec secondary defer_cross_reduction"),
+        **_each(EFFECT, "local_world_size unit_numel unit_min_blocks hang_timeout cast_inputs defer_cross_reduction"),
+        **_each(LATER, "gradient_bits feedback hadamard weight_codec secondary"),
     },
     GradientBitsConfig: _governed(GradientBitsConfig, "gradient_bits"),
     AioConfig: _all(AioConfig, LATER),

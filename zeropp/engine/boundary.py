@@ -140,7 +140,7 @@ class Boundary:
         return self._read(self._vector)
 
     def _shards(self) -> list[Tensor]:
-        return [buffer.grad for buffer in self.engine.trainable if buffer.grad is not None and buffer.has_grad]
+        return [gradient.shard for gradient in self.engine.gradients if gradient.arrived]
 
     def norm_tensor(self) -> Tensor:
         """The norm as a scalar on the model's device; after :meth:`verdict`."""
@@ -149,14 +149,15 @@ class Boundary:
 
     def _assemble(self) -> Tensor:
         engine = self.engine
-        shards = self._shards()
+        # Replicas hold the same sums; the first one's count.
+        shards = [g.shard for g in engine.gradients if g.arrived and g.placement.replica == 0]
         squares = torch.zeros((), dtype=torch.float64, device=engine.device)
         if shards:
             squares = squared_norm(shards)
         issued = engine.issued.value
         flags = [float(issued), float(issued * issued // _HALF), float(issued * issued % _HALF)]
-        flags += [float(any(b.has_unsent_gradients() for b in unit.trainable)) for unit in engine.units]
-        flags.append(float(any(b.has_stray_gradients() for b in engine.trainable)))
+        flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
+        flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.differed))
         flags += [float(used) for unit_flags in engine.used for used in unit_flags]
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")

@@ -23,11 +23,12 @@ from zeropp.engine.hooks import Site
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
-from zeropp.flat_buffer import FlatBuffer
+from zeropp.flat_buffer import FlatBuffer, WeightPaths
+from zeropp.gradient import Gradient, GradientPaths
 from zeropp.guard import is_managed, keeper_of, register
 from zeropp.layout import BufferLayout, build_layout, dense_strides
 from zeropp.members import Group, find_members, gather_objects, to_process_group, world_group
-from zeropp.placement import stage3_placement
+from zeropp.placement import Mode, Placement, choose_mode
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
 
@@ -108,12 +109,13 @@ def build_engine(
     members = together(
         group, "finding nodes", lambda: find_members(group, device, extension.local_world_size), same=True
     )
+    mode = together(group, "choosing groups", lambda: choose_mode(config, len(members.ranks), members.local))
     job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
-    comm = make_comm(members, extension.hang_timeout, job)
+    comm = make_comm(members, mode.chain, extension.hang_timeout, job)
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
     _warn_of_unknown_leaves(model, config)
     specs = form_units(model, comm.world, unit_options(config))
-    units = _make_units(model, specs, config, comm)
+    units = _make_units(model, specs, config, mode, comm)
     for unit in units:
         for buffer in unit.buffers:
             buffer.adopt(comm)
@@ -123,6 +125,7 @@ def build_engine(
         scale = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
     engine = Engine(
         comm,
+        mode,
         units,
         device,
         limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
@@ -140,7 +143,7 @@ def build_engine(
     _install_gradient_hooks(engine)
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
-    engine.refresh_persistent(everything=True)
+    engine.refresh()
     return engine
 
 
@@ -294,19 +297,36 @@ def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, st
     return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
 
 
-def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, comm: Comm) -> list[Unit]:
+def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, mode: Mode, comm: Comm) -> list[Unit]:
     parameters = dict(model.named_parameters())
     units = []
     for index, spec in enumerate(specs):
-        placement = stage3_placement(comm.chain, comm.rank, comm.local, persistent=spec.persistent)
+        placement = Placement(mode.of(spec.persistent), comm.rank, comm.local)
         buffers = []
         for key, names, layout in planned_buffers(parameters, spec, config, comm.world):
             members = [parameters[name] for name in names]
-            gather_path = comm.gather_path(placement, PlainCodec(key.dtype))
-            reduce_path = comm.reduce_path(placement, PlainCodec(key.wire_dtype))
-            buffers.append(FlatBuffer(spec.name, names, members, layout, key.main_dtype, gather_path, reduce_path))
-        units.append(Unit(index, spec.name, buffers, persistent=spec.persistent))
+            paths = _weight_paths(comm, placement, PlainCodec(key.dtype))
+            gradient = None
+            if key.trainable:
+                travels = _gradient_paths(comm, placement, PlainCodec(key.wire_dtype))
+                gradient = Gradient(spec.name, members, layout, key.main_dtype, travels)
+            buffers.append(FlatBuffer(spec.name, names, members, layout, key.main_dtype, paths, gradient))
+        units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
     return units
+
+
+def _weight_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> WeightPaths:
+    states, kept = placement.mode.states, placement.mode.kept
+    refresh = None if kept is None else comm.gather_path(placement, states, kept, codec, "refresh")
+    fetch = None if kept == 1 else comm.gather_path(placement, kept or states, 1, codec)
+    return WeightPaths(comm.gather_path(placement, states, 1, codec), refresh, fetch)
+
+
+def _gradient_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> GradientPaths:
+    world, held, states = comm.world, placement.mode.held, placement.mode.states
+    hold, rest = comm.reduce_path(placement, 1, held, codec), comm.reduce_path(placement, held, world, codec)
+    replicas = None if states == world else comm.gather_path(placement, world, states, codec, "reduce")
+    return GradientPaths(hold, rest, comm.reduce_path(placement, 1, world, codec), replicas)
 
 
 def _share_buffers(model: nn.Module, config: Config, comm: Comm) -> None:
@@ -343,7 +363,7 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
         module = modules[path]
         for parameter in module.parameters() if recurse else direct_parameters(module):
             unit = by_id.get(id(parameter))
-            if unit is not None and not unit.persistent:
+            if unit is not None and unit.announced:
                 found[unit.index] = unit
 
     covered: set[int] = set()  # modules whose parameters an owner above has fetched

@@ -6,7 +6,7 @@ The way of one parameter: a hook (`hooks`) says its module is about to run; the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
 
@@ -23,8 +23,10 @@ from zeropp.engine.schedule import Schedule
 from zeropp.engine.sequence import IssueHash, PhaseKey
 from zeropp.engine.tensors import cast_floating
 from zeropp.flat_buffer import FlatBuffer
+from zeropp.gradient import Gradient
+from zeropp.placement import Mode
 from zeropp.streams import make_stream
-from zeropp.unit import Unit, UnitState
+from zeropp.unit import TERMS, Unit, UnitState
 
 __all__ = ["Engine", "Phase"]
 
@@ -45,6 +47,7 @@ class Engine:
 
     Args:
         comm: process groups.
+        mode: levels of the parts of units, persistent ones aside.
         units: of the model, indexed in order.
         device: where the model lives.
         limits: of the prefetch plan.
@@ -58,6 +61,7 @@ class Engine:
     def __init__(
         self,
         comm: Comm,
+        mode: Mode,
         units: SequenceOf[Unit],
         device: torch.device,
         *,
@@ -69,6 +73,7 @@ class Engine:
         overlap: bool,
     ) -> None:
         self.comm = comm
+        self.mode = mode
         self.units = tuple(units)
         self.device = device
         self.persistent = [unit for unit in self.units if unit.persistent]
@@ -76,6 +81,7 @@ class Engine:
         self.issued = IssueHash()
         sends = comm.world > 1 and comm.backend != "fake"
         self.gather_stream = make_stream("gather", device, sends=sends, overlap=overlap)
+        self.refresh_stream = make_stream("refresh", device, sends=sends, overlap=overlap)
         self.reduce_stream = make_stream("reduce", device, sends=sends, overlap=overlap)
         self.reductions = Reductions(self.units, self.reduce_stream, self.agreement, self.issued, scale)
         self.schedule = Schedule(
@@ -164,7 +170,7 @@ class Engine:
         if grad:
             self._outstanding = outstanding
         self.phase = Phase.FORWARD
-        self._uncover_persistent()
+        self._uncover(unit for unit in self.persistent if not unit.announced)
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
@@ -217,7 +223,7 @@ class Engine:
         queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending_gradients = True
-        self._uncover_persistent()
+        self._uncover(self.persistent)
         for index in sorted(self._whole, reverse=True):
             self._use_in_backward(self.units[index])
 
@@ -253,7 +259,7 @@ class Engine:
             self.schedule.settle(unit)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
-        return ("backward", self.reductions.sync, *outstanding)
+        return ("backward", self.reductions.hold, *outstanding)
 
     # Parameters touched elsewhere, persistent ones, failures.
 
@@ -262,7 +268,7 @@ class Engine:
         if self.phase is Phase.IDLE:
             return False
         unit = self._unit_of[id(parameter)]
-        if unit.index not in self._touched:
+        if unit.index not in self._touched and not unit.persistent:
             self._touched.add(unit.index)
             unit.holds += 1
         self.schedule.use(unit)
@@ -274,10 +280,10 @@ class Engine:
             self.schedule.settle(self.units[index])
         self._touched.clear()
 
-    def _uncover_persistent(self) -> None:
-        for unit in self.persistent:
-            self.agreement.wait(unit.arrive, f"waiting for the refresh of unit {unit.name!r}")
-            unit.uncover()
+    def _uncover(self, units: Iterable[Unit]) -> None:
+        """Let the model see persistent weights."""
+        for unit in units:
+            self.schedule.use(unit)
 
     def _cover_all(self) -> None:
         """Between passes nothing may be read or edited, not even what is kept for the next one."""
@@ -316,8 +322,8 @@ class Engine:
         self.schedule.abort()  # first: nothing of the failed phase may be issued any more
         self.reductions.forget()
         self._cover_all()
-        for buffer in self.buffers:
-            buffer.drop_unsent()
+        for gradient in self.gradients:
+            gradient.forget_unsent()
 
     def weights_changed(self, *, everything: bool = False) -> None:
         """Main weights, or ``everything``, are new: what is gathered is out of date, what is kept is renewed."""
@@ -327,20 +333,20 @@ class Engine:
         self._whole.clear()
         self.hooks.forget_graphs()  # of older weights
         self.schedule.drop_held()
-        self.refresh_persistent(everything=everything)
+        self.refresh()
 
-    def refresh_persistent(self, *, everything: bool = False) -> None:
-        """Start gathering persistent units; the next pass waits for them."""
-        for unit in self.persistent:
-            if unit.trainable or everything:
+    def refresh(self) -> None:
+        """Start renewing what is kept between uses, in the order of the next forward; each first use waits for its."""
+        for unit in self.schedule.in_forward_order():
+            if unit.stale:
                 self.issued.add(_REFRESH, unit.index, unit.version)
-                with self.agreement.watching("gathering", unit.name):
-                    unit.refresh(self.gather_stream)
+                with self.agreement.watching("refreshing", unit.name):
+                    unit.refresh(self.refresh_stream)
 
     def settle_refresh(self) -> None:
-        """Wait until no gather reads the main weights any more, before they change."""
-        self._uncover_persistent()
-        self._cover_all()
+        """Wait until no refresh reads the main weights any more, before they change."""
+        for unit in self.units:
+            self.agreement.wait(unit.settle_refresh, f"waiting for the refresh of unit {unit.name!r}")
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Take this rank's piece of a parameter's new values; see :class:`zeropp.guard.Keeper`."""
@@ -364,6 +370,7 @@ class Engine:
             action()
         self._closing.clear()
         self.gather_stream.close()
+        self.refresh_stream.close()
         self.reduce_stream.close()
         self.comm.close()
 
@@ -380,13 +387,21 @@ class Engine:
         return [buffer for buffer in self.buffers if buffer.trainable]
 
     @property
+    def gradients(self) -> list[Gradient]:
+        """Of trainable flat buffers."""
+        return [gradient for unit in self.units for gradient in unit.gradients]
+
+    @property
     def live_numel(self) -> int:
         """Gathered elements at this moment, persistent ones aside."""
         return sum(u.numel for u in self.units if not u.persistent and u.state is not UnitState.SHARDED)
 
     def owned_bytes(self) -> dict[str, int]:
-        """Bytes of the storages the engine owns right now, under the names of ``plan.memory``'s terms."""
-        owned = dict.fromkeys(("main_weights", "gradients", "frozen_weights", "persistent_weights", "gathered"), 0)
+        """Bytes of the storages the engine owns right now, under the names of ``plan.memory``'s terms.
+
+        Beside them gradients that are held until a later backward, and what is gathered.
+        """
+        owned = dict.fromkeys((*TERMS, "held_gradients", "gathered"), 0)
         for unit in self.units:
             for term, nbytes in unit.owned_bytes():
                 owned[term] += nbytes
@@ -394,15 +409,15 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget gradients."""
-        for buffer in self.trainable:
-            buffer.drop_unsent()
+        for gradient in self.gradients:
+            gradient.forget_unsent()
         self.forget_gradients()
 
     def forget_gradients(self) -> None:
         """Forget the gradients of finished backwards."""
         self.pending_gradients = False
-        for buffer in self.trainable:
-            buffer.drop_gradients()
+        for gradient in self.gradients:
+            gradient.forget()
         for flags in self.used:
             flags[:] = [False] * len(flags)
         self.after_zero_grad()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from zeropp.unit import Unit
 __all__ = ["Reductions"]
 
 _IN_FLIGHT = 2  # messages not yet sent; bounds what a slow network can pile up
-_REDUCE = 2  # kind in the issue hash
+_HOLD, _REDUCE = 0, 2  # kinds in the issue hash
 
 
 class Reductions:
@@ -35,7 +36,8 @@ class Reductions:
         self.agreement = agreement
         self.issued = issued
         self.scale = scale
-        self.sync = True  # False inside no_sync: gradients stay on this rank
+        self.no_sync = False  # inside no_sync: gradients stay on this rank, or among those they are held with
+        self.last = True  # no backward is known to follow before the optimizer steps
         self.reused: set[int] = set()  # units used more than once in one forward
         self._counts: list[list[int]] = [[0] * sum(len(b.parameters) for b in unit.trainable) for unit in units]
         self._missing: list[int] = [len(counts) for counts in self._counts]
@@ -77,11 +79,14 @@ class Reductions:
         if self._expected is None and index in self.reused:
             return True  # there may be more to come; at the end of this backward it will be known
         self._ready.append(index)
-        if not self.sync:
-            self._hold_back(index)
-        elif self._expected is not None:
+        if self._expected is not None:
             self._take_turns()
         return True
+
+    @property
+    def hold(self) -> bool:
+        """Whether this backward's gradients are held back, for a later one to take along."""
+        return self.no_sync or not self.last
 
     def complete(self, index: int) -> bool:
         """Whether a unit is done with in this phase: every expected gradient has come, and each parameter expects one.
@@ -113,16 +118,13 @@ class Reductions:
 
     def end(self) -> None:
         """Send what is left, in order, with zeros where this rank has nothing."""
-        if self.sync:
-            while self._turn < len(self._order):
-                self._send_next()
-        else:
-            self._hold_back_all()
+        while self._turn < len(self._order):
+            self._send_next()
         self.wait(0)
 
     def ready_heads(self, count: int) -> list[int]:
         """First units that this rank could send, while a phase is learned."""
-        return self._ready[:count] if self.sync else []
+        return self._ready[:count]
 
     def issue_common(self, heads: list[list[int]], uses: int) -> None:
         """Send the units that every rank offers, while a phase is learned, after the gathers of ``uses`` uses."""
@@ -135,28 +137,26 @@ class Reductions:
         """Agree on what is left after ``uses`` uses and send it; this phase's order, and how often parameters fired."""
         fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
-        accounts = self.agreement.exchange_objects((self.sync, [*self._ready, *self._unsent()], fired), doing)
-        if len({sync for sync, _, _ in accounts}) > 1:
+        self.wait(0)  # what is on its way takes along what is held
+        accounts = self.agreement.exchange_objects((self.hold, [*self._ready, *self._left()], fired), doing)
+        if len({hold for hold, _, _ in accounts}) > 1:
             raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
         fires: dict[int, tuple[int, ...]] = {}
         for _, _, counts in accounts:
             for index, count in counts.items():
                 fires[index] = tuple(map(max, count, fires.get(index, count)))
-        if self.sync:
-            for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
-                self._issue(index, uses)
-            self.wait(0)
-        else:
-            self._hold_back_all()
+        for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
+            self._issue(index, uses)
+        self.wait(0)
         return tuple(self._done.items()), fires
 
     def has_late(self) -> bool:
-        """Whether this rank has gradients, in a backward that sends them, of which no reduction is to come."""
-        return self.sync and any(buffer.has_stray_gradients() for unit in self.units for buffer in unit.trainable)
+        """Whether this rank has gradients of which no reduction is to come."""
+        return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)
 
     def send_late(self) -> dict[int, int]:
         """Send again, on every rank, what any rank has got since it was sent; see :meth:`parameter_counts`."""
-        lists = self.agreement.exchange_objects(self._unsent(), "agreeing on gradients that came late")
+        lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
         late = list(dict.fromkeys(index for units in lists for index in units))
         for index in late:
             self._issue(index, self._uses)
@@ -168,7 +168,7 @@ class Reductions:
 
     def send_again(self, index: int) -> None:
         """Send what a unit still holds, at the boundary, on every rank."""
-        self._issue(index, self._uses)
+        self._issue(index, self._uses, hold=False)
         self.wait(0)
 
     def wait(self, allowed: int) -> None:
@@ -183,9 +183,14 @@ class Reductions:
         self.begin(None)
         self.wait(0)
 
-    def _unsent(self) -> list[int]:
-        """Units of which this rank holds gradients that no reduction has taken."""
-        return [u.index for u in reversed(self.units) if any(b.has_unsent_gradients() for b in u.trainable)]
+    def _left(self) -> list[int]:
+        """Units of which this rank has gradients that this backward should have taken and has not."""
+        hold = self.hold
+        return [
+            unit.index
+            for unit in reversed(self.units)
+            if any(g.has_stray() if hold else g.has_unsent() for g in unit.gradients)
+        ]
 
     def _expect(self, index: int) -> tuple[int, ...]:
         if self._expected is None:
@@ -206,26 +211,16 @@ class Reductions:
             self._ready.remove(index)
         self._issue(index, uses)
 
-    def _issue(self, index: int, uses: int) -> None:
+    def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
         unit = self.units[index]
+        hold = self.hold if hold is None else hold
         self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
         self._done[index] = uses
-        self.issued.add(_REDUCE, index, unit.version)
-        for buffer in unit.trainable:
+        self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
+        for gradient in unit.gradients:
             self.wait(_IN_FLIGHT - 1)
-            message = buffer.pack_gradients()
-            with self.agreement.watching("reducing", unit.name):
-                event = self.stream.run(lambda b=buffer, m=message: b.reduce(m, self.scale))  # type: ignore[misc]
-            self._in_flight.append((event, message))
-
-    def _hold_back(self, index: int) -> None:
-        self._ready.remove(index)
-        for buffer in self.units[index].trainable:
-            buffer.keep_gradients()
-
-    def _hold_back_all(self) -> None:
-        self._ready = []
-        for unit in self.units:
-            for buffer in unit.trainable:
-                if buffer.has_unsent_gradients():
-                    buffer.keep_gradients()
+            message = gradient.pack(hold=hold)
+            if message is not None:
+                with self.agreement.watching("reducing", unit.name):
+                    event = self.stream.run(partial(gradient.reduce, message, self.scale, hold=hold))
+                self._in_flight.append((event, message))

@@ -63,6 +63,7 @@ class Schedule:
         self._plans: dict[tuple[object, ...], Plan] = {}
         self.key: PhaseKey = ()  # kind of the running phase
         self._then: PhaseKey | None = None
+        self._forward: PhaseKey | None = None  # kind of the last forward that a backward may follow
         self._sequence: Sequence | None = None  # followed; None while learning
         self._plan: Plan | None = None
         self._base = 0  # position in the sequence where the plan starts
@@ -82,6 +83,8 @@ class Schedule:
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
         self.key, self._then = key, then
+        if then is not None:
+            self._forward = key
         self._learned, self._own, self._apart = [], set(), False
         expected = self.sequences.expected(key)
         self.reductions.begin(expected)
@@ -97,6 +100,8 @@ class Schedule:
     def use(self, unit: Unit) -> None:
         """Have the unit gathered, and what the plan wants fetched with it. The caller holds the unit already."""
         index = unit.index
+        if unit.persistent:
+            return self._show(unit)
         self._own.add(index)
         if index in self._kept and unit.state is not UnitState.SHARDED:
             self._returns.add(index)
@@ -110,8 +115,19 @@ class Schedule:
                 self._advance(position + 1, own=index)
             elif unit.state is UnitState.SHARDED:
                 self._leave(unit)
+        self._show(unit)
+
+    def _show(self, unit: Unit) -> None:
         self.agreement.wait(unit.arrive, f"waiting for the gather of unit {unit.name!r}")
         unit.uncover()
+
+    def in_forward_order(self) -> list[Unit]:
+        """All units as the next forward will want them: those used anywhere, then in the order of the last one."""
+        sequence = self.sequences.expected(self._forward)
+        places: dict[int, int] = {}
+        for place, index in enumerate(sequence.uses if sequence is not None else ()):
+            places.setdefault(index, place)
+        return sorted(self.units, key=lambda unit: (unit.announced, places.get(unit.index, len(places))))
 
     def settle(self, unit: Unit) -> None:
         """Release a unit that nothing holds any more."""

@@ -17,6 +17,7 @@ from zeropp.comm import Ledger
 from zeropp.engine.engine import Engine
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of
+from zeropp.unit import Unit
 
 __all__ = ["comm_report", "engine_of", "full_state", "install_state_hooks"]
 
@@ -74,11 +75,11 @@ def _gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer in the main dtype. On the gather stream, whose collectives keep one order."""
     with torch.inference_mode(False):  # the gather stream writes to it, outside the caller's mode
         whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
-    path = buffer.gather_path
+    path = buffer.paths.main
     with engine.agreement.watching("gathering", buffer.unit):
         event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.views(whole), buffer.unit))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
-    return buffer.views(whole)
+    return buffer.layout.views(whole)
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -103,6 +104,7 @@ class _Saving:
         self.engine = weakref.ref(engine)
         self.outermost: nn.Module | None = None
         self.gathered: dict[FlatBuffer, list[Tensor]] = {}
+        self.lasting: set[FlatBuffer] = set()
 
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
@@ -143,7 +145,7 @@ class _Saving:
         for unit in engine.units:
             for buffer in unit.buffers:
                 if any(parameter is other for parameter in own.values() for other in buffer.parameters):
-                    gathered = self._whole(engine, buffer, unit.persistent)
+                    gathered = self._whole(engine, buffer, unit)
                     for parameter, value in zip(buffer.parameters, gathered, strict=True):
                         values[id(parameter)] = value.to(buffer.compute_dtype)
         for name, parameter in own.items():
@@ -156,12 +158,13 @@ class _Saving:
         finally:
             module.__dict__["_parameters"] = parameters
 
-    def _whole(self, engine: Engine, buffer: FlatBuffer, persistent: bool) -> list[Tensor]:
+    def _whole(self, engine: Engine, buffer: FlatBuffer, unit: Unit) -> list[Tensor]:
         if buffer not in self.gathered:
-            if not persistent:
-                for other in [b for b in self.gathered if b.gather_path.placement.weights != 1]:
-                    if other.unit != buffer.unit:
-                        del self.gathered[other]
+            if unit.announced:  # others lie all over the model, and are small
+                for other in [b for b in self.gathered if b.unit != buffer.unit and b not in self.lasting]:
+                    del self.gathered[other]
+            else:
+                self.lasting.add(buffer)
             self.gathered[buffer] = _gather_main(engine, buffer)
         return self.gathered[buffer]
 

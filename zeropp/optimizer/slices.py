@@ -87,7 +87,7 @@ def _make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:
         for buffer in unit.trainable:
             for parameter in buffer.parameters:
                 slices[id(parameter)] = []
-            for fragment in buffer.layout.fragments(buffer.piece):
+            for fragment in buffer.fragments():
                 cut = _cut(buffer, fragment, unit.index, position + fragment.slot)
                 slices[id(buffer.parameters[fragment.slot])].append(cut)
             position += len(buffer.parameters)
@@ -95,12 +95,13 @@ def _make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:
 
 
 def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Slice:
-    assert buffer.grad is not None
+    gradient = buffer.gradient
+    assert gradient is not None
     stop = fragment.offset + fragment.stop - fragment.start
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
-    gradient = buffer.grad[fragment.offset : stop]
-    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, gradient, lambda: buffer.has_grad)
+    part = gradient.shard[fragment.offset : stop]
+    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, part, lambda: gradient.arrived)
 
 
 def _stand_in(device: torch.device) -> Slice:

@@ -14,7 +14,7 @@ __all__ = ["layout_id", "load_main_weights", "main_weights"]
 
 def layout_id(engine: Engine) -> str:
     """Fingerprint of who owns what; equal exactly when this rank's slices are the same."""
-    digest = hashlib.sha256(f"{engine.comm.chain.levels} {engine.comm.rank}".encode())
+    digest = hashlib.sha256(f"{engine.mode.chain.levels} {engine.mode.states} {engine.comm.rank}".encode())
     for buffer in engine.buffers:
         digest.update(f"{buffer.unit} {buffer.trainable} {buffer.main_dtype} {buffer.layout}".encode())
     return digest.hexdigest()[:16]

@@ -79,6 +79,7 @@ class ZeroOptimizer(Optimizer):
             lambda: [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"],
         )
         self._accumulation_steps = self.config.resolve_batch(self.engine.comm.world)[2] or 1
+        self._count_backwards(0)
         self.boundary = Boundary(self.engine)
         self.engine.after_backward = _weakly(self._after_backward)
         self.engine.before_backward = _weakly(self._before_backward)
@@ -147,11 +148,11 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("no_sync")
         reductions = self.engine.reductions
-        before, reductions.sync = reductions.sync, False
+        before, reductions.no_sync = reductions.no_sync, True
         try:
             yield
         finally:
-            reductions.sync = before
+            reductions.no_sync = before
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -191,6 +192,7 @@ class ZeroOptimizer(Optimizer):
         self.step_was_skipped = not verdict.finite
         if self.step_was_skipped:
             self.skipped_steps += 1
+            self._count_backwards(0)
             return loss
         self._refuse_unused(verdict)
         for piece in self._slices:
@@ -203,6 +205,7 @@ class ZeroOptimizer(Optimizer):
         getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.weights_changed()
+        self._count_backwards(0)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -212,6 +215,7 @@ class ZeroOptimizer(Optimizer):
 
     def _after_zero_grad(self) -> None:
         self.boundary.invalidate()
+        self._count_backwards(0)
         for piece in self._slices:
             piece.show_gradient(False)
 
@@ -261,7 +265,9 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     def _after_backward(self) -> None:
         self.boundary.invalidate()
-        if not self.engine.reductions.sync:
+        held = self.engine.reductions.hold
+        self._count_backwards(self._backwards + 1)
+        if held:
             return
         for piece in self._slices:
             piece.show_gradient(piece.arrived())
@@ -276,6 +282,11 @@ class ZeroOptimizer(Optimizer):
     def _before_backward(self) -> None:
         self._take_edits()
 
+    def _count_backwards(self, count: int) -> None:
+        """Note how many have run since the last step, and so whether the next is the last, as far as one can know."""
+        self._backwards = count
+        self.engine.reductions.last = count + 1 >= self._accumulation_steps or not self.engine.mode.sums
+
     def _take_edits(self) -> None:
         """Take over gradients that the user has replaced or removed since they were shown.
 
@@ -289,9 +300,8 @@ class ZeroOptimizer(Optimizer):
 
     def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for buffer in self.engine.trainable:
-            assert buffer.grad is not None
-            buffer.grad.mul_(factor.to(buffer.grad.dtype))
+        for gradient in self.engine.gradients:
+            gradient.shard.mul_(factor.to(gradient.dtype))
         return factor
 
     def _refuse_unused(self, verdict: Verdict) -> None:

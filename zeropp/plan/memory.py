@@ -9,6 +9,9 @@ from torch import nn
 
 from zeropp.config import ConfigSource, load_config
 from zeropp.engine.build import planned_buffers, unit_options
+from zeropp.placement import choose_mode
+from zeropp.topology import ranks_per_node
+from zeropp.unit import TERMS
 from zeropp.units import form_units
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
@@ -16,12 +19,13 @@ __all__ = ["MemoryPlan", "UnitMemory", "memory"]
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit: bytes while gathered, and bytes of the message that carries its gradients."""
+    """One unit: bytes while gathered, of the message that carries its gradients, of gradients held for a later one."""
 
     name: str
     persistent: bool
     gathered: int
     message: int
+    held: int
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,9 @@ class MemoryPlan:
     """Bytes on each rank; equal on all, since pieces are.
 
     Attributes:
-        terms: what is owned at all times: ``main_weights`` (float32 or float64 pieces of trainable parameters),
-            ``gradients`` (the same), ``frozen_weights`` (pieces in their own dtype), ``persistent_weights`` (whole,
-            compute dtype).
+        terms: what is owned at all times: ``main_weights`` (float32 or float64 shards of trainable parameters),
+            ``gradients`` (the same), ``frozen_weights`` (shards in their own dtype), ``secondary_weights`` (what hpZ
+            keeps, compute dtype), ``persistent_weights`` (whole, compute dtype).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
     """
 
@@ -44,6 +48,11 @@ class MemoryPlan:
         return sum(self.terms.values())
 
     @property
+    def held_gradients(self) -> int:
+        """Bytes that come on top between backwards of one step, where gradients are summed before they go on."""
+        return sum(unit.held for unit in self.units)
+
+    @property
     def largest_unit(self) -> int:
         """Bytes of the largest unit while gathered: the least that forward and backward need on top."""
         return max((unit.gathered for unit in self.units if not unit.persistent), default=0)
@@ -53,7 +62,7 @@ class MemoryPlan:
         return "\n".join(f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows)
 
 
-def memory(model: nn.Module, config: ConfigSource, world: int) -> MemoryPlan:
+def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None = None) -> MemoryPlan:
     """Predict what the engine will own, on each of ``world`` ranks.
 
     Optimizer states are the wrapped optimizer's and not counted: AdamW's are twice ``main_weights``.
@@ -62,27 +71,31 @@ def memory(model: nn.Module, config: ConfigSource, world: int) -> MemoryPlan:
         model: not wrapped; meta parameters will do.
         config: as given to ZeroOptimizer.
         world: ranks to partition over.
+        local: ranks per node, which matters to groups of nodes and to deferred reductions; None for a single node.
 
     Raises:
-        ValueError: ``world`` is not positive.
+        ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
     if world < 1:
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
     settings = load_config(config)
     parameters = dict(model.named_parameters())
-    terms: Counter[str] = Counter(main_weights=0, gradients=0, frozen_weights=0, persistent_weights=0)
+    terms: Counter[str] = Counter(dict.fromkeys(TERMS, 0))
+    mode = choose_mode(settings, world, ranks_per_node(range(world), local or world))
     units = []
     for spec in form_units(model, world, unit_options(settings)):
-        gathered = message = 0
+        gathered = message = held = 0
+        own = mode.of(spec.persistent)
         for key, _, layout in planned_buffers(parameters, spec, settings, world):
             gathered += layout.numel * key.dtype.itemsize
             if key.trainable:
-                terms["main_weights"] += layout.piece_numel * key.main_dtype.itemsize
-                terms["gradients"] += layout.piece_numel * key.main_dtype.itemsize
+                terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
+                terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
+                held += layout.numel // own.held * key.main_dtype.itemsize
                 message += layout.numel * key.wire_dtype.itemsize
             else:
-                terms["frozen_weights"] += layout.piece_numel * key.main_dtype.itemsize
-        if spec.persistent:
-            terms["persistent_weights"] += gathered
-        units.append(UnitMemory(spec.name, spec.persistent, gathered, message))
+                terms["frozen_weights"] += layout.numel // own.states * key.main_dtype.itemsize
+        if own.kept is not None:
+            terms["persistent_weights" if own.kept == 1 else "secondary_weights"] += gathered // own.kept
+        units.append(UnitMemory(spec.name, own.kept == 1, gathered, message, held))
     return MemoryPlan(dict(terms), tuple(units))

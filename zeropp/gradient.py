@@ -1,0 +1,184 @@
+"""One flat buffer's gradient: where autograd leaves it, held back, on its way, and summed over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.comm import GatherPath, ReducePath
+from zeropp.layout import BufferLayout, Fragment
+from zeropp_kernels.reference import pack_
+
+__all__ = ["Gradient", "GradientPaths"]
+
+
+@dataclass(frozen=True)
+class GradientPaths:
+    """How a gradient travels.
+
+    Attributes:
+        hold: from whole gradients to the level at which those of several backwards are summed before they go on.
+        rest: from there to a piece for every rank.
+        straight: both, for gradients that are not held.
+        replicas: from pieces back to slices at the level of the states, where that is not the last; else None.
+    """
+
+    hold: ReducePath
+    rest: ReducePath
+    straight: ReducePath
+    replicas: GatherPath | None
+
+    @property
+    def held(self) -> int:
+        """Level at which gradients are held."""
+        return self.hold.outer
+
+
+class Gradient:
+    """Sums of one flat buffer's gradients.
+
+    Attributes:
+        shard: [numel / states] accumulated gradient in the main dtype, what the optimizer reads.
+        arrived: whether ``shard`` holds anything yet.
+        held: [numel / held level] sum of backwards that are to be sent on later, main dtype, or None.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        parameters: Sequence[nn.Parameter],
+        layout: BufferLayout,
+        main_dtype: torch.dtype,
+        paths: GradientPaths,
+    ) -> None:
+        self.unit = unit
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        self.dtype = main_dtype
+        self.device = parameters[0].device
+        self.paths = paths
+        self.placement = paths.straight.placement
+        self.shard = torch.zeros(layout.numel // self.placement.mode.states, dtype=main_dtype, device=self.device)
+        self.arrived = False
+        self.held: Tensor | None = None
+        self._holds = 0  # backwards in ``held``
+
+    # From autograd to a message.
+
+    def pack(self, *, hold: bool) -> Tensor | None:
+        """This rank's whole gradient as one message in the wire dtype; takes ``.grad``.
+
+        Args:
+            hold: for a backward after which others follow before anything goes on. Where nothing is sent then, the
+                gradient is added to what is held, and there is no message.
+        """
+        gradients = self._take()
+        codec = self.paths.straight.codec
+        if self.paths.held == 1 and (hold or self.held is not None):
+            whole = self._hold_whole(gradients)
+            if hold:
+                return None
+            message = codec.empty(self.layout.numel, self.device)
+            codec.encode_(message, whole)
+            self.held = None
+            return message
+        message = codec.empty(self.layout.numel, self.device)
+        pack_(self.layout.views(message), gradients)
+        for start, stop in self.layout.gaps:
+            message[start:stop].zero_()
+        return message
+
+    def _take(self) -> list[Tensor | None]:
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [parameter.grad for parameter in self.parameters]
+            for parameter in self.parameters:
+                parameter.grad = None
+        return gradients
+
+    def _hold_whole(self, gradients: list[Tensor | None]) -> Tensor:
+        """Add to the held sum without rounding to the wire dtype."""
+        if self.held is None:
+            self.held = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        views = self.layout.views(self.held)
+        present = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
+        if present:
+            torch._foreach_add_([view for view, _ in present], [g.to(self.dtype) for _, g in present])
+        return self.held
+
+    # From messages to a sum; on the reduce stream.
+
+    def reduce(self, message: Tensor | None, scale: float, *, hold: bool) -> None:
+        """Sum every rank's message, with what is held, into the shard; or into what is held."""
+        if message is None:
+            return
+        paths = self.paths
+        if hold:
+            self._hold(message)
+        elif self.held is None:
+            self._finish(paths.straight, message, scale)
+        else:
+            self._hold(message)
+            headroom = paths.straight.codec.headroom(self._holds * paths.held)
+            codec = paths.rest.codec
+            message = codec.empty(self.held.numel(), self.device)
+            codec.encode_(message, self.held if headroom == 1.0 else self.held * headroom)
+            self.held, self._holds = None, 0
+            self._finish(paths.rest, message, scale / headroom)
+
+    def _hold(self, message: Tensor) -> None:
+        fresh = self.held is None
+        if self.held is None:
+            self.held = torch.empty(self.layout.numel // self.paths.held, dtype=self.dtype, device=self.device)
+        self.paths.hold.run(message, self.held, scale=1.0, accumulate=not fresh, unit=self.unit)
+        self._holds += 1
+
+    def _finish(self, path: ReducePath, message: Tensor, scale: float) -> None:
+        """The last hops, and back from pieces to the level of the states where there are replicas."""
+        replicas = self.paths.replicas
+        if replicas is None:
+            path.run(message, self.shard, scale=scale, accumulate=self.arrived, unit=self.unit)
+        else:
+            piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
+            headroom = path.codec.headroom(self.layout.world)
+            path.run(message, piece, scale=headroom, accumulate=False, unit=self.unit)
+            whole = replicas.codec.empty(self.shard.numel(), self.device)
+            replicas.run(piece, replicas.views(whole), self.unit)
+            replicas.codec.decode_sum_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
+        self.arrived = True
+
+    # What is there, and forgetting it.
+
+    def has_unsent(self) -> bool:
+        """Whether this rank holds gradients that no reduction has brought to the shards."""
+        return self.held is not None or self.has_stray()
+
+    def has_stray(self) -> bool:
+        """Whether gradients came that the known sequence did not expect."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(parameter.grad is not None for parameter in self.parameters)
+
+    def forget(self) -> None:
+        """Forget what was sent or held; gradients that autograd is just bringing stay."""
+        self.arrived = False
+        self.held, self._holds = None, 0
+
+    def forget_unsent(self) -> None:
+        """Forget what has not been sent."""
+        self.held, self._holds = None, 0
+        self._take()
+
+    def forget_one(self, parameter: nn.Parameter) -> None:
+        """Forget one parameter's gradient, sent or not."""
+        for values, level in ((self.shard, self.placement.mode.states), (self.held, self.paths.held)):
+            if values is not None:
+                for fragment in self._fragments(level):
+                    if self.parameters[fragment.slot] is parameter:
+                        values[fragment.offset : fragment.offset + fragment.stop - fragment.start].zero_()
+        with torch._C.DisableTorchFunctionSubclass():
+            parameter.grad = None
+
+    def _fragments(self, level: int) -> list[Fragment]:
+        return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, level), level)
