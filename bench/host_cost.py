@@ -115,8 +115,8 @@ def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> 
 def collectives(unit: Any) -> None:
     """Nothing but the collectives of one gather; the unit is gathered."""
     for buffer in unit.buffers:
-        views = buffer._gather_views
-        for hop, piece, out in zip(buffer.gather_path.hops, views, views[1:], strict=False):
+        views = buffer._fetch_views
+        for hop, piece, out in zip(buffer.paths.fetch.hops, views, views[1:], strict=False):
             all_gather_single(out, piece, group=hop.group)
 
 
@@ -124,7 +124,7 @@ def count(unit: Any) -> dict[str, Any]:
     """Operators of one fetch and release."""
     with Calls() as calls:
         cycle(unit, InlineStream())
-    hops = len(unit.buffers[0].gather_path.hops)
+    hops = len(unit.buffers[0].paths.fetch.hops)
     return {"aten": calls.of("aten"), "collectives": calls.of("c10d"), "hops": hops, "operators": dict(calls.names)}
 
 

@@ -100,13 +100,9 @@ class Unit:
         """Queue the gather. A unit that is full joins without effect: the same values are written again.
 
         Raises:
-            RuntimeError: what is kept is of an older version; its use would train on old weights.
+            RuntimeError: what is kept is of an older version.
         """
-        if self.stale:
-            versions = [(buffer.kept_version, buffer.version) for buffer in self.buffers]
-            raise RuntimeError(
-                f"unit {self.name!r} keeps weights of old versions, (kept, current) {versions}: no refresh was issued"
-            )
+        self._check_kept()
         for buffer in self.buffers:
             stream.allocate(buffer.grow)
         self._gathered = stream.run(self._gather_buffers)
@@ -123,6 +119,13 @@ class Unit:
     def stale(self) -> bool:
         """Whether weights that are kept between uses are of an older version."""
         return any(buffer.stale for buffer in self.buffers)
+
+    def _check_kept(self) -> None:
+        if self.stale:
+            versions = [(buffer.kept_version, buffer.version) for buffer in self.buffers]
+            raise RuntimeError(
+                f"unit {self.name!r} keeps weights of old versions, (kept, current) {versions}: no refresh was issued"
+            )
 
     def refresh(self, stream: Stream) -> None:
         """Queue the renewal of what is kept, where weights have changed."""
@@ -161,8 +164,13 @@ class Unit:
         return True
 
     def uncover(self) -> None:
-        """Let the model see values that have arrived."""
+        """Let the model see values that have arrived.
+
+        Raises:
+            RuntimeError: they are of an older version.
+        """
         if self.state is UnitState.GATHERING:
+            self._check_kept()
             self.state = UnitState.FULL
             with contextlib.ExitStack() as stack:
                 for buffer in self.buffers:

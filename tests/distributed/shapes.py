@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
+from zeropp.config.extension import ExtensionConfig
+from zeropp.config.zero import ZeroConfig
 from zeropp.unit import Unit, UnitState
 
 __all__ = [
@@ -68,7 +70,7 @@ def make_config(**settings: object) -> dict[str, object]:
 
     Args:
         settings: keys of the zero block (``persist``, ``live``, ``reuse`` and ``prefetch`` for the long names), of the
-            zeropp block (``hang_timeout``, ``unit_min_blocks``), or of the top level.
+            zeropp block, or of the top level.
     """
     short = {
         "persist": "stage3_param_persistence_threshold",
@@ -82,9 +84,9 @@ def make_config(**settings: object) -> dict[str, object]:
     for key, value in settings.items():
         if key in short:
             zero[short[key]] = value
-        elif key in ("hang_timeout", "unit_min_blocks", "unit_numel", "local_world_size"):
+        elif key in ExtensionConfig.model_fields:
             own[key] = value
-        elif key in ("ignore_unused_parameters", "log_trace_cache_warnings", "overlap_comm"):
+        elif key in ZeroConfig.model_fields:
             zero[key] = value
         else:
             top[key] = value

@@ -188,9 +188,9 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "unknown key": (lambda m, r: plain(m, gradient_cliping=1.0), "ConfigError", "gradient_clipping"),
     "unknown zero key": (lambda m, r: zero(m, stage3_max_live_parameter=1), "ConfigError", "max_live_parameters"),
     "wrong value": (lambda m, r: plain(m, gradient_clipping="much"), "ConfigError", "gradient_clipping"),
-    "stage 0": (lambda m, r: zero(m, stage=0), "ConfigError", "stage.*not in this version; set stage 3"),
-    "stage 1": (lambda m, r: zero(m, stage=1), "ConfigError", "stage.*not in this version; set stage 3"),
-    "stage 2": (lambda m, r: zero(m, stage=2), "ConfigError", "stage.*not in this version; set stage 3"),
+    "stage 4": (lambda m, r: zero(m, stage=4), "ConfigError", "stage: got 4; expected"),
+    "hpz over three": (lambda m, r: zero(m, zero_hpz_partition_size=3), "ValueError", r"must be one of \[1, 2\]"),
+    "replicas of three": (lambda m, r: zero(m, mics_shard_size=3), "ValueError", r"must be one of \[1, 2\]"),
     "fp16": (lambda m, r: plain(m, fp16={"enabled": True}), "ConfigError", "fp16.*not in this version"),
     "offload": (lambda m, r: zero(m, offload_param={"device": "cpu"}), "ConfigError", "offload.*not in this version"),
     "group is a string": (lambda m, r: Args(sgd(m), m, make_config(), "dp"), "TypeError", "process_group is a str"),
@@ -308,7 +308,7 @@ def bad_on_one(name: str) -> Case:
 
 # The mistake is on rank 1; the others, which made none, must hear of it.
 ON_ONE = [
-    "model is None", "swapped", "unknown key", "stage 2", "group is a string", "no parameters", "foreign parameters",
+    "model is None", "swapped", "unknown key", "stage 4", "group is a string", "no parameters", "foreign parameters",
     "meta parameter", "sparse embedding", "own LAMB", "no such file",
 ]  # fmt: skip
 

@@ -93,7 +93,8 @@ def formula(
         calls = 1 if unit in persistent else 2 * backwards
         for outer, inner, n, link in gather:
             piece = numel // outer * itemsize
-            found[unit, "gather", f"{outer}->{inner}", link] = (calls, calls * (n - 1) * piece)
+            kind = "refresh" if unit in persistent else "gather"
+            found[unit, kind, f"{outer}->{inner}", link] = (calls, calls * (n - 1) * piece)
             if unit not in frozen:
                 message = numel // inner * wire
                 found[unit, "reduce", f"{inner}->{outer}", link] = (backwards, backwards * message // n * (n - 1))
@@ -138,6 +139,53 @@ def test_persistent_units_are_gathered_once_a_step(world: int, local: int) -> No
         assert persistent and len(sizes) > len(persistent)
         wanted = formula(world, local, sizes, 4, 4, persistent, frozen)
         assert named(found, control=False) == wanted
+
+
+# Settings, and what travels for a unit that trains: kind, levels, calls in a step of four micro-batches. On two nodes
+# of two ranks, so that what touches level 4 crosses nodes.
+PLACED: dict[str, tuple[dict[str, object], str]] = {
+    "stage 0": ({"stage": 0}, "reduce 1->2 1, reduce 2->4 1, reduce 4->2 1, reduce 2->1 1"),
+    "stage 1": ({"stage": 1}, "refresh 4->2 1, refresh 2->1 1, reduce 1->2 1, reduce 2->4 1"),
+    "stage 2": ({"stage": 2}, "refresh 4->2 1, refresh 2->1 1, reduce 1->2 4, reduce 2->4 4"),
+    "stage 3": ({}, "gather 4->2 8, gather 2->1 8, reduce 1->2 4, reduce 2->4 4"),
+    "deferred": ({"defer_cross_reduction": True}, "gather 4->2 8, gather 2->1 8, reduce 1->2 4, reduce 2->4 1"),
+    "hpz": ({"zero_hpz_partition_size": 2}, "refresh 4->2 1, gather 2->1 8, reduce 1->2 4, reduce 2->4 4"),
+    "hpz deferred": (
+        {"zero_hpz_partition_size": 2, "defer_cross_reduction": True},
+        "refresh 4->2 1, gather 2->1 8, reduce 1->2 4, reduce 2->4 1",
+    ),
+    "mics": ({"mics_shard_size": 2}, "gather 2->1 8, reduce 1->2 4, reduce 2->4 1, reduce 4->2 1"),
+    "mics 1": ({"mics_shard_size": 1}, "reduce 1->2 1, reduce 2->4 1, reduce 4->2 1, reduce 2->1 1"),
+}
+
+
+def placed(unit: str, numel: int, hops: str) -> Traffic:
+    """What one rank sends of a float32 unit: half of what two ranks have after a gather, or before a sum."""
+    found: Traffic = {}
+    for kind, hop, calls in (text.split() for text in hops.split(", ")):
+        if not unit.startswith("frozen") or kind == "gather":
+            level = min(map(int, hop.split("->")))
+            link = "cross" if "4" in hop else "local"
+            found[unit, kind, hop, link] = int(calls), int(calls) * numel // level // 2 * 4
+    return found
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_each_placement_sends_what_its_levels_say(name: str) -> None:
+    """Four micro-batches, so that what crosses nodes once a step is told from what crosses in each."""
+    settings, hops = PLACED[name]
+    for rank, (found, sizes, _) in enumerate(run_ranks(4, one_step, settings, 2, 4, local_world_size=2)):
+        wanted: Traffic = {}
+        for unit, parameters in sizes.items():
+            wanted |= placed(unit, padded(parameters, 4), hops)
+        assert named(found, control=False) == wanted, f"rank {rank}"
+
+
+def test_a_replica_over_nodes_gathers_by_hops_or_at_once() -> None:
+    """Four nodes of one rank, two to a replica."""
+    for found, sizes, _ in run_ranks(4, one_step, {"mics_shard_size": 2}, 2, local_world_size=1):
+        (unit,) = [name for name in sizes if name.startswith("frozen")]
+        assert found[unit, "gather", "2->1", "cross"] == (2, 2 * padded(sizes[unit], 4) // 2 * 4)
 
 
 def test_accumulation_reduces_every_micro_batch() -> None:

@@ -19,6 +19,7 @@ from tests.distributed.parity import Recipe, Trained, build, train_zero
 from zeropp import streams
 from zeropp.comm import Comm, _Hop
 from zeropp.flat_buffer import FlatBuffer
+from zeropp.gradient import Gradient
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 # Where a rank can be slow: (class, method, before or after it).
@@ -28,9 +29,10 @@ PLACES: dict[str, tuple[type, str]] = {
     "boundary sum": (Comm, "sum"),
     "agreement": (Comm, "all_gather_ints"),
     "gather copy": (FlatBuffer, "gather"),
-    "gradient copy": (FlatBuffer, "pack_gradients"),
-    "gradient sum": (FlatBuffer, "reduce"),
-    "no_sync copy": (FlatBuffer, "keep_gradients"),
+    "refresh copy": (FlatBuffer, "refresh"),
+    "gradient copy": (Gradient, "pack"),
+    "gradient sum": (Gradient, "reduce"),
+    "no_sync copy": (Gradient, "_hold_whole"),
     "showing values": (FlatBuffer, "uncover"),
     "hiding values": (FlatBuffer, "cover"),
     "freeing": (FlatBuffer, "shrink"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -217,9 +218,10 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
     config = make_config(**settings)
     model = Mixed(dtype, freeze)
     world = dist.get_world_size() if dist.is_initialized() else 1
-    plan = zeropp.plan.memory(model, config, world)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    plan = zeropp.plan.memory(model, config, world, local)
     wrong = []
-    if zeropp.plan.memory(Mixed(dtype, freeze, device="meta"), config, world) != plan:
+    if zeropp.plan.memory(Mixed(dtype, freeze, device="meta"), config, world, local) != plan:
         wrong.append("the plan of a meta model differs")
     optimizer = trained(model, config)
     for when in ("fresh", "after a step", "after an eval", "after a state dict"):
@@ -237,7 +239,7 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
         if when == "after an eval":
             optimizer.engine.schedule.drop_held()  # kept for reuse, within max_live_parameters
         bytes_now = optimizer.engine.owned_bytes()
-        wanted = {**plan.terms, "gathered": 0}
+        wanted = {**plan.terms, "held_gradients": 0, "gathered": 0}
         if bytes_now != wanted:
             wrong.append(f"{when}: owned {bytes_now}, planned {wanted}")
     sizes = {unit.name: sum(buffer.nbytes for buffer in unit.buffers) for unit in optimizer.engine.units}
@@ -254,6 +256,10 @@ OWNED = {
     "bf16-frozen-persistent": (torch.float32, True, {"bf16": {"enabled": True}, "persist": 100}),
     "defaults": (torch.float32, True, {"persist": 100_000, "unit_min_blocks": 128}),
     "merged": (torch.float32, True, {"unit_min_blocks": 2, "persist": 30}),
+    "stage 0": (torch.float32, True, {"stage": 0}),
+    "stage 1": (torch.float32, True, {"stage": 1, "bf16": {"enabled": True}}),
+    "stage 2": (torch.float64, True, {"stage": 2, "persist": 100}),
+    "mics": (torch.float32, True, {"mics_shard_size": 1, "persist": 100}),
     "fp32-wire": (torch.float32, True, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}),
 }
 

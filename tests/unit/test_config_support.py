@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -84,10 +85,7 @@ def test_keys_with_nothing_to_do_say_why() -> None:
 def others(model: type[Block], name: str) -> Iterator[object]:
     """Values of a limited field that this version does not have."""
     special: dict[str, list[object]] = {
-        "stage": [0, 1, 2],
         "device": ["cpu"],
-        "mics_shard_size": [4],
-        "zero_hpz_partition_size": [2],
         "communication_data_type": ["fp16"],
         "grad_accum_dtype": ["bf16", "fp16"],
         "param_dtype": ["fp32", "bf16"],
@@ -187,7 +185,6 @@ def test_all_refusals_come_together() -> None:
     config = load_config(
         {
             "zero_optimization": {
-                "stage": 2,
                 "zero_quantized_weights": True,
                 "stage3_gather_16bit_weights_on_model_save": True,
                 "offload_optimizer": {"device": "cpu"},
@@ -200,7 +197,6 @@ def test_all_refusals_come_together() -> None:
     with pytest.raises(UnsupportedConfigError) as caught:
         config.require_supported()
     assert set(caught.value.problems) == {
-        "zero_optimization.stage: 2 is not in this version; set stage 3",
         "zero_optimization.zero_quantized_weights: true is not in this version; leave it at false",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save: true is not in this version; leave it at false",
         'zero_optimization.offload_optimizer.device: "cpu" is not in this version; leave it at "none"',
@@ -209,12 +205,16 @@ def test_all_refusals_come_together() -> None:
         "remove it, make the optimizer in your code and pass it in",
         "zeropp.hadamard: true is not in this version; leave it at false",
     }
-    assert "what is not in this version, 7 problems:" in str(caught.value)
+    assert "what is not in this version, 6 problems:" in str(caught.value)
 
 
-def test_no_configuration_of_zero_is_refused_as_stage_0() -> None:
-    with pytest.raises(UnsupportedConfigError, match=r"zero_optimization\.stage: 0 .* set stage 3"):
-        load_config({}).require_supported()
+@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "mics_shard_size"])
+def test_groups_of_stage_3_are_named_where_they_have_no_effect(key: str) -> None:
+    with pytest.warns(UserWarning, match=rf"{key} 2 has no effect in stage 1"):
+        load_config({"zero_optimization": {"stage": 1, key: 2}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config({"zero_optimization": {"stage": 3, key: 2}})
 
 
 def test_unsupported_is_a_config_error_and_a_value_error() -> None:

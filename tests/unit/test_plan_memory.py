@@ -38,7 +38,8 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
     plan = memory(two_layers(), config(), world)
     shard = 2 * numel // world * 4
     assert plan.terms == {
-        "main_weights": shard, "gradients": shard, "frozen_weights": 0, "persistent_weights": 0
+        "main_weights": shard, "gradients": shard, "frozen_weights": 0, "secondary_weights": 0,
+        "persistent_weights": 0,
     }  # fmt: skip
     assert [(u.name, u.persistent, u.gathered, u.message) for u in plan.units] == [
         ("0", False, numel * 4, numel * 4),
@@ -88,7 +89,7 @@ def test_frozen_weights_have_no_gradients_and_buffers_of_their_own() -> None:
 def test_all_frozen() -> None:
     plan = memory(two_layers().requires_grad_(False), config(), 4)
     assert plan.terms == {
-        "main_weights": 0, "gradients": 0, "frozen_weights": 2 * 1024, "persistent_weights": 0
+        "main_weights": 0, "gradients": 0, "frozen_weights": 2 * 1024, "secondary_weights": 0, "persistent_weights": 0
     }  # fmt: skip
     assert all(unit.message == 0 for unit in plan.units)
 
@@ -138,6 +139,7 @@ def test_meta_models_of_any_size() -> None:
         "main_weights": numel * 4 // 64,
         "gradients": numel * 4 // 64,
         "frozen_weights": 0,
+        "secondary_weights": 0,
         "persistent_weights": 0,
     }
     assert plan.largest_unit == 8192**2 * 2

@@ -64,4 +64,4 @@ class ExtensionConfig(Block):
 
     defer_cross_reduction: bool = False
     """Sums gradients inside a node over all micro-batches and sends them between nodes once an optimizer
-    step. It costs fp32 gradients at the level of the node."""
+    step, if `gradient_accumulation_steps` says how many there are. It costs fp32 gradients at the level of the node."""

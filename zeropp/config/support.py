@@ -186,6 +186,11 @@ def warn_without_effect(config: Config) -> None:
     ]
     if keys:
         notify(f"these keys of the configuration have no effect: {', '.join(keys)}", UserWarning)
+    zero = config.zero
+    for key in ("zero_hpz_partition_size", "mics_shard_size"):
+        if zero.stage < 3 and getattr(zero, key) > 1:
+            text = f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
+            notify(text, UserWarning)
 
 
 def _switched_off(value: object) -> bool:

@@ -31,7 +31,8 @@ class ZeroConfig(Block):
 
     stage: Stage = 0
     """What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights. Without a
-    configuration the stage is 3."""
+    configuration the stage is 3. In stages 0 and 1 gradients of several micro-batches are summed on each rank before
+    they travel, if `gradient_accumulation_steps` says how many there are; in stage 2 each micro-batch's travel."""
 
     contiguous_gradients: bool = True
     """Asks for gradients in one buffer, against fragmentation. Nothing is left to do: a unit's gradients
@@ -134,8 +135,9 @@ class ZeroConfig(Block):
     each rank owns a piece of every unit."""
 
     zero_hpz_partition_size: Count = 1
-    """Ranks, usually those of a node, among which a second copy of the weights is spread, so that only the
-    first gather after a step crosses nodes (hpZ). 0 and 1 mean no second copy."""
+    """Ranks, usually those of a node, among which a second copy of the weights is spread, so that weights cross
+    nodes only once an optimizer step (hpZ); for stage 3. It, the ranks of a node and the number of ranks divide each
+    other. 0 and 1 mean no second copy."""
 
     zero_quantized_weights: bool = False
     """Sends weights as 8-bit blocks when they are gathered (qwZ)."""
@@ -150,11 +152,13 @@ class ZeroConfig(Block):
     """Error feedback of quantized gradients; `null` is none."""
 
     mics_shard_size: ShardSize = -1
-    """Ranks among which a replica of the model is partitioned; the world holds several replicas (MiCS). -1
-    and 0 partition over all ranks."""
+    """Ranks among which a replica of the model is partitioned; the world holds several replicas, which are
+    synchronised once an optimizer step (MiCS); for stage 3. It, the ranks of a node and the number of ranks divide each
+    other. -1 and 0 partition over all ranks."""
 
     mics_hierarchical_params_gather: bool = False
-    """Gathers between nodes first and inside the node second where a MiCS replica spans nodes."""
+    """Gathers between nodes first and inside the node second where a MiCS replica spans nodes, which sends each
+    weight to a node once. False gathers over the whole replica in one step."""
 
     memory_efficient_linear: bool = True
     """Asks that linear layers keep no gathered weights alive until backward. Nothing is left to do: what

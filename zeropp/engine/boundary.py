@@ -159,7 +159,7 @@ class Boundary:
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.differed))
-        flags += [float(used) for unit_flags in engine.used for used in unit_flags]
+        flags += [float(used) for unit_flags in engine.pending.used for used in unit_flags]
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         return torch.cat([squares[None], host.to(engine.device, non_blocking=True)])
 
@@ -190,7 +190,7 @@ class Boundary:
 
     def _interpret(self, values: list[float]) -> Verdict:
         flags = iter(values[self._used :])
-        used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.used]
+        used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), used)
 
 

@@ -17,6 +17,7 @@ from zeropp._compat import current_graph_task, queue_end_of_backward
 from zeropp.comm import Comm
 from zeropp.engine.agreement import Agreement
 from zeropp.engine.hooks import BackwardCall, Site, SiteHooks
+from zeropp.engine.pending import Pending
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.reductions import Reductions
 from zeropp.engine.schedule import Schedule
@@ -98,11 +99,9 @@ class Engine:
         self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
-        self.pending_gradients = False
+        self.pending = Pending(self.units)
         self.after_backward: Callable[[], None] = lambda: None
         self.before_backward: Callable[[], None] = lambda: None
-        self.after_zero_grad: Callable[[], None] = lambda: None
-        self.used = [[False] * sum(len(b.parameters) for b in unit.trainable) for unit in self.units]
         self._backwards = 0  # finished or given up
         self._outstanding: list[PhaseKey] = []
         self._backward_uses: dict[int, int] = {}  # unit in backward -> calls whose inputs will tell its end
@@ -211,7 +210,7 @@ class Engine:
     def gradient_ready(self, index: int, position: int) -> None:
         """A parameter has its gradient; the last one of a unit lets it be sent and released."""
         self._begin_backward()
-        self.used[index][position] = True
+        self.pending.used[index][position] = True
         if self.reductions.count(index, position):
             self._end_backward_use(self.units[index])
 
@@ -222,7 +221,7 @@ class Engine:
         self.phase = Phase.BACKWARD
         queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
-        self.pending_gradients = True
+        self.pending.any = True
         self._uncover(self.persistent)
         for index in sorted(self._whole, reverse=True):
             self._use_in_backward(self.units[index])
@@ -322,8 +321,7 @@ class Engine:
         self.schedule.abort()  # first: nothing of the failed phase may be issued any more
         self.reductions.forget()
         self._cover_all()
-        for gradient in self.gradients:
-            gradient.forget_unsent()
+        self.pending.forget_unsent()
 
     def weights_changed(self, *, everything: bool = False) -> None:
         """Main weights, or ``everything``, are new: what is gathered is out of date, what is kept is renewed."""
@@ -409,25 +407,13 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget gradients."""
-        for gradient in self.gradients:
-            gradient.forget_unsent()
-        self.forget_gradients()
-
-    def forget_gradients(self) -> None:
-        """Forget the gradients of finished backwards."""
-        self.pending_gradients = False
-        for gradient in self.gradients:
-            gradient.forget()
-        for flags in self.used:
-            flags[:] = [False] * len(flags)
-        self.after_zero_grad()
+        self.pending.forget_unsent()
+        self.pending.forget()
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """``parameter.grad = None``: drop what has been reduced of it on this rank; the next backward starts anew."""
-        unit = self._unit_of[id(parameter)]
-        if parameter.requires_grad:
-            self.used[unit.index][unit.drop_gradient(parameter)] = False
+        """``parameter.grad = None``; see :class:`zeropp.guard.Keeper`."""
+        self.pending.forget_one(self._unit_of[id(parameter)], parameter)
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""
-        return self.pending_gradients and self.phase is Phase.IDLE
+        return self.pending.any and self.phase is Phase.IDLE

@@ -83,7 +83,7 @@ class ZeroOptimizer(Optimizer):
         self.boundary = Boundary(self.engine)
         self.engine.after_backward = _weakly(self._after_backward)
         self.engine.before_backward = _weakly(self._before_backward)
-        self.engine.after_zero_grad = _weakly(self._after_zero_grad)
+        self.engine.pending.after_forgetting = _weakly(self._after_forgetting)
         self.defaults = optimizer.defaults
         self._slices = put_slices(optimizer, self.engine.units, self.engine.device)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
@@ -213,7 +213,7 @@ class ZeroOptimizer(Optimizer):
         self.engine.require_idle("zero_grad")
         self.engine.zero_grad()
 
-    def _after_zero_grad(self) -> None:
+    def _after_forgetting(self) -> None:
         self.boundary.invalidate()
         self._count_backwards(0)
         for piece in self._slices:
@@ -296,7 +296,7 @@ class ZeroOptimizer(Optimizer):
         for piece in shown:
             piece.take_edit()
         if shown and all(piece.removed for piece in shown):
-            self.engine.forget_gradients()
+            self.engine.pending.forget()
 
     def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

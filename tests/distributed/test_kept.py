@@ -1,0 +1,225 @@
+"""Weights that are kept between uses: renewed once a step, never used at an older version, not waited for too early."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.parity import assert_close
+from tests.distributed.shapes import Block, make_config
+from zeropp.engine.engine import Engine
+from zeropp.flat_buffer import FlatBuffer
+
+KEPT: dict[str, dict[str, object]] = {
+    "hpz": {"zero_hpz_partition_size": 2},
+    "stage 2": {"stage": 2, "overlap_comm": True},
+    "persistent": {"persist": 10_000},
+}
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def wrapped(settings: dict[str, object], **more: object) -> tuple[Stack, zeropp.ZeroOptimizer]:
+    model = Stack().double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, zeropp.ZeroOptimizer(inner, model, make_config(**{**settings, **more}))
+
+
+def train(model: Stack, optimizer: zeropp.ZeroOptimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+
+
+def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, list[float]]:
+    """Time of ``step()``, of the forward after it, and when in it each block began; each refresh takes ``seconds``."""
+    model, optimizer = wrapped(settings)
+    train(model, optimizer, 3)
+    original: Callable[[FlatBuffer], None] = FlatBuffer.refresh
+    began: list[float] = []
+
+    def refresh(buffer: FlatBuffer) -> None:
+        time.sleep(seconds)
+        original(buffer)
+
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: began.append(time.monotonic()))
+    optimizer.zero_grad()
+    model(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
+    FlatBuffer.refresh = refresh  # type: ignore[method-assign]
+    try:
+        start = time.monotonic()
+        optimizer.step()
+        stepped = time.monotonic()
+        began.clear()
+        with torch.no_grad():
+            model(torch.ones(2, 16, dtype=torch.float64))
+        done = time.monotonic()
+    finally:
+        FlatBuffer.refresh = original  # type: ignore[method-assign]
+        optimizer.engine.settle_refresh()
+    return stepped - start, done - stepped, [moment - stepped for moment in began]
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+def test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own(name: str) -> None:
+    """Four units whose refreshes take 0.3 s each: the first block has run long before the last unit has arrived."""
+    for stepped, forward, began in run_ranks(4, slowly, KEPT[name], 0.3, local_world_size=2):
+        assert stepped < 0.25, "step() waited for a refresh"
+        assert forward > 0.9, "forward did not wait for the last refresh"
+        assert began[0] < 0.8 < 0.9 < began[3], began
+
+
+def skipping(settings: dict[str, object], skip: str) -> None:
+    """A refresh is missing: once after a step, a load or an edit."""
+    model, optimizer = wrapped(settings)
+    train(model, optimizer, 2)
+    state = model.state_dict()
+    Engine.refresh = lambda self: None  # type: ignore[method-assign]
+    if skip == "step":
+        train(model, optimizer, 1)
+    else:
+        model.load_state_dict(state)
+    model(torch.ones(2, 16, dtype=torch.float64))
+
+
+def skip_and_restore(settings: dict[str, object], skip: str) -> None:
+    original = Engine.refresh
+    try:
+        skipping(settings, skip)
+    finally:
+        Engine.refresh = original  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("skip", ["step", "load"])
+@pytest.mark.parametrize("name", KEPT)
+def test_weights_of_an_older_version_are_never_used(name: str, skip: str) -> None:
+    for failure in run_ranks(4, skip_and_restore, KEPT[name], skip, local_world_size=2, catch=True):
+        assert isinstance(failure, RankFailure) and "keeps weights of old versions" in failure.message
+
+
+def values_after_a_load(settings: dict[str, object]) -> tuple[Tensor, Tensor, int, int]:
+    """What the model gives after a load, what it should give, refreshes by then and after twenty evaluations."""
+    model, optimizer = wrapped(settings)
+    train(model, optimizer, 2)
+    other = Stack().double()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.25)
+    model.load_state_dict(other.state_dict())
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
+    ledger = optimizer.engine.comm.ledger
+
+    def refreshes() -> int:
+        return sum(row.calls for row in ledger.rows if row.kind == "refresh")
+
+    with torch.no_grad():
+        found = model(x)
+        before = refreshes()
+        for _ in range(20):
+            assert torch.equal(model(x), found)
+    return found, other(x).detach(), before, refreshes()
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_load_is_seen_and_evaluation_renews_nothing(name: str) -> None:
+    for found, expected, before, after in run_ranks(4, values_after_a_load, KEPT[name], local_world_size=2):
+        assert_close(found, expected, 1e-12, "output after a load")
+        assert before == after > 0
+
+
+class Half(nn.Module):
+    """One layer whose weights only some micro-batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.always = nn.Linear(16, 16)
+        self.sometimes = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if both else x
+
+
+def in_parts(settings: dict[str, object], uses: list[list[bool]], steps: int) -> tuple[dict[str, Tensor], Any]:
+    """Each step's micro-batches use both layers or one; some steps have fewer than configured."""
+    model = Half().double()
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=3))
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro, both in enumerate(uses[step % len(uses)]):
+            optimizer.backward(model(batch(step, micro, dist.get_rank()), both).square().mean())
+        optimizer.step()
+        norms.append(optimizer.grad_norm)
+    assert all(gradient.held is None for gradient in optimizer.engine.gradients)
+    return zeropp.full_state(model), norms
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
+    return torch.randn(2, 16, dtype=torch.float64, generator=generator)
+
+
+def in_parts_plain(uses: list[list[bool]], steps: int, world: int) -> tuple[dict[str, Tensor], list[float]]:
+    model = Half().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro, both in enumerate(uses[step % len(uses)]):
+            for rank in range(world):
+                (model(batch(step, micro, rank), both).square().mean() / (3 * world)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())
+        optimizer.step()
+    return model.state_dict(), norms
+
+
+WINDOWS = {
+    "whole": [[True, True, True]],
+    "used first": [[True, False, False]],
+    "used last": [[False, False, True]],
+    "short": [[True, True], [True]],
+    "changing": [[True, False, False], [False, True], [True, True, True], [False]],
+    "too many": [[True, False, True, False, True]],
+}
+HOLDING: dict[str, dict[str, object]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "deferred": {"defer_cross_reduction": True},
+    "mics": {"mics_shard_size": 2},
+    "mics 1": {"mics_shard_size": 1},
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", HOLDING)
+def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
+    """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""
+    state, norms = in_parts_plain(WINDOWS[window], 4, 4)
+    for found, own in run_ranks(4, in_parts, HOLDING[name], WINDOWS[window], 4, local_world_size=2):
+        assert_close(own, norms, 1e-9, "norms")
+        for key, value in state.items():
+            assert_close(found[key], value, 1e-9, key)

@@ -1,0 +1,48 @@
+"""Gradients that wait for the optimizer: which parameters have some, and how they are forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from zeropp.unit import Unit
+
+__all__ = ["Pending"]
+
+
+class Pending:
+    """What backwards have brought since the last step.
+
+    Attributes:
+        any: whether a backward has run.
+        used: for each unit, whether each of its trainable parameters has a gradient from this rank.
+        after_forgetting: called when nothing is left.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.any = False
+        self.used = [[False] * sum(len(g.parameters) for g in unit.gradients) for unit in units]
+        self.after_forgetting: Callable[[], None] = lambda: None
+
+    def forget_unsent(self) -> None:
+        """Forget what has not been sent, on this rank."""
+        for unit in self._units:
+            for gradient in unit.gradients:
+                gradient.forget_unsent()
+
+    def forget(self) -> None:
+        """Forget the gradients of finished backwards; those that autograd is just bringing stay."""
+        self.any = False
+        for unit in self._units:
+            for gradient in unit.gradients:
+                gradient.forget()
+        for flags in self.used:
+            flags[:] = [False] * len(flags)
+        self.after_forgetting()
+
+    def forget_one(self, unit: Unit, parameter: nn.Parameter) -> None:
+        """Forget one parameter's on this rank; the next backward starts anew."""
+        if parameter.requires_grad:
+            self.used[unit.index][unit.drop_gradient(parameter)] = False
