@@ -6,7 +6,7 @@ they are used and let go right after.
 
 from __future__ import annotations
 
-from zeropp import plan
+from zeropp import plan, zero
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.engine.state import comm_report, full_state
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -20,6 +20,7 @@ __all__ = [
     "full_state",
     "load_config",
     "plan",
+    "zero",
 ]
 
 __version__ = "0.1.0"

@@ -181,8 +181,23 @@ class FlatBuffer:
         if edited:
             raise RuntimeError(
                 f"{edited} were edited in place, and the edit is lost: what a module sees is a copy of values that are "
-                "partitioned over the ranks. To set weights use model.load_state_dict(...) on every rank, between steps"
+                "partitioned over the ranks. To set weights use zeropp.zero.GatheredParameters(parameters, "
+                "modifier_rank=0) or model.load_state_dict(...) on every rank, between steps"
             )
+
+    def lend(self, index: int, value: Tensor) -> None:
+        """Let one parameter have its whole value, in the main dtype, while the others stay released."""
+        unguard([self.parameters[index]])
+        self.parameters[index].data = value
+
+    def take_back(self, index: int) -> Tensor:
+        """Release a parameter that was lent its value; returns what it has by now."""
+        parameter = self.parameters[index]
+        value = parameter.data
+        parameter.data = self._absent[index]
+        bump_versions([parameter], self._noted_version)
+        guard([parameter])
+        return value
 
     def shrink(self) -> None:
         """Free the memory of the values; every reader must be done."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Keeper", "guard", "is_managed", "keeper_of", "register", "unguard"]
+__all__ = ["Keeper", "guard", "is_guarded", "is_managed", "keeper_of", "register", "unguard"]
 
 _GETTERS = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "names", "is_cuda", "is_cpu", "is_meta",
@@ -114,6 +114,11 @@ def unguard(parameters: Iterable[nn.Parameter]) -> None:
         parameter.__class__ = getattr(type(parameter), "_zeropp_own_class", type(parameter))
 
 
+def is_guarded(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's values are elsewhere."""
+    return hasattr(type(parameter), "_zeropp_own_class")
+
+
 def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     if hasattr(cls, "_zeropp_own_class"):
         return cls
@@ -203,6 +208,7 @@ def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter) -> Ru
     return RuntimeError(
         f"{what} on parameter {name!r}: its values are partitioned over the ranks, shape "
         f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
-        "compute with it call a module, model(...), that uses it; to read values use model.state_dict() or "
-        "zeropp.full_state(model), on every rank; to set them use model.load_state_dict(...)"
+        "compute with it call a module, model(...), that uses it; to read or edit values use, on every rank, "
+        "zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a rank), model.state_dict(), "
+        "zeropp.full_state(model) or model.load_state_dict(...)"
     )

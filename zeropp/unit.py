@@ -33,6 +33,7 @@ class Unit:
     Attributes:
         index: position in the model; the same on every rank.
         persistent: whether whole weights are kept between uses.
+        frozen: whether some of its parameters are.
         announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
         holds: local reasons to stay gathered: modules on the call stack, an unfinished backward, a touched parameter.
     """
@@ -43,6 +44,7 @@ class Unit:
         self.buffers = tuple(buffers)
         self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
         self.announced = announced
+        self.frozen = any(not buffer.trainable for buffer in buffers)
         self.state = UnitState.SHARDED
         self.holds = 0
         self._gathered: Event | None = None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Routed, make_config, shards, worst
+from zeropp.engine.owned import live_numel
 
 REMEDY = ("state_dict", "full_state", "before wrapping", "optimizer.clip_grad_norm_", "optimizer.zero_grad")
 
@@ -586,7 +587,7 @@ def compare(name: str, settings: dict[str, object]) -> tuple[float, float, float
         optimizer.step()
         plain_optimizer.step()
     bound = settings.get("live", 10**9)
-    return off, worst(zeropp.full_state(model), plain.state_dict()), float(bound), optimizer.engine.live_numel
+    return off, worst(zeropp.full_state(model), plain.state_dict()), float(bound), live_numel(optimizer.engine.units)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0, "live": 0}], ids=["default", "bare"])

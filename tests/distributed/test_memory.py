@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Block, Routed, chain, live, make_config
+from zeropp.engine.owned import live_numel, owned_bytes
 from zeropp.unit import Unit
 
 # Gathered elements.
@@ -54,7 +55,7 @@ class Watch:
         self.most_held = max(self.most_held, live(self.engine.units, held=True))
         gathered = [u for u in self.engine.units if not u.persistent and u.buffers[0].flat.untyped_storage().nbytes()]
         total = sum(unit.numel for unit in gathered)
-        assert self.engine.live_numel >= total, "a storage is there that live_numel does not know of"
+        assert live_numel(self.engine.units) >= total, "a storage is there that live_numel does not know of"
 
     def after(self, module: nn.Module, args: object, out: Tensor) -> None:
         self()
@@ -238,7 +239,7 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
         optimizer.engine.settle_refresh()
         if when == "after an eval":
             optimizer.engine.schedule.drop_held()  # kept for reuse, within max_live_parameters
-        bytes_now = optimizer.engine.owned_bytes()
+        bytes_now = owned_bytes(optimizer.engine.units)
         wanted = {**plan.terms, "held_gradients": 0, "gathered": 0}
         if bytes_now != wanted:
             wrong.append(f"{when}: owned {bytes_now}, planned {wanted}")
@@ -450,7 +451,7 @@ def released_by(make: Callable[[], nn.Module]) -> int:
         model(torch.randn(2, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.engine.owned_bytes()["gathered"]
+    return owned_bytes(optimizer.engine.units)["gathered"]
 
 
 def test_nothing_is_gathered_between_steps() -> None:

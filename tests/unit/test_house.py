@@ -46,7 +46,7 @@ ROOMS = {
     "offload": 6,
     "engine": 7,
     "optimizer": 8,
-    "init": 9,
+    "zero": 9,
     "checkpoint": 9,
     "training": 10,
     "plan": 8,

@@ -19,6 +19,7 @@ from zeropp.codecs import PlainCodec
 from zeropp.comm import Comm, make_comm
 from zeropp.config import Config
 from zeropp.engine.engine import Engine
+from zeropp.engine.external import external_parameters
 from zeropp.engine.hooks import Site
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
@@ -380,8 +381,11 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
             needs.setdefault(".".join(parts[:depth]), {})
     for path, found in needs.items():
         units = tuple(found[index] for index in sorted(found))
-        frozen = tuple(unit for unit in units if any(not buffer.trainable for buffer in unit.buffers))
-        engine.hooks.install(modules[path], Site(path, units, frozen))
+        engine.hooks.install(modules[path], Site(path, units))
+    for module in modules.values():
+        for parameter in external_parameters(module):
+            if id(parameter) in by_id:
+                engine.use_in(module, parameter)
 
 
 def _install_gradient_hooks(engine: Engine) -> None:

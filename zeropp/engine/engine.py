@@ -27,7 +27,7 @@ from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
 from zeropp.placement import Mode
 from zeropp.streams import make_stream
-from zeropp.unit import TERMS, Unit, UnitState
+from zeropp.unit import Unit, UnitState
 
 __all__ = ["Engine", "Phase"]
 
@@ -110,6 +110,7 @@ class Engine:
         self._touched_in: dict[PhaseKey, set[int]] = {}
         self._closing: list[Callable[[], None]] = []
         self.closed = False
+        self.lent = 0  # uses of GatheredParameters that are open
         self.loading = False  # a state dict is being copied into the parameters
         self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
@@ -127,9 +128,8 @@ class Engine:
     def _enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         changed = None
         self.loading = False  # a load that failed half-way has left it on
-        if self.phase is Phase.BACKWARD and current_graph_task() == -1:
-            self.recover()  # the last backward failed before its end
-        if self.phase is Phase.IDLE:
+        if not self.running:
+            self.require_idle("the model")
             self._begin_forward(site, training)
             if self.input_dtype is not None:
                 changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
@@ -290,18 +290,25 @@ class Engine:
             if unit.state is UnitState.FULL:
                 unit.cover()
 
-    def require_idle(self, what: str) -> None:
-        """Refuse a call in the middle of a pass; a backward that failed is over.
+    @property
+    def running(self) -> bool:
+        """Whether a pass is running; a backward that failed is over."""
+        if self.phase is Phase.BACKWARD and current_graph_task() == -1:
+            self.recover()
+        return self.phase is not Phase.IDLE
+
+    def require_idle(self, what: str, *, lent: bool = False) -> None:
+        """Refuse a call in the middle of a pass or, unless ``lent``, inside GatheredParameters.
 
         Raises:
-            RuntimeError: a pass is running, or the engine was closed.
+            RuntimeError: a pass is running, parameters are lent, or the engine was closed.
         """
         if self.closed:
             raise RuntimeError(f"{what} was called after close(), which gave up the partitioned values")
-        if self.phase is Phase.BACKWARD and current_graph_task() == -1:
-            self.recover()
-        if self.phase is not Phase.IDLE:
+        if self.running:
             raise RuntimeError(f"{what} was called in the middle of a {self.phase.value}; call it between passes")
+        if self.lent and not lent:
+            raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first")
 
     def recover(self) -> None:
         """After an error in forward or backward: release everything, so that the next step can run.
@@ -323,11 +330,10 @@ class Engine:
         self._cover_all()
         self.pending.forget_unsent()
 
-    def weights_changed(self, *, everything: bool = False) -> None:
-        """Main weights, or ``everything``, are new: what is gathered is out of date, what is kept is renewed."""
-        for buffer in self.buffers:
-            if buffer.trainable or everything:
-                buffer.version += 1
+    def weights_changed(self, buffers: Iterable[FlatBuffer]) -> None:
+        """Main weights are new: what is gathered of them is out of date, what is kept is renewed."""
+        for buffer in buffers:
+            buffer.version += 1
         self._whole.clear()
         self.hooks.forget_graphs()  # of older weights
         self.schedule.drop_held()
@@ -345,6 +351,12 @@ class Engine:
         """Wait until no refresh reads the main weights any more, before they change."""
         for unit in self.units:
             self.agreement.wait(unit.settle_refresh, f"waiting for the refresh of unit {unit.name!r}")
+
+    def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
+        """Fetch a parameter's unit for the forwards of a module, too."""
+        unit = self._unit_of[id(parameter)]
+        if unit.announced:
+            self.hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Take this rank's piece of a parameter's new values; see :class:`zeropp.guard.Keeper`."""
@@ -388,22 +400,6 @@ class Engine:
     def gradients(self) -> list[Gradient]:
         """Of trainable flat buffers."""
         return [gradient for unit in self.units for gradient in unit.gradients]
-
-    @property
-    def live_numel(self) -> int:
-        """Gathered elements at this moment, persistent ones aside."""
-        return sum(u.numel for u in self.units if not u.persistent and u.state is not UnitState.SHARDED)
-
-    def owned_bytes(self) -> dict[str, int]:
-        """Bytes of the storages the engine owns right now, under the names of ``plan.memory``'s terms.
-
-        Beside them gradients that are held until a later backward, and what is gathered.
-        """
-        owned = dict.fromkeys((*TERMS, "held_gradients", "gathered"), 0)
-        for unit in self.units:
-            for term, nbytes in unit.owned_bytes():
-                owned[term] += nbytes
-        return owned
 
     def zero_grad(self) -> None:
         """Forget gradients."""

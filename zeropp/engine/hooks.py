@@ -25,19 +25,22 @@ from zeropp.unit import Unit
 __all__ = ["BackwardCall", "Driver", "Site", "SiteHooks"]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Site:
     """A module with hooks.
 
     Attributes:
         path: qualified name.
         units: fetched for the module's forward, persistent ones aside.
-        frozen: of these, units with frozen values, which no gradient announces as done with.
     """
 
     path: str
     units: tuple[Unit, ...]
-    frozen: tuple[Unit, ...] = ()
+
+    @property
+    def frozen(self) -> tuple[Unit, ...]:
+        """Of the units, those with frozen values, which no gradient announces as done with."""
+        return tuple(unit for unit in self.units if unit.frozen)
 
     @property
     def trainable(self) -> bool:
@@ -149,9 +152,19 @@ class SiteHooks:
         self._handles: list[RemovableHandle] = []
         self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
+        self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+
+    def extend(self, module: nn.Module, unit: Unit) -> None:
+        """Let a module's forwards use one more unit."""
+        site = self._sites.get(module)
+        if site is None:
+            self.install(module, Site(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
+        elif unit not in site.units:
+            site.units = tuple(sorted((*site.units, unit), key=lambda each: each.index))
 
     def install(self, module: nn.Module, site: Site) -> None:
         """Hook one module."""
+        self._sites[module] = site
         self._handles.append(
             module.register_forward_pre_hook(self._before(site), prepend=True, with_kwargs=True)
         )

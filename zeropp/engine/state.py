@@ -19,7 +19,7 @@ from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of
 from zeropp.unit import Unit
 
-__all__ = ["comm_report", "engine_of", "full_state", "install_state_hooks"]
+__all__ = ["comm_report", "engine_of", "full_state", "gather_main", "install_state_hooks"]
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -60,7 +60,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
     keep = not rank0_only or engine.comm.rank == 0
     values: dict[int, Tensor] = {}
     for buffer in engine.buffers:
-        for parameter, value in zip(buffer.parameters, _gather_main(engine, buffer), strict=True):
+        for parameter, value in zip(buffer.parameters, gather_main(engine, buffer), strict=True):
             if keep:
                 values[id(parameter)] = value.to("cpu", copy=True)
     if not keep:
@@ -71,7 +71,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
     return state
 
 
-def _gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
+def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer in the main dtype. On the gather stream, whose collectives keep one order."""
     with torch.inference_mode(False):  # the gather stream writes to it, outside the caller's mode
         whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
@@ -165,7 +165,7 @@ class _Saving:
                     del self.gathered[other]
             else:
                 self.lasting.add(buffer)
-            self.gathered[buffer] = _gather_main(engine, buffer)
+            self.gathered[buffer] = gather_main(engine, buffer)
         return self.gathered[buffer]
 
 
@@ -198,7 +198,7 @@ class _Loading:
             engine = _alive(self.engine)
             self.outermost = None
             engine.loading = False
-            engine.weights_changed(everything=True)
+            engine.weights_changed(engine.buffers)
 
 
 def _alive(ref: weakref.ref[Engine]) -> Engine:

@@ -41,4 +41,4 @@ def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
     with torch.no_grad():
         for name, buffer in zip(main_weights(engine), engine.trainable, strict=True):
             buffer.shard.copy_(saved["main_weights"][name])
-    engine.weights_changed()
+    engine.weights_changed(engine.trainable)

@@ -204,7 +204,7 @@ class ZeroOptimizer(Optimizer):
         # Past the profiling wrapper of torch, whose hooks already run around this method.
         getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
-        self.engine.weights_changed()
+        self.engine.weights_changed(self.engine.trainable)
         self._count_backwards(0)
         return loss
 

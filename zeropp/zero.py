@@ -1,0 +1,8 @@
+"""The names that DeepSpeed users know as ``deepspeed.zero``."""
+
+from __future__ import annotations
+
+from zeropp.engine.external import register_external_parameter
+from zeropp.engine.gathered import GatheredParameters
+
+__all__ = ["GatheredParameters", "register_external_parameter"]
