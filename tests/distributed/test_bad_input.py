@@ -189,7 +189,6 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "unknown zero key": (lambda m, r: zero(m, stage3_max_live_parameter=1), "ConfigError", "max_live_parameters"),
     "wrong value": (lambda m, r: plain(m, gradient_clipping="much"), "ConfigError", "gradient_clipping"),
     "stage 4": (lambda m, r: zero(m, stage=4), "ConfigError", "stage: got 4; expected"),
-    "hpz over three": (lambda m, r: zero(m, zero_hpz_partition_size=3), "ValueError", r"must be one of \[1, 2\]"),
     "replicas of three": (lambda m, r: zero(m, mics_shard_size=3), "ValueError", r"must be one of \[1, 2\]"),
     "fp16": (lambda m, r: plain(m, fp16={"enabled": True}), "ConfigError", "fp16.*not in this version"),
     "offload": (lambda m, r: zero(m, offload_param={"device": "cpu"}), "ConfigError", "offload.*not in this version"),

@@ -261,6 +261,8 @@ OWNED = {
     "stage 1": (torch.float32, True, {"stage": 1, "bf16": {"enabled": True}}),
     "stage 2": (torch.float64, True, {"stage": 2, "persist": 100}),
     "mics": (torch.float32, True, {"mics_shard_size": 1, "persist": 100}),
+    "hpz": (torch.float32, True, {"zero_hpz_partition_size": 2, "persist": 100}),
+    "hpz-bf16": (torch.float32, False, {"zero_hpz_partition_size": 2, "bf16": {"enabled": True}}),
     "fp32-wire": (torch.float32, True, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}),
 }
 
@@ -270,6 +272,26 @@ OWNED = {
 def test_owned_bytes_equal_the_plan(world: int, name: str) -> None:
     for rank, wrong in enumerate(run_ranks(world, owned, *OWNED[name], local_world_size=min(world, 2))):
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def held(settings: dict[str, object], micro: int) -> tuple[list[int], int, int]:
+    """Bytes of held gradients after each backward of one step; the plan's; those that were held by then."""
+    model = Mixed(torch.float32, False)
+    config = make_config(**settings, gradient_accumulation_steps=micro)
+    plan = zeropp.plan.memory(model, config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    optimizer = trained(model, config)
+    found = []
+    for _ in range(micro):
+        optimizer.backward(model(torch.arange(4)))
+        found.append(owned_bytes(optimizer.engine.units)["held_gradients"])
+    optimizer.step()
+    return found, plan.held_gradients, owned_bytes(optimizer.engine.units)["held_gradients"]
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"defer_cross_reduction": True}, {"mics_shard_size": 2}], ids=str)
+def test_held_gradients_equal_the_plan_and_are_gone_with_the_last_backward(settings: dict[str, object]) -> None:
+    for found, planned, after in run_ranks(4, held, settings, 3, local_world_size=2):
+        assert found == [planned, planned, 0] and planned > 0 and after == 0
 
 
 def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:

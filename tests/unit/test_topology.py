@@ -316,6 +316,7 @@ MODES: list[tuple[dict[str, object], dict[str, object], tuple[object, ...]]] = [
     ({"zero_hpz_partition_size": 2}, {}, ((1, 2, 4, 8), 8, 2, 8)),
     ({"zero_hpz_partition_size": 4}, {}, ((1, 4, 8), 8, 4, 8)),
     ({"zero_hpz_partition_size": 8}, {}, ((1, 4, 8), 8, None, 8)),
+    ({"zero_hpz_partition_size": 16}, {}, ((1, 4, 8), 8, None, 8)),
     ({"mics_shard_size": 1}, {}, ((1, 4, 8), 1, None, 1)),
     ({"mics_shard_size": 2}, {}, ((1, 2, 4, 8), 2, None, 2)),
     ({"mics_shard_size": 4, "zero_hpz_partition_size": 2}, {}, ((1, 2, 4, 8), 4, 2, 4)),
@@ -348,7 +349,7 @@ def test_groups_of_several_nodes() -> None:
         (12, 4, {"zero_hpz_partition_size": 6}, r"zero_hpz_partition_size is 6; .* one of \[1, 2, 4, 12\]"),
         (12, 3, {"mics_shard_size": 2}, r"mics_shard_size is 2; .* one of \[1, 3, 6, 12\]"),
         (8, 4, {"mics_shard_size": 16}, r"mics_shard_size is 16; .* one of \[1, 2, 4, 8\]"),
-        (8, 4, {"mics_shard_size": 2, "zero_hpz_partition_size": 4}, r"zero_hpz_partition_size is 4; .* of \[1, 2\]"),
+        (16, 8, {"mics_shard_size": 8, "zero_hpz_partition_size": 3}, r"partition_size is 3; .* \[1, 2, 4, 8\]"),
     ],
 )
 def test_sizes_that_do_not_chain_are_refused_with_those_that_do(
