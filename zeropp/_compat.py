@@ -19,6 +19,7 @@ __all__ = [
     "default_store",
     "is_compiled",
     "new_group",
+    "profiler_enabled",
     "queue_end_of_backward",
     "sharing_versions",
     "will_execute",
@@ -60,6 +61,11 @@ def will_execute(node: Node) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def profiler_enabled() -> bool:
+    """Whether a profile is being recorded."""
+    return torch._C._autograd._profiler_enabled()
 
 
 def default_store() -> dist.Store:

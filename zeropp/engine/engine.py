@@ -22,6 +22,7 @@ from zeropp.engine.prefetch import Limits
 from zeropp.engine.reductions import Reductions
 from zeropp.engine.schedule import Schedule
 from zeropp.engine.sequence import IssueHash, PhaseKey
+from zeropp.engine.spans import span
 from zeropp.engine.tensors import cast_floating
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
@@ -344,7 +345,7 @@ class Engine:
         for unit in self.schedule.in_forward_order():
             if unit.stale:
                 self.issued.add(_REFRESH, unit.index, unit.version)
-                with self.agreement.watching("refreshing", unit.name):
+                with self.agreement.watching("refreshing", unit.name), span("refresh", unit.name):
                     unit.refresh(self.refresh_stream)
 
     def settle_refresh(self) -> None:

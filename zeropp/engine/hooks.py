@@ -112,7 +112,17 @@ class BackwardCall:
         return [tensor.register_hook(arrived) for tensor in inputs]
 
     def __call__(self, gradient: Tensor) -> None:
-        """Backward has the gradient of an output."""
+        """Backward has the gradient of an output.
+
+        Raises:
+            RuntimeError: it makes a graph of gradients, which would keep weights that are to be released.
+        """
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "backward with create_graph=True through a model managed by zeropp is not supported: a graph of its "
+                "gradients would need weights that are released. Take such penalties from a model of your own, or from "
+                "finite differences"
+            )
         driver = self._driver()
         if driver is not None:
             driver.backward_reached(self)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zeropp.engine.agreement import Agreement
 from zeropp.engine.sequence import IssueHash, Sequence
+from zeropp.engine.spans import span
 from zeropp.streams import Event, Stream
 from zeropp.unit import Unit
 
@@ -219,8 +220,9 @@ class Reductions:
         self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
         for gradient in unit.gradients:
             self.wait(_IN_FLIGHT - 1)
-            message = gradient.pack(hold=hold)
+            with span("pack", unit.name):
+                message = gradient.pack(hold=hold)
             if message is not None:
-                with self.agreement.watching("reducing", unit.name):
+                with self.agreement.watching("reducing", unit.name), span("reduce", unit.name):
                     event = self.stream.run(partial(gradient.reduce, message, self.scale, hold=hold))
                 self._in_flight.append((event, message))

@@ -19,6 +19,7 @@ from zeropp.engine.agreement import Agreement
 from zeropp.engine.prefetch import Limits, Plan, make_plan
 from zeropp.engine.reductions import Reductions
 from zeropp.engine.sequence import IssueHash, PhaseKey, Sequence, Sequences
+from zeropp.engine.spans import span
 from zeropp.streams import Stream
 from zeropp.unit import Unit, UnitState
 
@@ -118,7 +119,8 @@ class Schedule:
         self._show(unit)
 
     def _show(self, unit: Unit) -> None:
-        self.agreement.wait(unit.arrive, f"waiting for the gather of unit {unit.name!r}")
+        with span("wait", unit.name):
+            self.agreement.wait(unit.arrive, f"waiting for the gather of unit {unit.name!r}")
         unit.uncover()
 
     def in_forward_order(self) -> list[Unit]:
@@ -271,7 +273,7 @@ class Schedule:
     def _issue(self, index: int) -> None:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
-        with self.agreement.watching("gathering", unit.name):
+        with self.agreement.watching("gathering", unit.name), span("gather", unit.name):
             unit.gather(self.stream)
         self.held.add(index)
 
