@@ -17,10 +17,11 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a model, and a batch of it from a generator. The model returns its loss."""
+    """How to make a model, a batch of it from a generator, and how fast it learns. The model returns its loss."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]
+    rate: float = 1e-3
 
 
 def _tokens(generator: torch.Generator) -> Batch:
@@ -173,5 +174,5 @@ FAMILIES: dict[str, Family] = {
     "speech, whisper": Family(whisper, _speech),
     "speech, wav2vec": Family(wav2vec, _waves),
     "two towers, clip": Family(clip, _pairs),
-    "adapters, lora": Family(adapters, _tokens),
+    "adapters, lora": Family(adapters, _tokens, 3e-2),
 }

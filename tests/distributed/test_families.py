@@ -39,8 +39,9 @@ def train(name: str, settings: dict[str, object]) -> tuple[list[float], list[flo
     rank, world = dist.get_rank(), dist.get_world_size()
     plain = copy.deepcopy(model)
     buffers = {r: {n: b.clone() for n, b in plain.named_buffers()} for r in range(world)}  # each rank's are its own
-    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, make_config(**settings))
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    rate = FAMILIES[name].rate
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=rate), model, make_config(**settings))
+    reference = torch.optim.AdamW(plain.parameters(), lr=rate)
     losses, expected = [], []
     for step in range(STEPS):
         optimizer.zero_grad()

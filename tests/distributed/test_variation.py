@@ -21,6 +21,8 @@ BARE = {"reuse": 0, "prefetch": 0}
 LEAVES: dict[str, list[list[Route]]] = {
     "to the same block from different ones": [[chain(0, 2), chain(1, 2)], [chain(3, 0, 2), chain(3, 1, 2)]],
     "at different uses": [[chain(0, 2), chain(1, 2)], [chain(0, 3), chain(1, 3)]],
+    "to a block that none has used, alone": [[chain(0, 1)], [chain(0, 1)], [chain(0, 1), chain(0, 2)], [chain(0, 2)]],
+    "to two such blocks": [[chain(0, 1)], [chain(0, 1)], [chain(1, 2), chain(0, 1)], [chain(1), chain(3, 2)]],
     "after gradients that came late": [[ALL], [ALL], BRANCHES, [chain(0, 1)], [chain(0, 1), chain(0, 1, 2)]],
 }
 

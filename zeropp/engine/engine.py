@@ -86,6 +86,7 @@ class Engine:
         self.refresh_stream = make_stream("refresh", device, sends=sends, overlap=overlap)
         self.reduce_stream = make_stream("reduce", device, sends=sends, overlap=overlap)
         self.reductions = Reductions(self.units, self.reduce_stream, self.agreement, self.issued, scale)
+        self.hooks = SiteHooks(self)
         self.schedule = Schedule(
             self.units,
             self.gather_stream,
@@ -93,9 +94,9 @@ class Engine:
             self.agreement,
             self.issued,
             limits,
+            self.hooks.reach,
             log_relearning=log_relearning,
         )
-        self.hooks = SiteHooks(self)
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
         self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
         self.input_dtype = input_dtype

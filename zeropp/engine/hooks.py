@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, will_execute
 from zeropp.engine.outputs import copy_views
+from zeropp.engine.sequence import PhaseKey
 from zeropp.engine.tensors import differentiable
 from zeropp.unit import Unit
 
@@ -163,6 +164,7 @@ class SiteHooks:
         self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
         self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+        self._reach: dict[str, frozenset[int]] = {}
 
     def extend(self, module: nn.Module, unit: Unit) -> None:
         """Let a module's forwards use one more unit."""
@@ -171,16 +173,29 @@ class SiteHooks:
             self.install(module, Site(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
         elif unit not in site.units:
             site.units = tuple(sorted((*site.units, unit), key=lambda each: each.index))
+            self._reach.clear()
 
     def install(self, module: nn.Module, site: Site) -> None:
         """Hook one module."""
         self._sites[module] = site
+        self._reach.clear()
         self._handles.append(
             module.register_forward_pre_hook(self._before(site), prepend=True, with_kwargs=True)
         )
         self._handles.append(
             module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True)
         )
+
+    def reach(self, key: PhaseKey) -> frozenset[int]:
+        """Units that are gathered in some forward of the module where a kind of forward begins, or inside it."""
+        start = str(key[1])
+        if start not in self._reach:
+            found: set[int] = set()
+            for site in self._sites.values():
+                if start == "" or f"{site.path}.".startswith(f"{start}."):
+                    found.update(unit.index for unit in site.units if not unit.persistent)
+            self._reach[start] = frozenset(found)
+        return self._reach[start]
 
     def keep(self, handle: RemovableHandle) -> None:
         """Remove another hook together with these."""

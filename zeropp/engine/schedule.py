@@ -13,6 +13,7 @@ import logging
 import operator
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from zeropp.engine.agreement import Agreement
@@ -46,6 +47,7 @@ class Schedule:
         agreement: Agreement,
         issued: IssueHash,
         limits: Limits,
+        reach: Callable[[PhaseKey], frozenset[int]],
         *,
         log_relearning: bool,
     ) -> None:
@@ -56,7 +58,7 @@ class Schedule:
         self.issued = issued
         self.limits = limits
         self.log_relearning = log_relearning
-        self.sequences = Sequences()
+        self.sequences = Sequences(reach)
         self.held: set[int] = set()  # by the plan's will; equal on every rank
         self._kept: dict[int, None] = {}  # gathered for others, oldest first; this rank's own affair
         self._returns: set[int] = set()  # units this rank has used after passing them over
@@ -188,7 +190,10 @@ class Schedule:
         else:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         owns = self.agreement.exchange_objects(sorted(self._own), f"at the end of {self.key}")
-        self.sequences.remember(self.key, sequence, mixed=any(own != owns[0] for own in owns))
+        mixed = any(own != owns[0] for own in owns)
+        self.sequences.remember(self.key, sequence, mixed=mixed)
+        if mixed and self._then is not None:
+            self.sequences.note_variation(self._then)  # its backward will vary, too
 
     def abort(self) -> None:
         """Forget a phase that failed; nothing stays gathered."""

@@ -95,7 +95,9 @@ class _Variants:
 class Sequences:
     """Known sequences for each kind of phase; the same on every rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Callable[[PhaseKey], frozenset[int]]) -> None:
+        """Know nothing yet; ``reach`` tells which units a kind of forward may use at all."""
+        self._reach = reach
         self._known: dict[PhaseKey, _Variants] = {}
         self._units: dict[object, set[int]] = {}  # forward or backward -> units ever used in one
 
@@ -110,14 +112,16 @@ class Sequences:
     def vary(self, key: PhaseKey, sequence: Sequence) -> bool:
         """Whether a rank that follows ``sequence`` may need what the others do not.
 
-        Phases of this kind have been seen to differ, or others of forward or backward to use more units.
+        Phases of this kind have been seen to differ, or others of forward or backward to use more units; or there are
+        modules that have not been used yet, and any rank's data may call for them.
         """
-        return self._known[key].varies or not self._units[key[0]].issubset(sequence.uses)
+        if self._known[key].varies or not self._units[key[0]].issubset(sequence.uses):
+            return True
+        return key[0] == "forward" and not self._reach(key).issubset(sequence.uses)
 
     def note_variation(self, key: PhaseKey) -> None:
-        """Note that ranks differed in a phase of this kind."""
-        if key in self._known:
-            self._known[key].varies = True
+        """Note that ranks differed in a phase of this kind, or may when there is one."""
+        self._known.setdefault(key, _Variants()).varies = True
 
     def remember(self, key: PhaseKey, sequence: Sequence, *, mixed: bool = False) -> None:
         """Note that a phase had this order; ``mixed`` if ranks used different units in it."""

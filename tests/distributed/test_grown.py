@@ -1,0 +1,97 @@
+"""Random small modules: equal to plain torch, or refused by name; never wrong, never hung."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import zeropp
+from tests.distributed.grown import WIDTH, Spec, grow, specs
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.shapes import make_config, share, worst
+
+PLACED: list[dict[str, object]] = [
+    {},
+    {"prefetch": 0, "reuse": 0, "live": 0},
+    {"persist": 20},
+    {"stage": 1},
+    {"stage": 2, "overlap_comm": True},
+]
+
+
+def rows(step: int, micro: int, rank: int, spread: bool) -> Tensor:
+    """Ranks branch differently only if ``spread``."""
+    seed = 100 * step + 10 * micro
+    generator = torch.Generator().manual_seed(seed + rank)
+    x = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+    sign = 1 if spread or (seed // 10) % 2 else -1
+    return x if spread else x.abs() * sign
+
+
+def train(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> float:
+    """The largest difference between weights after four steps, and between losses."""
+    model, plain = grow(spec), grow(spec)
+    share(model)
+    plain.load_state_dict(model.state_dict())
+    optimizer = zeropp.ZeroOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model,
+        make_config(hang_timeout=6, gradient_accumulation_steps=micro, **placed),
+    )  # fmt: skip
+    reference = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    rank, world, off = dist.get_rank(), dist.get_world_size(), 0.0
+    for step in range(4):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for part in range(micro):
+            loss = model(rows(step, part, rank, spread)).square().mean()
+            optimizer.backward(loss)
+            for other in range(world):
+                its = plain(rows(step, part, other, spread)).square().mean()
+                (its / world / micro).backward()
+                if other == rank:
+                    off = max(off, float((its - loss).detach().abs()))
+        optimizer.step()
+        reference.step()
+        if step == 1:
+            with torch.no_grad():
+                model(rows(9, 0, rank, spread))
+    return max(off, worst(zeropp.full_state(model), plain.state_dict()))
+
+
+REFUSALS = ("no longer in step", "partitioned", "was released", "zeropp")
+
+
+def check(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> bool:
+    """Whether the module trained; otherwise every rank has said why."""
+    results = run_ranks(2, train, spec, placed, micro, spread, catch=True, timeout=60)
+    failures = [result for result in results if isinstance(result, RankFailure)]
+    if failures:
+        assert len(failures) == 2, f"only one rank raised: {failures[0].text}"
+        for failure in failures:
+            assert any(text in failure.message for text in REFUSALS), failure.text
+        return False
+    assert max(results) <= 1e-9, f"off by {results}"
+    return True
+
+
+CASES = given(
+    spec=specs(), placed=st.sampled_from(PLACED), micro=st.sampled_from([1, 2]), spread=st.booleans()
+)
+
+
+@CASES
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+def test_forty_modules(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> None:
+    check(spec, placed, micro, spread)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+@CASES
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+def test_many_modules(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> None:
+    check(spec, placed, micro, spread)
