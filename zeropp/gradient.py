@@ -168,6 +168,10 @@ class Gradient:
     def forget_unsent(self) -> None:
         """Forget what has not been sent."""
         self.held, self._holds = None, 0
+        self.forget_stray()
+
+    def forget_stray(self) -> None:
+        """Forget what autograd has brought and nothing has taken."""
         self._take()
 
     def forget_one(self, parameter: nn.Parameter) -> None:

@@ -112,8 +112,9 @@ class Unit:
             self.state = UnitState.GATHERING
 
     def _gather_buffers(self) -> None:
-        if self._refreshed is not None:
-            self._refreshed.wait(threading.TIMEOUT_MAX)  # whoever waits for this gather has a shorter patience
+        refreshed = self._refreshed  # the main thread may forget it meanwhile
+        if refreshed is not None:
+            refreshed.wait(threading.TIMEOUT_MAX)  # whoever waits for this gather has a shorter patience
         for buffer in self.buffers:
             buffer.gather()
 

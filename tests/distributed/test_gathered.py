@@ -150,6 +150,12 @@ def around_a_step(model: Stack, optimizer: Any) -> None:
         optimizer.step()
 
 
+def backward_inside(model: Stack, optimizer: Any) -> None:
+    loss = model(data(0, 0)).sum()
+    with GatheredParameters(model.conv):
+        loss.backward()
+
+
 def twice(model: Stack, optimizer: Any) -> None:
     with GatheredParameters(model.blocks), GatheredParameters(model.conv), GatheredParameters(model.conv.bias):
         pass
@@ -187,6 +193,7 @@ REFUSED: dict[str, tuple[Callable[[Stack, Any], None], str]] = {
     "an edit that nobody keeps": (without_modifier, r"ranks \[1\] are lost.*modifier_rank=0"),
     "the model inside": (in_the_model, "the model was called inside GatheredParameters"),
     "a step inside": (around_a_step, "step was called inside GatheredParameters"),
+    "a backward inside": (backward_inside, "backward was called inside GatheredParameters"),
     "gathered already": (twice, r"\['conv.bias'\] are gathered already"),
     "no such rank": (no_such_rank, r"modifier_rank is 7; expected one of the model's ranks \[0, 1\]"),
     "another shape": (other_shape, r"conv.bias of shape \(4,\) was given \(7,\)"),
@@ -304,6 +311,49 @@ def test_external_parameters_may_be_registered_and_need_not_be(say: str) -> None
         for key, value in expected.items():
             assert_close(found[key], value, 1e-9, key)
         assert touched == (4 if say == "never" else 0), "announced uses need no fetch for the whole backward"
+
+
+class LateSayer(nn.Module):
+    """Says in its own forward that it uses another block's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+
+        def forward(x: Tensor) -> Tensor:
+            register_external_parameter(self.blocks[2], self.blocks[0].lin.weight)
+            return self.blocks[2].lin(x) @ self.blocks[0].lin.weight.T
+
+        self.blocks[2].forward = forward  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def say_late(settings: dict[str, object]) -> tuple[float, list[int]]:
+    model, plain = LateSayer().double(), LateSayer().double()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        model(data(step, dist.get_rank())).square().mean().backward()
+        for other in range(dist.get_world_size()):
+            (plain(data(step, other)).square().mean() / dist.get_world_size()).backward()
+        optimizer.step()
+        reference.step()
+    state = zeropp.full_state(model)
+    off = max(float((state[key] - value).abs().max()) for key, value in plain.state_dict().items())
+    return off, [unit.holds for unit in optimizer.engine.units]
+
+
+@pytest.mark.parametrize("name", ["stage 1", "stage 3"])
+def test_an_external_parameter_may_be_registered_while_it_runs(name: str) -> None:
+    for off, holds in run_ranks(2, say_late, PLACED[name]):
+        assert off <= 1e-12 and set(holds) == {0}
 
 
 def harmless(_: int) -> int:

@@ -203,6 +203,7 @@ WINDOWS = {
     "short": [[True, True], [True]],
     "changing": [[True, False, False], [False, True], [True, True, True], [False]],
     "too many": [[True, False, True, False, True]],
+    "new in a short one": [[False, False, False], [True]],
 }
 HOLDING: dict[str, dict[str, object]] = {
     "stage 0": {"stage": 0},
@@ -223,3 +224,91 @@ def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
         assert_close(own, norms, 1e-9, "norms")
         for key, value in state.items():
             assert_close(found[key], value, 1e-9, key)
+
+
+def after_an_error(settings: dict[str, object], how: str) -> float:
+    """A micro-batch, an error on every rank, the second micro-batch; how far the step is off plain torch's."""
+    model, plain = Half().double(), Half().double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=2))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for micro in range(2):
+            optimizer.backward(model(batch(step, micro, rank), True).square().mean())
+            for other in range(world):
+                (plain(batch(step, micro, other), True).square().mean() / (2 * world)).backward()
+            if micro == 0 and step:
+                with torch.set_grad_enabled(how != "evaluation"), pytest.raises((TypeError, RuntimeError)):
+                    if how == "lent":
+                        with zeropp.zero.GatheredParameters(model):
+                            model(batch(step, 5, rank), True)
+                    model("no tensor", True)
+        optimizer.step()
+        reference.step()
+    state = zeropp.full_state(model)
+    return max(float((state[key] - value).abs().max()) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("how", ["forward", "evaluation", "lent"])
+@pytest.mark.parametrize("name", HOLDING)
+def test_an_error_between_micro_batches_loses_none(name: str, how: str) -> None:
+    assert max(run_ranks(4, after_an_error, HOLDING[name], how, local_world_size=2)) <= 1e-12
+
+
+def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, int]:
+    """With torch's GradScaler: how far weights are off after steps that were not skipped, and how many were."""
+    model, plain = Half().double(), Half().double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=2))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step, window in enumerate(uses):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for micro, both in enumerate(window):
+            optimizer.backward(scaler.scale(model(batch(step, micro, rank), both).square().mean()))
+            for other in range(world):
+                (plain(batch(step, micro, other), both).square().mean() / (2 * world)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if not optimizer.step_was_skipped:
+            reference.step()
+    state = zeropp.full_state(model)
+    worst = max(float((state[key] - value).abs().max()) for key, value in plain.state_dict().items())
+    return worst, optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_held_gradients_and_a_scaler_are_never_mixed(name: str) -> None:
+    """A layer that only the first micro-batch of a later window uses: in that step or, once, a step is skipped."""
+    uses = [[False, False], [True, False], [True, False], [True, True], [True, False]]
+    for off, skipped in run_ranks(4, scaled, HOLDING[name], uses, local_world_size=2):
+        assert off <= 1e-12 and skipped <= 1
+
+
+def cleared(settings: dict[str, object]) -> float:
+    """The wrapped optimizer's own ``zero_grad`` after the first of three micro-batches: the other two are stepped."""
+    model, plain = Half().double(), Half().double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=2))
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for micro in range(3):
+        optimizer.backward(model(batch(0, micro, dist.get_rank()), True).square().mean())
+        for other in range(dist.get_world_size()):
+            (plain(batch(0, micro, other), True).square().mean() / (2 * dist.get_world_size())).backward()
+        if micro == 0:
+            inner.zero_grad()
+            reference.zero_grad()
+    optimizer.step()
+    reference.step()
+    state = zeropp.full_state(model)
+    return max(float((state[key] - value).abs().max()) for key, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
+    assert max(run_ranks(4, cleared, HOLDING[name], local_world_size=2)) <= 1e-12

@@ -67,6 +67,11 @@ class Boundary:
         """Forget; gradients have changed."""
         self._vector, self._verdict = None, None
 
+    def forget(self) -> None:
+        """A new step begins: what its gradients will be compared with is not known yet."""
+        self.invalidate()
+        self._extremes = None
+
     def spread_overflow(self, target: Tensor) -> None:
         """Let every rank's gradients show that some rank's are not finite; on a card, nothing waits.
 
@@ -100,9 +105,8 @@ class Boundary:
             values = self._exchange()
             spoiled = False
             while late := self._late(values):
-                if values[self._stray]:
-                    spoiled |= self._edited(late)
-                    self.engine.schedule.postpone(late)
+                spoiled |= self._edited(late)
+                self.engine.schedule.postpone(late, held=values[self._stray] == 0)
                 for index in late:
                     self.engine.reductions.send_again(index)
                 values = self._exchange()

@@ -219,6 +219,7 @@ class Engine:
     def _begin_backward(self) -> None:
         if self.phase is not Phase.IDLE:
             return
+        self.require_idle("backward")
         self.before_backward()
         self.phase = Phase.BACKWARD
         queue_end_of_backward(self._end_backward)
@@ -330,7 +331,7 @@ class Engine:
         self.schedule.abort()  # first: nothing of the failed phase may be issued any more
         self.reductions.forget()
         self._cover_all()
-        self.pending.forget_unsent()
+        self.pending.forget_stray()
 
     def weights_changed(self, buffers: Iterable[FlatBuffer]) -> None:
         """Main weights are new: what is gathered of them is out of date, what is kept is renewed."""

@@ -165,12 +165,15 @@ class SiteHooks:
         self._stack: list[_Frame] = []
         self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
         self._reach: dict[str, frozenset[int]] = {}
+        self._later: list[tuple[nn.Module, Unit]] = []  # uses to add once nothing runs
 
     def extend(self, module: nn.Module, unit: Unit) -> None:
         """Let a module's forwards use one more unit."""
         site = self._sites.get(module)
         if site is None:
             self.install(module, Site(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
+        elif any(frame.site is site for frame in self._stack):
+            self._later.append((module, unit))  # a running forward leaves what it has entered
         elif unit not in site.units:
             site.units = tuple(sorted((*site.units, unit), key=lambda each: each.index))
             self._reach.clear()
@@ -185,6 +188,11 @@ class SiteHooks:
         self._handles.append(
             module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True)
         )
+
+    def _extend_later(self) -> None:
+        later, self._later[:] = list(self._later), []
+        for module, unit in later:
+            self.extend(module, unit)
 
     def reach(self, key: PhaseKey) -> frozenset[int]:
         """Units that are gathered in some forward of the module where a kind of forward begins, or inside it."""
@@ -241,7 +249,7 @@ class SiteHooks:
         return torch.compiler.disable(before)  # type: ignore[no-any-return]
 
     def _after(self, site: Site) -> Callable[..., object]:
-        ref, stack = self._driver, self._stack
+        ref, stack, later = self._driver, self._stack, self._later
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             driver = ref()
@@ -262,6 +270,8 @@ class SiteHooks:
                         self._on_leaves.append(handle)
                 unannounced = not outputs and (site.trainable or bool(differentiable((args, kwargs))))
             driver.leave(site, unannounced=unannounced, failed=failed)
+            if later and not stack:
+                self._extend_later()
             return output
 
         return torch.compiler.disable(after)  # type: ignore[no-any-return]

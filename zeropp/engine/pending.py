@@ -32,6 +32,12 @@ class Pending:
             for gradient in unit.gradients:
                 gradient.forget_unsent()
 
+    def forget_stray(self) -> None:
+        """Forget what a failed backward has brought, not what earlier ones have."""
+        for unit in self._units:
+            for gradient in unit.gradients:
+                gradient.forget_stray()
+
     def forget(self) -> None:
         """Forget the gradients of finished backwards; those that autograd is just bringing stay."""
         self.any = False

@@ -176,11 +176,14 @@ class Schedule:
             self.sequences.postpone(self.key, late)
             self._sequence = self._sequence.postpone(late)
 
-    def postpone(self, units: list[int]) -> None:
-        """At the boundary: gradients of these units came after they had been sent."""
+    def postpone(self, units: list[int], *, held: bool) -> None:
+        """At the boundary: gradients of these units came after they had been sent; or were all ``held`` until then.
+
+        Held ones were due with the last backward, which from now on sends them at its end.
+        """
         late = self.reductions.parameter_counts(units)
         for key in self._recent:
-            if key[0] == "backward":
+            if key[0] == "backward" and not (held and key[1]):
                 self.sequences.postpone(key, late)
 
     def _remember_learned(self) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["check_optimizer", "check_scale", "describe_optimizer", "refuse_inner_step"]
+__all__ = ["also_forget", "check_optimizer", "check_scale", "describe_optimizer", "refuse_inner_step"]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -65,6 +67,19 @@ def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
+
+
+def also_forget(optimizer: Optimizer, forget: Callable[[], None]) -> Callable[..., None]:
+    """In place of the wrapped optimizer's ``zero_grad``, which does not see gradients that are held back."""
+    ref = weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        target = ref()
+        if target is not None:
+            type(target).zero_grad(target, set_to_none)
+            forget()
+
+    return zero_grad
 
 
 def refuse_inner_step(*args: object, **kwargs: object) -> None:

@@ -9,7 +9,9 @@ import torch
 
 from zeropp.engine.engine import Engine
 
-__all__ = ["layout_id", "load_main_weights", "main_weights"]
+_CHECK = 102  # kind of an exchange
+
+__all__ = ["check_layout", "layout_id", "load_main_weights", "main_weights"]
 
 
 def layout_id(engine: Engine) -> str:
@@ -25,19 +27,28 @@ def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {f"{b.unit}/{b.compute_dtype}": b.shard.clone() for b in engine.trainable}
 
 
-def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
-    """Put saved pieces back.
+def check_layout(engine: Engine, saved: dict[str, Any]) -> None:
+    """Let every rank see that all have a state of their own; before any of them changes anything.
 
     Raises:
-        ValueError: they belong to another layout; the message tells what to do.
+        ValueError: this rank's belongs to another layout; the message tells what to do.
+        RuntimeError: another rank's does.
     """
     found, expected = saved.get("layout"), layout_id(engine)
+    rows = engine.agreement.exchange(_CHECK, [int(found != expected)], "checking saved states")
     if found != expected:
         raise ValueError(
             f"this state is of another partition (layout {found}, here {expected}): it was saved by another rank, with "
             "another number of ranks, model or unit settings. Load the file of the same rank under the same settings, "
             "or move weights alone with zeropp.full_state and model.load_state_dict"
         )
+    wrong = [rank for rank, row in enumerate(rows) if row[0]]
+    if wrong:
+        raise RuntimeError(f"ranks {wrong} were given states of another partition; nothing was loaded on any rank")
+
+
+def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
+    """Put saved pieces back."""
     with torch.no_grad():
         for name, buffer in zip(main_weights(engine), engine.trainable, strict=True):
             buffer.shard.copy_(saved["main_weights"][name])

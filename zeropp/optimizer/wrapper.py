@@ -17,10 +17,10 @@ from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
 from zeropp.engine.refusals import explain_freed
 from zeropp.members import Group, group_size
-from zeropp.optimizer.checks import check_optimizer, check_scale, describe_optimizer, refuse_inner_step
+from zeropp.optimizer.checks import also_forget, check_optimizer, check_scale, describe_optimizer, refuse_inner_step
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.slices import put_slices
-from zeropp.optimizer.state import layout_id, load_main_weights, main_weights
+from zeropp.optimizer.state import check_layout, layout_id, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
 
@@ -95,6 +95,7 @@ class ZeroOptimizer(Optimizer):
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
+        optimizer.zero_grad = also_forget(optimizer, _weakly(self._forget_held))  # type: ignore[method-assign]
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False
@@ -187,7 +188,7 @@ class ZeroOptimizer(Optimizer):
         self._take_edits()
         verdict = self.boundary.verdict()
         norm = self.boundary.norm_tensor()
-        self.boundary.invalidate()  # a second step asks again: every rank must come to it
+        self.boundary.forget()  # a second step asks again: every rank must come to it
         self.grad_norm = verdict.norm
         self.step_was_skipped = not verdict.finite
         if self.step_was_skipped:
@@ -213,8 +214,11 @@ class ZeroOptimizer(Optimizer):
         self.engine.require_idle("zero_grad")
         self.engine.zero_grad()
 
+    def _forget_held(self) -> None:
+        self.engine.pending.forget_unsent()
+
     def _after_forgetting(self) -> None:
-        self.boundary.invalidate()
+        self.boundary.forget()
         self._count_backwards(0)
         for piece in self._slices:
             piece.show_gradient(False)
@@ -244,6 +248,7 @@ class ZeroOptimizer(Optimizer):
             )
         saved = state_dict["zeropp"]
         self.engine.agreement.meet("load_state_dict() of the ZeroOptimizer")
+        check_layout(self.engine, saved)
         self.engine.settle_refresh()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})

@@ -49,7 +49,10 @@ class MemoryPlan:
 
     @property
     def held_gradients(self) -> int:
-        """Bytes that come on top between backwards of one step, where gradients are summed before they go on."""
+        """Bytes that come on top between backwards of one step, where the placement sums gradients before they go on.
+
+        Inside ``no_sync`` other placements hold whole gradients, ``numel`` of the main dtype.
+        """
         return sum(unit.held for unit in self.units)
 
     @property
@@ -91,7 +94,7 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
             if key.trainable:
                 terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
                 terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
-                held += layout.numel // own.held * key.main_dtype.itemsize
+                held += layout.numel // own.held * key.main_dtype.itemsize if own.sums else 0
                 message += layout.numel * key.wire_dtype.itemsize
             else:
                 terms["frozen_weights"] += layout.numel // own.states * key.main_dtype.itemsize
