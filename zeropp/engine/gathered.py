@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeropp.engine.agreement import LENT
 from zeropp.engine.engine import Engine
 from zeropp.engine.external import register_external_parameter
 from zeropp.engine.state import gather_main
 from zeropp.guard import is_guarded, keeper_of
 
 __all__ = ["GatheredParameters"]
-
-_EXIT = 101  # kind of an exchange
 
 
 class GatheredParameters:
@@ -132,7 +131,7 @@ class _Loan:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         engine = self.engine
         wrong = self._lost() if self.modifier_rank is None else self._misshapen()
-        rows = engine.agreement.exchange(_EXIT, [int(bool(wrong))], "leaving GatheredParameters")
+        rows = engine.agreement.exchange(LENT, [int(bool(wrong))], "leaving GatheredParameters")
         if any(row[0] for row in rows):
             ranks = [engine.comm.ranks[index] for index, row in enumerate(rows) if row[0]]
             raise RuntimeError(

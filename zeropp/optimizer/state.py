@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
+from zeropp.engine.agreement import SAVED
 from zeropp.engine.engine import Engine
-
-_CHECK = 102  # kind of an exchange
 
 __all__ = ["check_layout", "layout_id", "load_main_weights", "main_weights"]
 
@@ -35,7 +34,7 @@ def check_layout(engine: Engine, saved: dict[str, Any]) -> None:
         RuntimeError: another rank's does.
     """
     found, expected = saved.get("layout"), layout_id(engine)
-    rows = engine.agreement.exchange(_CHECK, [int(found != expected)], "checking saved states")
+    rows = engine.agreement.exchange(SAVED, [int(found != expected)], "checking saved states")
     if found != expected:
         raise ValueError(
             f"this state is of another partition (layout {found}, here {expected}): it was saved by another rank, with "
