@@ -12,7 +12,7 @@ optimizer step, is refused by autograd instead of read. A counter at any other v
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,7 +63,6 @@ class FlatBuffer:
     def __init__(
         self,
         unit: str,
-        names: Sequence[str],
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
         main_dtype: torch.dtype,
@@ -71,7 +70,7 @@ class FlatBuffer:
         gradient: Gradient | None,
     ) -> None:
         self.unit = unit
-        self.names = tuple(names)
+        self.names = tuple(slot.name for slot in layout.slots)
         self.parameters = tuple(parameters)
         self.layout = layout
         self.trainable = gradient is not None
@@ -84,18 +83,20 @@ class FlatBuffer:
         self.version = 0
         self.kept_version = -1  # of the weights that are kept between uses
         self._noted_version = 0  # of autograd's counters, as last set here; an edit in place moves them
+        self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.shard = torch.empty(0)
         self.secondary: Tensor | None = None
 
-    def adopt(self, comm: Comm) -> None:
-        """Take rank 0's values, keep this rank's piece, and make the parameters views of the released buffer."""
+    def adopt(self, fill: Callable[[Tensor], None]) -> None:
+        """Take whole values, keep this rank's piece, and make the parameters views of the released buffer.
+
+        Args:
+            fill: puts the same values on every rank into a buffer of zeros, [numel] in the main dtype.
+        """
         numel = self.layout.numel
         whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
         with torch.no_grad():
-            if comm.rank == 0:
-                for view, parameter in zip(self.layout.views(whole), self.parameters, strict=True):
-                    view.copy_(parameter)
-            comm.broadcast(whole)
+            fill(whole)
             start, stop = self.placement.slice_of(numel, self.placement.mode.states)
             self.shard = whole[start:stop].clone()
             del whole
@@ -104,9 +105,17 @@ class FlatBuffer:
             nothing = _nothing(self.compute_dtype, self.device)
             self._absent = [nothing.expand(view.shape) for view in self._present]
             self._prepare_paths()
+        unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
         self.cover()
         self.shrink()
+
+    def fill_from_first(self, comm: Comm, whole: Tensor) -> None:
+        """Put the values that rank 0 has in its parameters into a whole buffer."""
+        if comm.rank == 0:
+            for view, parameter in zip(self.layout.views(whole), self.parameters, strict=True):
+                view.copy_(parameter)
+        comm.broadcast(whole)
 
     def _prepare_paths(self) -> None:
         refresh, fetch = self.paths.refresh, self.paths.fetch
@@ -164,11 +173,12 @@ class FlatBuffer:
         """Let no one read the values any more; see `zeropp.guard`.
 
         Raises:
-            RuntimeError: a parameter was edited while gathered.
+            RuntimeError: a parameter was edited while gathered, or unfrozen.
         """
         unguard(self.parameters)
         try:
             self._swap(self._absent, 2 * self.version + 1)
+            self._refuse_unfrozen()
         finally:
             guard(self.parameters)
 
@@ -183,6 +193,27 @@ class FlatBuffer:
                 f"{edited} were edited in place, and the edit is lost: what a module sees is a copy of values that are "
                 "partitioned over the ranks. To set weights use zeropp.zero.GatheredParameters(parameters, "
                 "modifier_rank=0) or model.load_state_dict(...) on every rank, between steps"
+            )
+
+    def note_unfrozen(self, parameter: nn.Parameter, trained: bool) -> None:
+        """Take note that a parameter, if it is here, is to be trained, or is not after all."""
+        for name, other in zip(self.names, self.parameters, strict=True):
+            if other is parameter:
+                self.unfrozen.add(name) if trained else self.unfrozen.discard(name)
+
+    def _refuse_unfrozen(self) -> None:
+        """No gradient of a frozen parameter is looked for: one that came would be lost without a word."""
+        unfrozen = [
+            (name, parameter)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            if not self.trainable and parameter.requires_grad and name not in self.unfrozen
+        ]
+        for _, parameter in unfrozen:
+            parameter.requires_grad_(False)
+        if unfrozen:
+            raise RuntimeError(
+                f"requires_grad of {[name for name, _ in unfrozen]} was set while the model was running, and is taken "
+                "back; call requires_grad_ between passes, on every rank"
             )
 
     def lend(self, index: int, value: Tensor) -> None:

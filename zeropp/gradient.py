@@ -43,6 +43,7 @@ class Gradient:
     Attributes:
         shard: [numel / states] accumulated gradient in the main dtype, what the optimizer reads.
         arrived: whether ``shard`` holds anything yet.
+        trained: whether each parameter is to have one; those with ``requires_grad`` taken away after wrapping are not.
         held: [numel / held level] sum of backwards that are to be sent on later, main dtype, or None.
     """
 
@@ -63,6 +64,7 @@ class Gradient:
         self.placement = paths.straight.placement
         self.shard = torch.zeros(layout.numel // self.placement.mode.states, dtype=main_dtype, device=self.device)
         self.arrived = False
+        self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
         self._holds = 0  # backwards in ``held``
 

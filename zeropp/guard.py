@@ -49,6 +49,7 @@ _METADATA = _metadata_functions()
 _LAYOUT = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _COPY = torch.Tensor.copy_
 
 
@@ -65,6 +66,10 @@ class Keeper(Protocol):
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """Drop the partitioned gradient of a parameter."""
+        ...
+
+    def note_trained(self, parameter: nn.Parameter, trained: bool) -> None:
+        """Take note that ``requires_grad`` is about to change."""
         ...
 
     def take_loaded(self, parameter: nn.Parameter, values: torch.Tensor) -> bool:
@@ -173,6 +178,11 @@ def _intercept(
                 )
             if func in (_GET_GRAD, _SET_GRAD):
                 return _gradient_access(func, args, kwargs, tag.name, keeper)
+            if func in (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD):
+                trained = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
+                if trained != parameter.requires_grad:
+                    keeper.note_trained(parameter, trained)
+                return func(*args, **kwargs)
             if func is _COPY and parameter is args[0] and keeper.take_loaded(parameter, args[1]):
                 return parameter
             if not keeper.fetch_touched(parameter):

@@ -33,7 +33,7 @@ class Unit:
     Attributes:
         index: position in the model; the same on every rank.
         persistent: whether whole weights are kept between uses.
-        frozen: whether some of its parameters are.
+        frozen: whether some of its parameters have no gradient.
         announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
         holds: local reasons to stay gathered: modules on the call stack, an unfinished backward, a touched parameter.
     """
@@ -44,11 +44,26 @@ class Unit:
         self.buffers = tuple(buffers)
         self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
         self.announced = announced
-        self.frozen = any(not buffer.trainable for buffer in buffers)
         self.state = UnitState.SHARDED
         self.holds = 0
+        self.note_trained()
         self._gathered: Event | None = None
         self._refreshed: Event | None = None
+
+    def note_trained(self) -> None:
+        """Look which parameters have gradients."""
+        self.frozen = not all(buffer.gradient is not None and all(buffer.gradient.trained) for buffer in self.buffers)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each parameter of a trainable buffer is to have a gradient."""
+        return tuple(trained for gradient in self.gradients for trained in gradient.trained)
+
+    def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
+        """Put parts of a frozen buffer in its place, between passes; trainable ones last: others keep their place."""
+        rest = [other for other in self.buffers if other is not buffer]
+        self.buffers = (*rest, *parts)
+        self.state = UnitState.SHARDED
 
     @property
     def numel(self) -> int:
@@ -87,8 +102,8 @@ class Unit:
                 yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
             yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
 
-    def drop_gradient(self, parameter: nn.Parameter) -> int:
-        """Forget the gradient of one trainable parameter; returns its position among them."""
+    def drop_gradient(self, parameter: nn.Parameter) -> int | None:
+        """Forget the gradient of one parameter; returns its position among the trainable ones, None if it is frozen."""
         position = 0
         for gradient in self.gradients:
             for other in gradient.parameters:
@@ -96,7 +111,7 @@ class Unit:
                     gradient.forget_one(parameter)
                     return position
                 position += 1
-        raise KeyError(f"unit {self.name!r} has no such trainable parameter")
+        return None
 
     def gather(self, stream: Stream) -> None:
         """Queue the gather. A unit that is full joins without effect: the same values are written again.

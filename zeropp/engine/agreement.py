@@ -18,11 +18,12 @@ import torch.distributed as dist
 from zeropp._compat import default_store
 from zeropp.comm import Comm
 
-__all__ = ["LENT", "SAVED", "Agreement"]
+__all__ = ["ADDED", "LENT", "SAVED", "TRAINED", "Agreement"]
 
 _T = TypeVar("_T")
 _WIDTH = 8  # integers in an exchange
-_MEET, LENT, SAVED = 100, 101, 102  # kinds of exchanges between passes; the schedule has its own below 100
+# Kinds of exchanges between passes; the schedule has its own below 100.
+_MEET, LENT, SAVED, TRAINED, ADDED = 100, 101, 102, 103, 104
 
 _TOGETHER = 0.2  # seconds within which ranks that do the same come to the same place
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import uuid
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -15,25 +14,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp._compat import sharing_versions
-from zeropp.codecs import PlainCodec
 from zeropp.comm import Comm, make_comm
 from zeropp.config import Config
+from zeropp.engine.buffers import BufferMaker
 from zeropp.engine.engine import Engine
 from zeropp.engine.external import external_parameters
 from zeropp.engine.hooks import Site
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
-from zeropp.flat_buffer import FlatBuffer, WeightPaths
-from zeropp.gradient import Gradient, GradientPaths
+from zeropp.engine.trainability import Trainability, install_gradient_hooks
 from zeropp.guard import is_managed, keeper_of, register
-from zeropp.layout import BufferLayout, build_layout, dense_strides
 from zeropp.members import Group, find_members, gather_objects, to_process_group, world_group
-from zeropp.placement import Mode, Placement, choose_mode
+from zeropp.placement import choose_mode
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
 
-__all__ = ["Group", "build_engine", "planned_buffers", "together", "unit_options"]
+__all__ = ["Group", "build_engine", "together", "unit_options"]
 
 _T = TypeVar("_T")
 
@@ -116,10 +113,11 @@ def build_engine(
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
     _warn_of_unknown_leaves(model, config)
     specs = form_units(model, comm.world, unit_options(config))
-    units = _make_units(model, specs, config, mode, comm)
+    maker = BufferMaker(config, mode, comm)
+    units = maker.make_units(model, specs)
     for unit in units:
         for buffer in unit.buffers:
-            buffer.adopt(comm)
+            buffer.adopt(partial(buffer.fill_from_first, comm))
     _share_buffers(model, config, comm)
     zero = config.zero
     if scale is None:
@@ -141,9 +139,11 @@ def build_engine(
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
                 register(parameter, slot.name, engine, slot.strides)
     _install_sites(model, engine, specs)
-    _install_gradient_hooks(engine)
+    for unit in units:
+        install_gradient_hooks(engine, unit)
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
+    engine.settle_trained = Trainability(maker).settle
     engine.refresh()
     return engine
 
@@ -161,43 +161,6 @@ def unit_options(config: Config) -> UnitOptions:
         leaf_names=tuple(leaf.names),
         leaf_suffixes=tuple(leaf.name_suffixes),
     )
-
-
-def compute_dtype(parameter: torch.Tensor, config: Config) -> torch.dtype:
-    """The dtype a parameter is gathered in: bfloat16 where the configuration says so, else its own."""
-    return torch.bfloat16 if config.bf16.enabled else parameter.dtype
-
-
-@dataclass(frozen=True)
-class BufferKey:
-    """What the parameters of one flat buffer have in common."""
-
-    dtype: torch.dtype  # gathered
-    trainable: bool
-    main_dtype: torch.dtype  # of the shard
-    wire_dtype: torch.dtype  # of gradient messages
-
-
-def planned_buffers(
-    parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
-) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
-    """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
-    groups: dict[BufferKey, list[str]] = {}
-    for name in spec.parameters:
-        dtype, trainable = compute_dtype(parameters[name], config), parameters[name].requires_grad
-        main = torch.promote_types(dtype, torch.float32) if trainable else parameters[name].dtype
-        groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
-    for key, names in groups.items():
-        rows = [(n, tuple(parameters[n].shape), parameters[n].stride()) for n in names]
-        layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
-        yield key, names, layout
-
-
-def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    if dtype == torch.float64 or config.communication_data_type is None:
-        return dtype
-    return named[config.communication_data_type]
 
 
 def _check_model(model: nn.Module, config: Config) -> torch.device:
@@ -298,38 +261,6 @@ def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, st
     return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
 
 
-def _make_units(model: nn.Module, specs: list[UnitSpec], config: Config, mode: Mode, comm: Comm) -> list[Unit]:
-    parameters = dict(model.named_parameters())
-    units = []
-    for index, spec in enumerate(specs):
-        placement = Placement(mode.of(spec.persistent), comm.rank, comm.local)
-        buffers = []
-        for key, names, layout in planned_buffers(parameters, spec, config, comm.world):
-            members = [parameters[name] for name in names]
-            paths = _weight_paths(comm, placement, PlainCodec(key.dtype))
-            gradient = None
-            if key.trainable:
-                travels = _gradient_paths(comm, placement, PlainCodec(key.wire_dtype))
-                gradient = Gradient(spec.name, members, layout, key.main_dtype, travels)
-            buffers.append(FlatBuffer(spec.name, names, members, layout, key.main_dtype, paths, gradient))
-        units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
-    return units
-
-
-def _weight_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> WeightPaths:
-    states, kept = placement.mode.states, placement.mode.kept
-    refresh = None if kept is None else comm.gather_path(placement, states, kept, codec, "refresh")
-    fetch = None if kept == 1 else comm.gather_path(placement, kept or states, 1, codec)
-    return WeightPaths(comm.gather_path(placement, states, 1, codec), refresh, fetch)
-
-
-def _gradient_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> GradientPaths:
-    world, held, states = comm.world, placement.mode.held, placement.mode.states
-    hold, rest = comm.reduce_path(placement, 1, held, codec), comm.reduce_path(placement, held, world, codec)
-    replicas = None if states == world else comm.gather_path(placement, world, states, codec, "reduce")
-    return GradientPaths(hold, rest, comm.reduce_path(placement, 1, world, codec), replicas)
-
-
 def _share_buffers(model: nn.Module, config: Config, comm: Comm) -> None:
     """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
@@ -386,23 +317,3 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
         for parameter in external_parameters(module):
             if id(parameter) in by_id:
                 engine.use_in(module, parameter)
-
-
-def _install_gradient_hooks(engine: Engine) -> None:
-    ref = weakref.ref(engine)
-
-    def make(index: int, position: int) -> Callable[[torch.Tensor], None]:
-        def ready(parameter: torch.Tensor) -> None:
-            target = ref()
-            if target is not None:
-                target.gradient_ready(index, position)
-
-        return ready
-
-    for unit in engine.units:
-        position = 0
-        for buffer in unit.trainable:
-            for parameter in buffer.parameters:
-                handle = parameter.register_post_accumulate_grad_hook(make(unit.index, position))
-                engine.hooks.keep(handle)
-                position += 1

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zeropp._compat import current_graph_task, queue_end_of_backward
 from zeropp.comm import Comm
 from zeropp.engine.agreement import Agreement
+from zeropp.engine.backward import BackwardUses
 from zeropp.engine.hooks import BackwardCall, Site, SiteHooks
 from zeropp.engine.pending import Pending
 from zeropp.engine.prefetch import Limits
@@ -24,6 +25,7 @@ from zeropp.engine.schedule import Schedule
 from zeropp.engine.sequence import IssueHash, PhaseKey
 from zeropp.engine.spans import span
 from zeropp.engine.tensors import cast_floating
+from zeropp.engine.touched import Touched
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
 from zeropp.placement import Mode
@@ -97,19 +99,20 @@ class Engine:
             self.hooks.reach,
             log_relearning=log_relearning,
         )
-        self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
-        self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
+        self._note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
         self.pending = Pending(self.units)
         self.after_backward: Callable[[], None] = lambda: None
         self.before_backward: Callable[[], None] = lambda: None
+        self.settle_trained: Callable[[Engine], None] = lambda engine: None
+        self.after_split: Callable[[], None] = lambda: None
+        self.flipped = False  # whether requires_grad of some parameter has changed since the last forward
+        self.trained_set = 0  # number of the set of parameters that are trained; phases are learned for each
         self._backwards = 0  # finished or given up
         self._outstanding: list[PhaseKey] = []
-        self._backward_uses: dict[int, int] = {}  # unit in backward -> calls whose inputs will tell its end
-        self._whole: dict[int, None] = {}  # units that no output announces: fetched for the whole backward
-        self._touched: set[int] = set()  # units used in this pass outside their modules
-        self._touched_in: dict[PhaseKey, set[int]] = {}
+        self._backward = BackwardUses(self.units, self.schedule, self.reductions)
+        self._touched = Touched(self.units, self.schedule)
         self._closing: list[Callable[[], None]] = []
         self.closed = False
         self.lent = 0  # uses of GatheredParameters that are open
@@ -151,7 +154,7 @@ class Engine:
 
     def _leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
         if unannounced and self.phase is Phase.FORWARD:
-            self._whole.update(dict.fromkeys(unit.index for unit in site.units))
+            self._backward.keep_whole(unit.index for unit in site.units)
         if failed and self.agreement.lost is not None:
             return self.recover()
         for unit in site.units:
@@ -165,7 +168,9 @@ class Engine:
 
     def _begin_forward(self, site: Site, training: bool) -> None:
         grad = torch.is_grad_enabled()
-        key: PhaseKey = ("forward", site.path, training, grad)
+        if self.flipped:
+            self.settle_trained(self)
+        key: PhaseKey = ("forward", site.path, training, grad, self.trained_set)
         outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
         self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
         if grad:
@@ -175,14 +180,10 @@ class Engine:
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
-            # Once seen, always expected: the next time the unit may happen to be present, and no touch be noticed.
-            expected = self._touched_in.setdefault(self.schedule.key, set())
-            expected |= self._touched
-            self._whole.update(dict.fromkeys(sorted(expected)))
-        self._let_touched_go()
-        if self._backward_uses:  # gradients were computed inside forward; a backward to come is another one
+            self._backward.keep_whole(self._touched.expected())
+        self._touched.let_go()
+        if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
             self._backwards += 1
-            self._give_up_backward_uses()
         self.schedule.end()
         self._cover_all()
         self.phase = Phase.IDLE
@@ -196,25 +197,21 @@ class Engine:
         call.reached = self._backwards
         self._begin_backward()
         for unit in call.site.units:
-            self._use_in_backward(unit)
-            if call.tracked and unit in call.site.frozen:
-                self._backward_uses[unit.index] += 1
+            self._backward.use(unit, watched=call.tracked and unit in call.site.frozen)
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""
         if call.reached != self._backwards:
             return
         for unit in call.site.frozen:
-            if self._backward_uses.get(unit.index, 0) > 0:
-                self._backward_uses[unit.index] -= 1
-            self._end_backward_use(unit)
+            self._backward.call_ended(unit)
 
     def gradient_ready(self, index: int, position: int) -> None:
         """A parameter has its gradient; the last one of a unit lets it be sent and released."""
         self._begin_backward()
         self.pending.used[index][position] = True
         if self.reductions.count(index, position):
-            self._end_backward_use(self.units[index])
+            self._backward.end(self.units[index])
 
     def _begin_backward(self) -> None:
         if self.phase is not Phase.IDLE:
@@ -226,39 +223,17 @@ class Engine:
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.any = True
         self._uncover(self.persistent)
-        for index in sorted(self._whole, reverse=True):
-            self._use_in_backward(self.units[index])
-
-    def _use_in_backward(self, unit: Unit) -> None:
-        if unit.index not in self._backward_uses:
-            self._backward_uses[unit.index] = 0
-            unit.holds += 1
-            self.schedule.use(unit)
-
-    def _end_backward_use(self, unit: Unit) -> None:
-        index = unit.index
-        if index in self._whole or self._backward_uses.get(index) != 0 or not self.reductions.complete(index):
-            return
-        del self._backward_uses[index]
-        unit.holds -= 1
-        self.schedule.settle(unit)
+        self._backward.begin()
 
     def _end_backward(self) -> None:
         self._backwards += 1
-        self._let_touched_go()
-        self._give_up_backward_uses()
+        self._touched.let_go()
+        self._backward.give_up()
         self.schedule.end()
         self._outstanding.clear()
         self._cover_all()
         self.phase = Phase.IDLE
         self.after_backward()
-
-    def _give_up_backward_uses(self) -> None:
-        left = [self.units[index] for index in self._backward_uses]
-        self._backward_uses.clear()
-        for unit in left:
-            unit.holds -= 1
-            self.schedule.settle(unit)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         return ("backward", self.reductions.hold, *outstanding)
@@ -269,18 +244,8 @@ class Engine:
         """A released parameter is used outside its module; see :class:`zeropp.guard.Keeper`."""
         if self.phase is Phase.IDLE:
             return False
-        unit = self._unit_of[id(parameter)]
-        if unit.index not in self._touched and not unit.persistent:
-            self._touched.add(unit.index)
-            unit.holds += 1
-        self.schedule.use(unit)
+        self._touched.use(self._unit_of[id(parameter)])
         return True
-
-    def _let_touched_go(self) -> None:
-        for index in sorted(self._touched):
-            self.units[index].holds -= 1
-            self.schedule.settle(self.units[index])
-        self._touched.clear()
 
     def _uncover(self, units: Iterable[Unit]) -> None:
         """Let the model see persistent weights."""
@@ -321,9 +286,8 @@ class Engine:
         self.hooks.reset()
         self.hooks.forget_graphs()
         self._backwards += 1
-        self._backward_uses.clear()
-        self._whole.clear()
-        self._touched.clear()
+        self._backward.forget()
+        self._touched.forget()
         self._outstanding.clear()
         self.phase = Phase.IDLE
         if self.agreement.lost is not None:
@@ -333,11 +297,43 @@ class Engine:
         self._cover_all()
         self.pending.forget_stray()
 
+    def note_trained(self, parameter: nn.Parameter, trained: bool) -> None:
+        """``requires_grad`` is about to change; see :class:`zeropp.guard.Keeper`."""
+        self.require_idle("requires_grad_", lent=True)
+        self.flipped = True
+        for buffer in self._unit_of[id(parameter)].buffers:
+            buffer.note_unfrozen(parameter, trained)
+
+    def retrain(self, number: int, units: Iterable[Unit], *, split: bool) -> None:
+        """Other parameters of ``units`` are trained now.
+
+        Args:
+            number: of the set of trained parameters.
+            units: those concerned. Graphs that are waiting for a backward made other arrangements for them.
+            split: some have other buffers now.
+        """
+        self.flipped, self.trained_set = False, number
+        for unit in units:
+            unit.note_trained()
+            if self._outstanding:
+                self._backward.keep_whole([unit.index])
+        self.reductions.note_trained()
+        if split:
+            self._note_storages()
+            self.schedule.note_sizes()
+            self.pending.make_room()
+            self.refresh()
+            self.after_split()
+
+    def _note_storages(self) -> None:
+        self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
+        self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
+
     def weights_changed(self, buffers: Iterable[FlatBuffer]) -> None:
         """Main weights are new: what is gathered of them is out of date, what is kept is renewed."""
         for buffer in buffers:
             buffer.version += 1
-        self._whole.clear()
+        self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights
         self.schedule.drop_held()
         self.refresh()

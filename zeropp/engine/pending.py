@@ -23,8 +23,14 @@ class Pending:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self.any = False
-        self.used = [[False] * sum(len(g.parameters) for g in unit.gradients) for unit in units]
+        self.used: list[list[bool]] = [[] for _ in units]
+        self.make_room()
         self.after_forgetting: Callable[[], None] = lambda: None
+
+    def make_room(self) -> None:
+        """For parameters that are trained from now on; they come after the others of their unit."""
+        for flags, unit in zip(self.used, self._units, strict=True):
+            flags += [False] * (len(unit.trained) - len(flags))
 
     def forget_unsent(self) -> None:
         """Forget what has not been sent, on this rank."""
@@ -50,5 +56,6 @@ class Pending:
 
     def forget_one(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Forget one parameter's on this rank; the next backward starts anew."""
-        if parameter.requires_grad:
-            self.used[unit.index][unit.drop_gradient(parameter)] = False
+        position = unit.drop_gradient(parameter)
+        if position is not None:
+            self.used[unit.index][position] = False

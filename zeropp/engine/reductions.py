@@ -40,8 +40,10 @@ class Reductions:
         self.no_sync = False  # inside no_sync: gradients stay on this rank, or among those they are held with
         self.last = True  # no backward is known to follow before the optimizer steps
         self.reused: set[int] = set()  # units used more than once in one forward
-        self._counts: list[list[int]] = [[0] * sum(len(b.parameters) for b in unit.trainable) for unit in units]
-        self._missing: list[int] = [len(counts) for counts in self._counts]
+        self._trained: list[tuple[bool, ...]] = []
+        self._counts: list[list[int]] = []
+        self._missing: list[int] = []
+        self.note_trained()
         self._expected: dict[int, tuple[int, ...]] | None = None
         self._order: tuple[tuple[int, int], ...] = ()  # see Sequence.reductions; of these, what is left
         self._turn = 0
@@ -49,6 +51,12 @@ class Reductions:
         self._ready: list[int] = []  # complete on this rank, not issued
         self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
         self._in_flight: deque[tuple[Event, Tensor]] = deque()
+
+    def note_trained(self) -> None:
+        """Look, between passes, which parameters are to have gradients."""
+        self._trained = [unit.trained for unit in self.units]
+        self._counts = [[0] * len(trained) for trained in self._trained]
+        self._missing = [sum(trained) for trained in self._trained]
 
     def begin(self, sequence: Sequence | None) -> None:
         """Start a phase that follows ``sequence``, or learns with None."""
@@ -90,11 +98,14 @@ class Reductions:
         return self.no_sync or not self.last
 
     def complete(self, index: int) -> bool:
-        """Whether a unit is done with in this phase: every expected gradient has come, and each parameter expects one.
+        """Whether a unit is done with in this phase: every expected gradient has come, and each trained parameter's is.
 
-        One that was not used when the order was learned may be used now, and backward still need its weight.
+        One that was not used when the order was learned may be used now, and backward still need its weight. Of what is
+        not trained, the inputs of modules tell.
         """
-        return self._missing[index] <= 0 and all(self._expect(index))
+        if self._missing[index] > 0:
+            return False
+        return all(e or not t for e, t in zip(self._expect(index), self._trained[index], strict=True))
 
     @property
     def issued_count(self) -> int:
@@ -195,7 +206,7 @@ class Reductions:
 
     def _expect(self, index: int) -> tuple[int, ...]:
         if self._expected is None:
-            return (1,) * len(self._counts[index])
+            return tuple(map(int, self._trained[index]))
         return self._expected.get(index, (0,) * len(self._counts[index]))
 
     def _take_turns(self) -> None:

@@ -62,8 +62,9 @@ class Schedule:
         self.held: set[int] = set()  # by the plan's will; equal on every rank
         self._kept: dict[int, None] = {}  # gathered for others, oldest first; this rank's own affair
         self._returns: set[int] = set()  # units this rank has used after passing them over
-        self._numel = [unit.numel for unit in units]
+        self._numel: list[int] = []
         self._plans: dict[tuple[object, ...], Plan] = {}
+        self.note_sizes()
         self.key: PhaseKey = ()  # kind of the running phase
         self._then: PhaseKey | None = None
         self._forward: PhaseKey | None = None  # kind of the last forward that a backward may follow
@@ -77,6 +78,11 @@ class Schedule:
         self._leaves = 0  # how often ranks have left a known order, so far
         self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
         self.differed = False  # whether this rank has passed over units in one of them
+
+    def note_sizes(self) -> None:
+        """Look at the sizes of units, on which plans rest."""
+        self._numel = [unit.numel for unit in self.units]
+        self._plans.clear()
 
     def begin(self, key: PhaseKey, then: PhaseKey | None) -> None:
         """Start a phase.

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeropp.config import ConfigSource, load_config
-from zeropp.engine.build import planned_buffers, unit_options
+from zeropp.engine.buffers import planned_buffers
+from zeropp.engine.build import unit_options
 from zeropp.placement import choose_mode
 from zeropp.topology import ranks_per_node
 from zeropp.unit import TERMS

@@ -1,0 +1,115 @@
+"""Which flat buffers a unit has, and how each is put together: dtypes, layout, paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zeropp.codecs import PlainCodec
+from zeropp.comm import Comm
+from zeropp.config import Config
+from zeropp.flat_buffer import FlatBuffer, WeightPaths
+from zeropp.gradient import Gradient, GradientPaths
+from zeropp.layout import BufferLayout, build_layout, dense_strides
+from zeropp.placement import Mode, Placement
+from zeropp.unit import Unit
+from zeropp.units import UnitSpec
+
+__all__ = ["BufferKey", "BufferMaker", "planned_buffers"]
+
+
+@dataclass(frozen=True)
+class BufferKey:
+    """What the parameters of one flat buffer have in common."""
+
+    dtype: torch.dtype  # gathered
+    trainable: bool
+    main_dtype: torch.dtype  # of the shard
+    wire_dtype: torch.dtype  # of gradient messages
+
+
+def planned_buffers(
+    parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
+) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
+    """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
+    groups: dict[BufferKey, list[str]] = {}
+    for name in spec.parameters:
+        own, trainable = parameters[name].dtype, parameters[name].requires_grad
+        dtype = torch.bfloat16 if config.bf16.enabled else own
+        main = torch.promote_types(dtype, torch.float32) if trainable else own
+        groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
+    for key, names in groups.items():
+        rows = [(n, tuple(parameters[n].shape), parameters[n].stride()) for n in names]
+        layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
+        yield key, names, layout
+
+
+def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if dtype == torch.float64 or config.communication_data_type is None:
+        return dtype
+    return named[config.communication_data_type]
+
+
+class BufferMaker:
+    """Makes the flat buffers of one engine; they hold nothing until they adopt values."""
+
+    def __init__(self, config: Config, mode: Mode, comm: Comm) -> None:
+        self._config = config
+        self._mode = mode
+        self._comm = comm
+
+    def make_units(self, model: nn.Module, specs: Sequence[UnitSpec]) -> list[Unit]:
+        """A unit for each spec."""
+        parameters = dict(model.named_parameters())
+        units = []
+        for index, spec in enumerate(specs):
+            placement = Placement(self._mode.of(spec.persistent), self._comm.rank, self._comm.local)
+            buffers = [
+                self._make(spec.name, placement, key, [parameters[name] for name in names], layout)
+                for key, names, layout in planned_buffers(parameters, spec, self._config, self._comm.world)
+            ]
+            units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
+        return units
+
+    def part(self, buffer: FlatBuffer, indices: Sequence[int], *, trainable: bool) -> FlatBuffer:
+        """A buffer for some of the parameters of a frozen one, as they lie there but for the padding between them."""
+        slots = [buffer.layout.slots[index] for index in indices]
+        layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
+        key = BufferKey(buffer.compute_dtype, False, buffer.main_dtype, _wire_dtype(buffer.compute_dtype, self._config))
+        if trainable:
+            main = torch.promote_types(torch.promote_types(key.dtype, key.main_dtype), torch.float32)
+            key = replace(key, trainable=True, main_dtype=main)
+        return self._make(buffer.unit, buffer.placement, key, [buffer.parameters[index] for index in indices], layout)
+
+    def _make(
+        self,
+        unit: str,
+        placement: Placement,
+        key: BufferKey,
+        parameters: Sequence[nn.Parameter],
+        layout: BufferLayout,
+    ) -> FlatBuffer:
+        gradient = None
+        if key.trainable:
+            travels = _gradient_paths(self._comm, placement, PlainCodec(key.wire_dtype))
+            gradient = Gradient(unit, parameters, layout, key.main_dtype, travels)
+        paths = _weight_paths(self._comm, placement, PlainCodec(key.dtype))
+        return FlatBuffer(unit, parameters, layout, key.main_dtype, paths, gradient)
+
+
+def _weight_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> WeightPaths:
+    states, kept = placement.mode.states, placement.mode.kept
+    refresh = None if kept is None else comm.gather_path(placement, states, kept, codec, "refresh")
+    fetch = None if kept == 1 else comm.gather_path(placement, kept or states, 1, codec)
+    return WeightPaths(comm.gather_path(placement, states, 1, codec), refresh, fetch)
+
+
+def _gradient_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> GradientPaths:
+    world, held, states = comm.world, placement.mode.held, placement.mode.states
+    hold, rest = comm.reduce_path(placement, 1, held, codec), comm.reduce_path(placement, held, world, codec)
+    replicas = None if states == world else comm.gather_path(placement, world, states, codec, "reduce")
+    return GradientPaths(hold, rest, comm.reduce_path(placement, 1, world, codec), replicas)
