@@ -118,6 +118,7 @@ class _Loan:
         gathered = {buffer: gather_main(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
         self.values = [gathered[buffer][index] for buffer, index in self.places]
         self.before = [_fingerprint(value) for value in self.values] if modifier_rank is None else []
+        self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
         for (buffer, index), value in zip(self.places, self.values, strict=True):
             buffer.lend(index, value)
         engine.lent += 1
@@ -126,6 +127,10 @@ class _Loan:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
         self.engine.lent -= 1
         self.values = [buffer.take_back(index) for buffer, index in self.places]
+        for (buffer, index), before in zip(self.places, self.trained, strict=True):
+            parameter = buffer.parameters[index]
+            if parameter.requires_grad != before:
+                self.engine.note_trained(parameter, parameter.requires_grad)
 
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""

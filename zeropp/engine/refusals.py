@@ -64,7 +64,11 @@ def explain_freed(engine: Engine, message: str) -> str:
     away = [unit for unit in engine.units if unit.state is UnitState.SHARDED]
     names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
     if not names:
-        return f"backward cannot go on; backward through gradients (create_graph=True) is not supported: {message}"
+        return (
+            "backward reached a weight that has changed since forward: between this graph's forward and its backward a "
+            "step was taken, or a parameter of its unit edited or unfrozen. Call backward before, or forward anew. "
+            f"Backward through gradients (create_graph=True) is not supported either. torch says: {message}"
+        )
     return (
         f"backward reached a weight whose unit was released, or that has changed since forward: one of {names[:20]}"
         f"{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's outputs are "

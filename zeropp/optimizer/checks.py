@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["also_forget", "check_optimizer", "check_scale", "describe_optimizer", "refuse_inner_step"]
+__all__ = ["also_forget", "check_optimizer", "check_scale", "describe_optimizer", "plain_settings", "refuse_inner_step"]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -55,9 +56,13 @@ def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = [f"optimizer {type(optimizer).__name__}"]
     for index, group in enumerate(optimizer.param_groups):
-        settings = {key: _plain(value) for key, value in group.items() if key != "params"}
-        lines.append(f"group {index} of {[names[id(parameter)] for parameter in group['params']]} with {settings}")
+        lines.append(f"group {index} of {[names[id(p)] for p in group['params']]} with {plain_settings(group)}")
     return lines
+
+
+def plain_settings(group: dict[str, Any]) -> dict[str, object]:
+    """What ranks can compare of a group's settings."""
+    return {key: _plain(value) for key, value in group.items() if key != "params"}
 
 
 def _plain(value: object) -> object:

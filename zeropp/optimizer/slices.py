@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from zeropp.flat_buffer import FlatBuffer
 from zeropp.layout import Fragment
 from zeropp.unit import Unit
 
-__all__ = ["Slice", "put_slices"]
+__all__ = ["Slice", "Slices"]
 
 
 @dataclass(eq=False)
@@ -59,39 +60,86 @@ class Slice:
         self.shown, self.removed = present, False
 
 
-def put_slices(optimizer: Optimizer, units: tuple[Unit, ...], device: torch.device) -> list[Slice]:
-    """Put this rank's slices in the place of the optimizer's parameters, state included.
+class Slices:
+    """This rank's slices, in the place of the optimizer's parameters, state included.
 
-    Returns:
-        The slices that the optimizer steps; the model may have trainable parameters besides. Never empty.
+    Attributes:
+        stepped: slices that the optimizer steps; the model may have trainable parameters besides. Never empty.
     """
-    by_parameter = _make_slices(units)
-    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(by_parameter.get(id(parameter)) for parameter in stepped):
-        nothing = _stand_in(device)
-        optimizer.param_groups[0]["params"].append(nothing.parameter)
-        by_parameter[id(nothing.parameter)] = [nothing]
-        stepped.append(nothing.parameter)
-    for parameter in stepped:
-        _move_state(optimizer, parameter, by_parameter.get(id(parameter), []))
-    for group in optimizer.param_groups:
-        group["params"] = [s.parameter for p in group["params"] for s in by_parameter.get(id(p), [])]
-    return [piece for parameter in stepped for piece in by_parameter.get(id(parameter), [])]
 
+    def __init__(self, optimizer: Optimizer, units: tuple[Unit, ...], device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._units = units
+        self._device = device
+        self._given: list[list[nn.Parameter]] = []  # the model's parameters in each group
+        self._cut: dict[int, list[Slice]] = {}  # of every trainable parameter, by its id
+        self._stand_in: Slice | None = None
+        self._states: dict[int, dict[str, Any]] = {}  # that the optimizer had for parameters which are frozen
+        self.stepped: list[Slice] = []
+        self.put()
 
-def _make_slices(units: tuple[Unit, ...]) -> dict[int, list[Slice]]:
-    """Slices of every trainable parameter by its ``id``; an empty list for those with no part on this rank."""
-    slices: dict[int, list[Slice]] = {}
-    for unit in units:
+    def put(self) -> None:
+        """Cut what has not been cut yet, and put the slices into the groups; also into groups added since."""
+        groups = self._optimizer.param_groups
+        self._given += [list(group["params"]) for group in groups[len(self._given) :]]
+        for unit in self._units:
+            self._cut_unit(unit)
+        for parameter in (parameter for given in self._given for parameter in given):
+            self._move_state(parameter)
+        stepped: list[Slice] = []
+        for group, given in zip(groups, self._given, strict=True):
+            pieces = [piece for parameter in given for piece in self._cut.get(id(parameter), [])]
+            group["params"] = [piece.parameter for piece in pieces]
+            if "param_names" in group:
+                group["param_names"] = [piece.name for piece in pieces]
+            stepped += pieces
+        if not stepped or self._stand_in is not None:
+            stepped.append(self._add_stand_in())
+        self.stepped = stepped
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a parameter of the model is in one of the groups."""
+        return any(parameter is other for given in self._given for other in given)
+
+    def _cut_unit(self, unit: Unit) -> None:
         position = 0
         for buffer in unit.trainable:
-            for parameter in buffer.parameters:
-                slices[id(parameter)] = []
-            for fragment in buffer.fragments():
-                cut = _cut(buffer, fragment, unit.index, position + fragment.slot)
-                slices[id(buffer.parameters[fragment.slot])].append(cut)
+            if id(buffer.parameters[0]) not in self._cut:
+                for parameter in buffer.parameters:
+                    self._cut[id(parameter)] = []
+                for fragment in buffer.fragments():
+                    piece = _cut(buffer, fragment, unit.index, position + fragment.slot)
+                    self._cut[id(buffer.parameters[fragment.slot])].append(piece)
             position += len(buffer.parameters)
-    return slices
+
+    def _add_stand_in(self) -> Slice:
+        group = self._optimizer.param_groups[0]
+        self._stand_in = self._stand_in or _stand_in(self._device)
+        group["params"].append(self._stand_in.parameter)
+        if "param_names" in group:
+            group["param_names"].append(self._stand_in.name)
+        return self._stand_in
+
+    def _move_state(self, parameter: nn.Parameter) -> None:
+        """Cut the state the optimizer has for a parameter the way the parameter was cut; keep it until there is one.
+
+        Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise
+        optimizers.
+        """
+        state = self._optimizer.state.pop(parameter, None) or self._states.pop(id(parameter), None)
+        if not state:
+            return
+        if id(parameter) not in self._cut:
+            self._states[id(parameter)] = state
+        for piece in self._cut.get(id(parameter), []):
+            own = self._optimizer.state[piece.parameter]
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+                    dense = torch.empty_strided(value.shape, piece.strides, dtype=value.dtype, device=value.device)
+                    row = dense.copy_(value).as_strided((dense.numel(),), (1,))
+                    own[key] = row[piece.start : piece.start + piece.parameter.numel()].clone()
+                else:
+                    own[key] = value.clone() if isinstance(value, Tensor) else value
 
 
 def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Slice:
@@ -108,22 +156,3 @@ def _stand_in(device: torch.device) -> Slice:
     """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
     return Slice("<nothing>", -1, 0, 0, (), parameter, torch.zeros(1, device=device), lambda: False)
-
-
-def _move_state(optimizer: Optimizer, parameter: nn.Parameter, pieces: list[Slice]) -> None:
-    """Cut the state an optimizer has for a parameter the way the parameter was cut.
-
-    Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise optimizers.
-    """
-    state = optimizer.state.pop(parameter, None)
-    if not state:
-        return
-    for piece in pieces:
-        own = optimizer.state[piece.parameter]
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
-                dense = torch.empty_strided(value.shape, piece.strides, dtype=value.dtype, device=value.device)
-                row = dense.copy_(value).as_strided((dense.numel(),), (1,))
-                own[key] = row[piece.start : piece.start + piece.parameter.numel()].clone()
-            else:
-                own[key] = value.clone() if isinstance(value, Tensor) else value

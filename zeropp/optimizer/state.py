@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from typing import Any
 
 import torch
@@ -22,8 +23,14 @@ def layout_id(engine: Engine) -> str:
 
 
 def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """This rank's piece of each trainable buffer, by unit and compute dtype."""
-    return {f"{b.unit}/{b.compute_dtype}": b.shard.clone() for b in engine.trainable}
+    """This rank's piece of each trainable buffer, by unit, compute dtype and number among such."""
+    pieces: dict[str, torch.Tensor] = {}
+    seen: Counter[str] = Counter()
+    for buffer in engine.trainable:
+        name = f"{buffer.unit}/{buffer.compute_dtype}"
+        pieces[f"{name}/{seen[name]}"] = buffer.shard.clone()
+        seen[name] += 1
+    return pieces
 
 
 def check_layout(engine: Engine, saved: dict[str, Any]) -> None:
@@ -38,8 +45,9 @@ def check_layout(engine: Engine, saved: dict[str, Any]) -> None:
     if found != expected:
         raise ValueError(
             f"this state is of another partition (layout {found}, here {expected}): it was saved by another rank, with "
-            "another number of ranks, model or unit settings. Load the file of the same rank under the same settings, "
-            "or move weights alone with zeropp.full_state and model.load_state_dict"
+            "another number of ranks, model or unit settings, or with other parameters unfrozen since wrapping. Load "
+            "the file of the same rank under the same settings, or move weights alone with zeropp.full_state and "
+            "model.load_state_dict"
         )
     wrong = [rank for rank, row in enumerate(rows) if row[0]]
     if wrong:

@@ -19,7 +19,8 @@ from zeropp.engine.refusals import explain_freed
 from zeropp.members import Group, group_size
 from zeropp.optimizer.checks import also_forget, check_optimizer, check_scale, describe_optimizer, refuse_inner_step
 from zeropp.optimizer.elementwise import check_elementwise
-from zeropp.optimizer.slices import put_slices
+from zeropp.optimizer.groups import agree_on_group
+from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_layout, layout_id, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
@@ -85,7 +86,8 @@ class ZeroOptimizer(Optimizer):
         self.engine.before_backward = _weakly(self._before_backward)
         self.engine.pending.after_forgetting = _weakly(self._after_forgetting)
         self.defaults = optimizer.defaults
-        self._slices = put_slices(optimizer, self.engine.units, self.engine.device)
+        self._slices = Slices(optimizer, self.engine.units, self.engine.device)
+        self.engine.after_split = _weakly(self._after_split)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
@@ -113,15 +115,22 @@ class ZeroOptimizer(Optimizer):
         return self.inner.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Not possible once the model is partitioned.
+        """Add a group of the model's parameters, as in torch. Collective: every rank adds the same.
+
+        Args:
+            param_group: ``params`` of the model that are in no group yet, and settings where the defaults do not do.
+                Those that are frozen are stepped once ``requires_grad_`` has been called on them.
 
         Raises:
-            RuntimeError: always.
+            TypeError, ValueError: the group cannot be used; the other ranks raise RuntimeError.
         """
-        raise RuntimeError(
-            "add_param_group after wrapping is not in this version; give every group to the optimizer before "
-            "zeropp.ZeroOptimizer wraps it"
-        )
+        self.engine.require_idle("add_param_group")
+        agree_on_group(param_group, self.engine, self._slices.holds)
+        if self.engine.flipped:
+            self.engine.settle_trained(self.engine)
+        self.inner.add_param_group(param_group)
+        self._slices.put()
+        self.boundary.invalidate()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Backward of ``loss`` divided by the configured gradient_accumulation_steps.
@@ -196,7 +205,7 @@ class ZeroOptimizer(Optimizer):
             self._count_backwards(0)
             return loss
         self._refuse_unused(verdict)
-        for piece in self._slices:
+        for piece in self._slices.stepped:
             used = piece.unit < 0 or verdict.used[piece.unit][piece.position]
             piece.show_gradient(used and not piece.removed)
         if self.config.gradient_clipping > 0:
@@ -217,10 +226,15 @@ class ZeroOptimizer(Optimizer):
     def _forget_held(self) -> None:
         self.engine.pending.forget_unsent()
 
+    @torch.no_grad()
+    def _after_split(self) -> None:
+        self._slices.put()
+        self.boundary.invalidate()
+
     def _after_forgetting(self) -> None:
         self.boundary.forget()
         self._count_backwards(0)
-        for piece in self._slices:
+        for piece in self._slices.stepped:
             piece.show_gradient(False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -274,10 +288,10 @@ class ZeroOptimizer(Optimizer):
         self._count_backwards(self._backwards + 1)
         if held:
             return
-        for piece in self._slices:
+        for piece in self._slices.stepped:
             piece.show_gradient(piece.arrived())
         # After every backward: the last window of an epoch may hold fewer than configured.
-        witness = next((piece for piece in self._slices if piece.arrived()), self._slices[0])
+        witness = next((piece for piece in self._slices.stepped if piece.arrived()), self._slices.stepped[0])
         if not witness.arrived():
             witness.gradient.zero_()  # nothing here: what it holds is of another step
             witness.show_gradient(True)
@@ -297,7 +311,7 @@ class ZeroOptimizer(Optimizer):
 
         Where all were removed, as torch's own zero_grad does, nothing is left of this step.
         """
-        shown = [piece for piece in self._slices if piece.shown]
+        shown = [piece for piece in self._slices.stepped if piece.shown]
         for piece in shown:
             piece.take_edit()
         if shown and all(piece.removed for piece in shown):
@@ -315,15 +329,18 @@ class ZeroOptimizer(Optimizer):
         unused = [
             name
             for unit in self.engine.units
-            for name, used in zip(
-                (n for buffer in unit.trainable for n in buffer.names), verdict.used[unit.index], strict=True
+            for name, trained, used in zip(
+                (n for buffer in unit.trainable for n in buffer.names),
+                unit.trained,
+                verdict.used[unit.index],
+                strict=True,
             )
-            if not used
+            if trained and not used
         ]
         if unused:
             raise RuntimeError(
                 f"{len(unused)} parameters had no gradient on any rank: {unused[:10]}{'...' if unused[10:] else ''}. "
-                "Use them, freeze them with requires_grad_(False) before wrapping, or set "
+                "Use them, freeze them with requires_grad_(False), or set "
                 '{"zero_optimization": {"ignore_unused_parameters": true}}'
             )
 

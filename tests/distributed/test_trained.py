@@ -1,0 +1,542 @@
+"""``requires_grad_`` and ``add_param_group`` after wrapping, beside plain torch: the same calls on both."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zeropp
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.parity import assert_close
+from tests.distributed.shapes import WIDTH, Block, make_config, share
+from zeropp.engine.owned import owned_bytes
+
+# Ranks, ranks per node, settings.
+PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
+    "stage 3": (2, 2, {}),
+    "bare": (2, 2, {"prefetch": 0, "reuse": 0, "live": 0, "overlap_comm": False}),
+    "one unit": (2, 2, {"unit_min_blocks": 10_000}),
+    "persistent": (2, 2, {"persist": 100_000}),
+    "mixed": (2, 2, {"persist": WIDTH}),
+    "stage 1": (2, 2, {"stage": 1}),
+    "hpz": (4, 2, {"zero_hpz_partition_size": 2}),
+    "mics": (4, 2, {"mics_shard_size": 2}),
+}
+
+
+class Tower(nn.Module):
+    """Blocks, one of them checkpointed, one used twice, a norm between, and a head of two tied layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](x))
+        x = checkpoint(self.blocks[2], x, use_reentrant=False)
+        x = self.norm(self.blocks[3](self.blocks[0](x)))
+        return self.out(torch.tanh(self.head(x)))
+
+
+def everything(model: Tower) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def trained(model: Tower) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+Story = Callable[[Tower, torch.optim.Optimizer, int, int], None]
+
+
+class Tale:
+    """How a model starts, and what happens before micro-batch ``micro`` of each step (-1: before the step's end)."""
+
+    def __init__(self, start: Callable[[Tower], object], tell: Story, given: Any = everything, micros: int = 1) -> None:
+        self.start, self.tell, self.given, self.micros = start, tell, given, micros
+
+
+def gradual(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+    if step in (1, 3, 4) and micro == 0:
+        model.blocks[4 - step if step > 1 else 3].requires_grad_(True)
+
+
+def thaw_and_freeze(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+    if micro == 0 and step in (2, 4):
+        for block in model.blocks[:2]:
+            block.requires_grad_(step == 4)
+
+
+def taking_turns(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+    if micro == 0:
+        model.blocks.requires_grad_(step % 2 == 0)
+        model.head.requires_grad_(step % 2 == 1)
+
+
+def biases_first(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+    if micro == 0 and step == 1:
+        for block in model.blocks:
+            block.lin.bias.requires_grad_(True)
+    if micro == 0 and step == 3:
+        model.blocks[1].lin.weight.requires_grad_(True)
+
+
+def groups(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+    if micro == 0 and step == 1:
+        model.blocks[3].requires_grad_(True)
+        optimizer.add_param_group({"params": model.blocks[3].parameters(), "lr": 0.01})
+    if micro == 0 and step == 2:  # frozen for another two steps
+        optimizer.add_param_group({"params": [*model.blocks[1].parameters(), *model.blocks[0].parameters()]})
+    if micro == 0 and step == 4:
+        model.blocks[1].requires_grad_(True)
+
+
+def never_asked(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+    model.zero_grad() if micro == 0 else None
+    if micro == 0 and step == 2:  # trained by the model, but in no group until later
+        model.blocks[2].requires_grad_(True)
+    if micro == -1 and step == 3:
+        optimizer.add_param_group({"params": model.blocks[2].lin.weight, "weight_decay": 0.2})
+
+
+def between_micros(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+    if step == 1 and micro == 1:
+        model.blocks[1].requires_grad_(True)
+    if step == 2 and micro == 1:
+        model.blocks[3].requires_grad_(False)
+    if step == 3 and micro == -1:
+        model.blocks[3].requires_grad_(True)
+        model.norm.requires_grad_(False)
+    if step == 4 and micro == 1:
+        model.norm.requires_grad_(True)
+
+
+def at_random(seed: int) -> Story:
+    def tell(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
+        rng = random.Random(100 * seed + 10 * step + micro)
+        if rng.random() < 0.7:
+            for parameter in model.parameters():
+                if rng.random() < 0.3:
+                    parameter.requires_grad_(rng.random() < 0.6)
+            model.out.bias.requires_grad_(True)  # something has to be left for backward
+        if rng.random() < 0.2:
+            with torch.no_grad():
+                model(torch.ones(1, WIDTH, dtype=torch.float64))
+
+    return tell
+
+
+def half_frozen(seed: int) -> Callable[[Tower], None]:
+    def start(model: Tower) -> None:
+        rng = random.Random(seed)
+        for parameter in model.parameters():
+            parameter.requires_grad_(rng.random() < 0.4)
+        model.out.bias.requires_grad_(True)
+
+    return start
+
+
+TALES = {
+    "gradual": Tale(lambda m: m.blocks.requires_grad_(False), gradual),
+    "thaw and freeze": Tale(lambda m: None, thaw_and_freeze),
+    "taking turns": Tale(lambda m: None, taking_turns),
+    "biases first": Tale(lambda m: m.blocks.requires_grad_(False), biases_first),
+    "groups": Tale(lambda m: m.blocks.requires_grad_(False), groups, trained),
+    "never asked": Tale(lambda m: m.blocks.requires_grad_(False), never_asked, trained),
+    "between micro-batches": Tale(lambda m: m.blocks[1].requires_grad_(False), between_micros, micros=2),
+    **{f"random {seed}": Tale(half_frozen(seed), at_random(seed), micros=1 + seed % 3) for seed in range(4)},
+}
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    seed = 1000 * step + 10 * micro + rank
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def live(name: str, settings: dict[str, object], steps: int = 6) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Final weights of both; the same story told to both."""
+    return live_tale(TALES[name], settings, steps)
+
+
+def live_tale(tale: Tale, settings: dict[str, object], steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = Tower().double()
+    share(model)
+    tale.start(model)
+    plain = copy.deepcopy(model)
+    made = [torch.optim.SGD(tale.given(m), lr=0.1, momentum=0.9, weight_decay=0.05) for m in (model, plain)]
+    config = make_config(**settings, gradient_accumulation_steps=tale.micros)
+    optimizer = zeropp.ZeroOptimizer(made[0], model, config)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for step in range(steps):
+        optimizer.zero_grad()
+        made[1].zero_grad()
+        for micro in range(tale.micros):
+            tale.tell(model, optimizer, step, micro)
+            tale.tell(plain, made[1], step, micro)
+            optimizer.backward(model(batch(step, micro, rank)).square().mean())
+            for other in range(world):
+                (plain(batch(step, micro, other)).square().mean() / world / tale.micros).backward()
+        tale.tell(model, optimizer, step, -1)
+        tale.tell(plain, made[1], step, -1)
+        optimizer.step()
+        made[1].step()
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    return zeropp.full_state(model), plain.state_dict()
+
+
+def check(results: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
+    for state, plain in results:
+        for name, value in plain.items():
+            assert_close(state[name], value, 1e-12, name)
+
+
+@pytest.mark.parametrize("placement", PLACED)
+@pytest.mark.parametrize("name", TALES)
+def test_trains_as_plain_torch(name: str, placement: str) -> None:
+    world, local, settings = PLACED[placement]
+    check(run_ranks(world, live, name, settings, local_world_size=local))
+
+
+# What else must be right.
+
+
+def adam_with_history() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The optimizer has moments of a block that is frozen when the model is wrapped, and trained again later."""
+    model = Tower().double()
+    share(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(batch(90, 0, 0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    plain = copy.deepcopy(model)
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    reference.load_state_dict(optimizer.state_dict())
+    for each in (model, plain):
+        each.blocks[1].requires_grad_(False)
+    wrapped = zeropp.ZeroOptimizer(optimizer, model, make_config())
+    for step in range(4):
+        if step == 2:
+            for each in (model, plain):
+                each.blocks[1].requires_grad_(True)
+        wrapped.zero_grad()
+        reference.zero_grad()
+        model(batch(step, 0, dist.get_rank())).square().mean().backward()
+        for rank in range(dist.get_world_size()):
+            (plain(batch(step, 0, rank)).square().mean() / dist.get_world_size()).backward()
+        wrapped.step()
+        reference.step()
+    return zeropp.full_state(model), plain.state_dict()
+
+
+def test_state_of_a_frozen_parameter_waits_for_it() -> None:
+    check(run_ranks(2, adam_with_history))
+
+
+def wrap(model: Tower, **settings: object) -> zeropp.ZeroOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+
+
+def train(model: Tower, optimizer: zeropp.ZeroOptimizer, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(batch(step, 0, dist.get_rank())).square().mean().backward()
+        optimizer.step()
+
+
+def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Bytes owned before and after a block is unfrozen, and those of a model wrapped with the block trainable."""
+    owned = []
+    for late in (True, False):
+        model = Tower().double()
+        model.blocks.requires_grad_(False)
+        if not late:
+            model.blocks[3].requires_grad_(True)
+        optimizer = wrap(model, **settings)
+        train(model, optimizer, 2)
+        owned.append(owned_bytes(optimizer.engine.units))
+        if late:
+            model.blocks[3].requires_grad_(True)
+            train(model, optimizer, 2)
+            optimizer.engine.settle_refresh()
+            owned.append(owned_bytes(optimizer.engine.units))
+    return owned[0], owned[1], owned[2]
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"zero_hpz_partition_size": 2}], ids=["3", "1", "hpz"])
+def test_an_unfrozen_block_costs_what_a_trainable_one_costs(settings: dict[str, object]) -> None:
+    for before, after, expected in run_ranks(4, sizes, settings, local_world_size=2):
+        assert after == expected
+        assert after["gradients"] > before["gradients"]
+        assert after["frozen_weights"] < before["frozen_weights"]
+
+
+def exchanges(turns: int) -> list[tuple[int, dict[str, int]]]:
+    """Agreements in each of some rounds in which two parts of a model take turns, and bytes reduced by unit."""
+    model = Tower().double()
+    optimizer = wrap(model)
+    ledger = optimizer.engine.comm.ledger
+    found = []
+    for turn in range(turns):
+        model.blocks.requires_grad_(turn % 2 == 0)
+        model.head.requires_grad_(turn % 2 == 1)
+        ledger.reset()
+        train(model, optimizer, 2)
+        agreed = sum(row.calls for row in ledger.rows if row.unit == "<agreement>")
+        found.append((agreed, {row.unit: row.bytes for row in ledger.rows if row.kind == "reduce"}))
+    return found
+
+
+def test_parts_that_take_turns_are_learned_once_and_frozen_ones_send_nothing() -> None:
+    for rounds in run_ranks(2, exchanges, 6):
+        assert rounds[0][0] > rounds[4][0] and rounds[1][0] > rounds[5][0]
+        assert rounds[2][0] == rounds[4][0] <= 1 + 2  # one for the change, one at the end of each short backward
+        assert rounds[3][0] == rounds[5][0] <= 1 + 2
+        assert not any(unit.startswith("head") for unit in rounds[4][1])
+        assert not any(unit.startswith("blocks") for unit in rounds[5][1])
+        assert rounds[4][1] and rounds[5][1]
+
+
+def precision() -> tuple[Tensor, Tensor]:
+    """A frozen float32 weight of a model that computes in bfloat16, before and after it is unfrozen."""
+    model = Tower()
+    model.blocks.requires_grad_(False)
+    share(model)
+    before = model.blocks[0].lin.weight.detach().clone()
+    optimizer = wrap(model, bf16={"enabled": True})
+    train(model, optimizer, 1)
+    model.blocks.requires_grad_(True)
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+    optimizer.zero_grad()
+    return before, zeropp.full_state(model)["blocks.0.lin.weight"]
+
+
+def test_an_unfrozen_weight_keeps_every_bit() -> None:
+    for before, after in run_ranks(2, precision):
+        assert torch.equal(before, after)
+
+
+def kept_graphs(which: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
+    """Two forwards, with a change between them, before one backward."""
+    model = Tower().double()
+    model.norm.requires_grad_(False)
+    share(model)
+    plain = copy.deepcopy(model)
+    optimizer = wrap(model)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+
+    def change(each: Tower, on: bool) -> None:
+        if which == "unfrozen":
+            each.norm.requires_grad_(True)
+        else:
+            each.blocks[:2].requires_grad_(on)  # torch itself refuses that for checkpointed ones
+
+    for step in range(4):
+        for each, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            first = each(batch(step, 0, 0)).square().mean()
+            change(each, on=False)
+            second = each(batch(step, 1, 0)).square().mean()
+            optimizer.backward(first + second) if each is model else (first + second).backward()
+            change(each, on=True)
+            stepper.step()
+    return zeropp.full_state(model), plain.state_dict()
+
+
+def test_graphs_from_before_a_parameter_was_frozen_still_have_their_backward() -> None:
+    check(run_ranks(2, kept_graphs, "frozen"))
+
+
+def test_graphs_from_before_a_parameter_was_unfrozen_are_refused() -> None:
+    for failure in run_ranks(2, kept_graphs, "unfrozen", catch=True):
+        assert isinstance(failure, RankFailure)
+        assert "changed since forward" in failure.message and "unfrozen" in failure.message
+
+
+# Refusals.
+
+
+def attempt(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def disagreement() -> tuple[str, str, float]:
+    """Rank 1 freezes another block than rank 0; afterwards both come to terms."""
+    model = Tower().double()
+    optimizer = wrap(model)
+    train(model, optimizer, 2)
+    rank = dist.get_rank()
+    model.blocks[rank].requires_grad_(False)
+    x = torch.ones(1, WIDTH, dtype=torch.float64)
+    first = attempt(lambda: model(x))
+    again = attempt(lambda: model(x))
+    model.blocks[1].requires_grad_(False)
+    model.blocks[0].requires_grad_(True)
+    train(model, optimizer, 2)
+    return first, again, float(model(x).detach().sum())
+
+
+def test_ranks_that_disagree_are_told_and_may_come_to_terms() -> None:
+    found = run_ranks(2, disagreement)
+    for first, again, _ in found:
+        assert first == again
+        assert "ranks 0 and 1 disagree whether 'blocks.0.lin.weight' is trained" in first
+        assert "False and True" in first and "same value on every rank" in first
+    assert found[0][2] == found[1][2]
+
+
+def alone() -> str:
+    model = Tower().double()
+    optimizer = wrap(model, hang_timeout=2)
+    train(model, optimizer, 3)
+    if dist.get_rank() == 0:
+        model.blocks[0].requires_grad_(False)
+    return attempt(lambda: train(model, optimizer, 1))
+
+
+def test_one_rank_alone_is_an_error_on_all() -> None:
+    for said in run_ranks(2, alone):
+        assert "the ranks are no longer in step" in said
+        assert "rank 0 was changing which parameters are trained" in said
+
+
+class Eager(nn.Module):
+    """Unfreezes a part of itself while it runs."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first.requires_grad_(False)
+        self.which = which
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.which == "before it is there":
+            self.first.weight.requires_grad_(True)
+        x = self.first(x)
+        return self.last(x)
+
+
+def in_forward(which: str) -> tuple[str, str, bool]:
+    model = Eager(which).double()
+    optimizer = wrap(model)
+    hook = None
+    if which == "while it is there":
+        hook = model.first.register_forward_pre_hook(lambda module, _: module.weight.requires_grad_(True))
+    first = attempt(lambda: model(batch(0, 0, 0)))
+    model.which = "no more"
+    if hook is not None:
+        hook.remove()
+    second = attempt(lambda: train(model, optimizer, 1))
+    return first, second, model.first.weight.requires_grad
+
+
+@pytest.mark.parametrize("which", ["before it is there", "while it is there"])
+def test_not_while_the_model_runs(which: str) -> None:
+    for first, second, flag in run_ranks(2, in_forward, which):
+        assert "requires_grad" in first and "between passes" in first
+        assert second == "nothing" and not flag
+
+
+def lent() -> tuple[bool, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    """Unfrozen where the values are whole."""
+    model = Tower().double()
+    model.blocks[0].requires_grad_(False)
+    share(model)
+    plain = copy.deepcopy(model)
+    optimizer, reference = wrap(model), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        if step == 1:
+            with zeropp.zero.GatheredParameters(model.blocks[0]):
+                model.blocks[0].requires_grad_(True)
+            plain.blocks[0].requires_grad_(True)
+        for each, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            each(batch(step, 0, 0)).square().mean().backward()
+            stepper.step()
+    return model.blocks[0].lin.weight.requires_grad, (zeropp.full_state(model), plain.state_dict())
+
+
+def test_inside_gathered_parameters() -> None:
+    for flag, result in run_ranks(2, lent):
+        assert flag
+        check([result])
+
+
+WRONG_GROUPS: dict[str, tuple[Callable[[Tower], object], str]] = {
+    "no dict": (lambda m: [m.norm.weight], "TypeError: param_group is"),
+    "no params": (lambda m: {"lr": 1.0}, "TypeError: param_group is"),
+    "a set": (lambda m: {"params": {m.norm.weight}}, "TypeError: params is a set"),
+    "foreign": (lambda m: {"params": [nn.Parameter(torch.ones(1))]}, "ValueError: entry 0 of params, a Parameter"),
+    "no parameter": (lambda m: {"params": ["norm.weight"]}, "ValueError: entry 0 of params, a str"),
+    "there already": (lambda m: {"params": m.head.parameters()}, "ValueError: parameter 'head.weight' is in a group"),
+    "twice": (lambda m: {"params": [m.norm.weight, m.norm.weight]}, "ValueError: parameter 'norm.weight'"),
+}
+
+
+def wrong_groups(ranks: list[int]) -> list[str]:
+    model = Tower().double()
+    model.norm.requires_grad_(False)
+    inner = torch.optim.SGD(trained(model), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config())
+    train(model, optimizer, 1)
+    found = []
+    for make, _ in WRONG_GROUPS.values():
+        wrong = dist.get_rank() in ranks
+        group = make(model) if wrong else {"params": [model.norm.weight]}
+        found.append(attempt(lambda given=group: optimizer.add_param_group(given)))
+    optimizer.add_param_group({"params": [model.norm.weight]})
+    model.norm.requires_grad_(True)
+    train(model, optimizer, 1)
+    return [*found, str(len(inner.param_groups))]
+
+
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
+def test_wrong_groups_are_refused_on_every_rank(ranks: list[int]) -> None:
+    for rank, found in enumerate(run_ranks(2, wrong_groups, ranks)):
+        assert found.pop() == "2"
+        for said, (_, expected) in zip(found, WRONG_GROUPS.values(), strict=True):
+            assert said.startswith(expected if rank in ranks else "RuntimeError: ranks [1] called add_param_group()")
+
+
+def saved(late: bool) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """A state saved after a block was unfrozen, in a model wrapped with the block trainable, or frozen."""
+    model = Tower().double()
+    share(model)
+    model.blocks[3].requires_grad_(False)
+    optimizer = wrap(model)
+    train(model, optimizer, 1)
+    model.blocks[3].requires_grad_(True)
+    train(model, optimizer, 2)
+    state, weights = optimizer.state_dict(), zeropp.full_state(model)
+    other = Tower().double()
+    other.blocks[3].requires_grad_(not late)
+    wrapped = wrap(other)
+    said = attempt(lambda: wrapped.load_state_dict(state))
+    return said, weights, zeropp.full_state(other)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_saved_states_know_what_was_unfrozen(late: bool) -> None:
+    for said, weights, found in run_ranks(2, saved, late):
+        if late:
+            assert "another partition" in said and "unfrozen" in said
+        else:
+            assert said == "nothing"
+            assert all(torch.equal(weights[name], found[name]) for name in weights)

@@ -1,0 +1,68 @@
+"""A parameter group that comes after wrapping: checked, and the same on every rank."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from zeropp.engine.agreement import ADDED
+from zeropp.engine.engine import Engine
+from zeropp.optimizer.checks import plain_settings
+
+__all__ = ["agree_on_group"]
+
+
+def agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool]) -> None:
+    """Refuse a group that cannot be added, on every rank. Collective.
+
+    Args:
+        group: as torch takes it; its ``params`` become a list.
+        engine: of the model.
+        holds: whether a parameter is in a group already.
+
+    Raises:
+        TypeError, ValueError: this rank's group is wrong.
+        RuntimeError: another rank's is, or is another one.
+    """
+    error: Exception | None = None
+    found = ""
+    try:
+        found = f"{_names(group, engine, holds)} with {plain_settings(group)}"
+    except (TypeError, ValueError) as caught:
+        error = caught
+    code = -1 if error is not None else zlib.crc32(found.encode())
+    rows = engine.agreement.exchange(ADDED, [code], "at add_param_group()")
+    if error is not None:
+        raise error
+    wrong = [rank for rank, row in enumerate(rows) if row != [code]]
+    if wrong:
+        raise RuntimeError(
+            f"ranks {wrong} called add_param_group() with another group than rank {engine.comm.rank}, {found}, or with "
+            "one that was refused there; nothing was added. Add the same group on every rank"
+        )
+
+
+def _names(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool]) -> list[str]:
+    """The model's names of a group's parameters."""
+    if not isinstance(group, dict) or "params" not in group:
+        raise TypeError(f"param_group is {group!r}; expected a dict with 'params'")
+    given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
+    if isinstance(given, (set, frozenset)):
+        raise TypeError("params is a set, whose order may differ between ranks; give a list")
+    group["params"] = list(given)
+    names = {id(p): name for buffer in engine.buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
+    found = []
+    for position, entry in enumerate(group["params"]):
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if id(parameter) not in names:
+            raise ValueError(
+                f"entry {position} of params, a {type(parameter).__name__}, is no parameter that zeropp partitioned; "
+                "give parameters of the model that was wrapped, floating-point ones"
+            )
+        if holds(parameter) or names[id(parameter)] in found:
+            raise ValueError(f"parameter {names[id(parameter)]!r} is in a group already, or twice in this one")
+        found.append(names[id(parameter)])
+    return found
