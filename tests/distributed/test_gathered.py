@@ -296,7 +296,7 @@ def borrow(say: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
         optimizer.zero_grad()
         reference.zero_grad()
         loss = model(data(step, dist.get_rank())).square().mean()
-        touched += bool(optimizer.engine._whole)
+        touched += bool(optimizer.engine._backward._whole)
         loss.backward()
         for other in range(dist.get_world_size()):
             (plain(data(step, other)).square().mean() / dist.get_world_size()).backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -202,11 +202,31 @@ def check(results: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
             assert_close(state[name], value, 1e-12, name)
 
 
-@pytest.mark.parametrize("placement", PLACED)
-@pytest.mark.parametrize("name", TALES)
+def cases() -> Iterator[Any]:
+    """Each tale in two placements; the others in the campaign."""
+    for first, name in enumerate(TALES):
+        for second, placement in enumerate(PLACED):
+            yield pytest.param(name, placement, marks=[] if (first - second) % 4 == 0 else pytest.mark.campaign)
+
+
+@pytest.mark.parametrize(("name", "placement"), list(cases()))
 def test_trains_as_plain_torch(name: str, placement: str) -> None:
     world, local, settings = PLACED[placement]
     check(run_ranks(world, live, name, settings, local_world_size=local))
+
+
+def live_at_random(seeds: list[int], settings: dict[str, object]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return [live_tale(Tale(half_frozen(s), at_random(s), micros=1 + s % 3), settings, 6) for s in seeds]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("placement", PLACED)
+def test_random_changes(placement: str) -> None:
+    world, local, settings = PLACED[placement]
+    seeds = list(range(100, 130))
+    for results in run_ranks(world, live_at_random, seeds, settings, local_world_size=local, timeout=500):
+        check(results)
 
 
 # What else must be right.

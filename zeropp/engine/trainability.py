@@ -104,13 +104,13 @@ def _copier(buffer: FlatBuffer, values: list[Tensor]) -> Callable[[Tensor], None
 
 def install_gradient_hooks(engine: Engine, unit: Unit, first: int = 0) -> None:
     """Let autograd tell the engine of the gradients of a unit's trainable parameters, from position ``first`` on."""
-    ref = weakref.ref(engine)
+    ref, index = weakref.ref(engine), unit.index  # knowing the unit it would keep it, unseen by the collector
 
     def make(position: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
             target = ref()
             if target is not None:
-                target.gradient_ready(unit.index, position)
+                target.gradient_ready(index, position)
 
         return ready
 
