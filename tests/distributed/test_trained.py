@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.parity import assert_close
-from tests.distributed.shapes import WIDTH, Block, make_config, share
-from zeropp.engine.owned import owned_bytes
+from tests.distributed.shapes import WIDTH, Block, Routed, make_config, share
+from zeropp.engine.owned import live_numel, owned_bytes
+from zeropp.unit import UnitState
 
 # Ranks, ranks per node, settings.
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
@@ -32,21 +33,34 @@ PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
 }
 
 
+class Gain(nn.Module):
+    """Gives away a view of its weight, to be read when the module is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self) -> Tensor:
+        return self.weight.view(1, -1)
+
+
 class Tower(nn.Module):
-    """Blocks, one of them checkpointed, one used twice, a norm between, and a head of two tied layers."""
+    """Blocks, one of them checkpointed, one used twice, a norm and a gain between, and a head of two tied layers."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.norm = nn.LayerNorm(WIDTH)
+        self.gain = Gain()
         self.head, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.out.weight = self.head.weight
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[1](self.blocks[0](x))
         x = checkpoint(self.blocks[2], x, use_reentrant=False)
-        x = self.norm(self.blocks[3](self.blocks[0](x)))
+        gain = self.gain()
+        x = self.norm(self.blocks[3](self.blocks[0](x))) * gain
         return self.out(torch.tanh(self.head(x)))
 
 
@@ -87,6 +101,7 @@ def taking_turns(model: Tower, optimizer: torch.optim.Optimizer, step: int, micr
 
 def biases_first(model: Tower, optimizer: torch.optim.Optimizer, step: int, micro: int) -> None:
     if micro == 0 and step == 1:
+        model.gain.requires_grad_(True)
         for block in model.blocks:
             block.lin.bias.requires_grad_(True)
     if micro == 0 and step == 3:
@@ -152,7 +167,7 @@ TALES = {
     "gradual": Tale(lambda m: m.blocks.requires_grad_(False), gradual),
     "thaw and freeze": Tale(lambda m: None, thaw_and_freeze),
     "taking turns": Tale(lambda m: None, taking_turns),
-    "biases first": Tale(lambda m: m.blocks.requires_grad_(False), biases_first),
+    "biases first": Tale(lambda m: (m.blocks.requires_grad_(False), m.gain.requires_grad_(False)), biases_first),
     "groups": Tale(lambda m: m.blocks.requires_grad_(False), groups, trained),
     "never asked": Tale(lambda m: m.blocks.requires_grad_(False), never_asked, trained),
     "between micro-batches": Tale(lambda m: m.blocks[1].requires_grad_(False), between_micros, micros=2),
@@ -292,6 +307,7 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
             train(model, optimizer, 2)
             optimizer.engine.settle_refresh()
             owned.append(owned_bytes(optimizer.engine.units))
+            assert optimizer.engine.schedule._numel == [unit.numel for unit in optimizer.engine.units]
     return owned[0], owned[1], owned[2]
 
 
@@ -347,6 +363,88 @@ def precision() -> tuple[Tensor, Tensor]:
 def test_an_unfrozen_weight_keeps_every_bit() -> None:
     for before, after in run_ranks(2, precision):
         assert torch.equal(before, after)
+
+
+def forward_given_up() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A forward whose units are kept for a backward that never comes: one of them is unfrozen meanwhile."""
+    model = Tower().double()
+    model.norm.requires_grad_(False)
+    share(model)
+    plain = copy.deepcopy(model)
+    optimizer, reference = wrap(model), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        for each, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            if step == 2:
+                each(batch(step, 0, 0))
+                assert each is plain or "norm.weight" in kept(optimizer)
+                each.norm.requires_grad_(True)
+            each(batch(step, 1, 0)).square().mean().backward()
+            stepper.step()
+    return zeropp.full_state(model), plain.state_dict()
+
+
+def kept(optimizer: zeropp.ZeroOptimizer) -> list[str]:
+    units = [unit for unit in optimizer.engine.units if unit.state is not UnitState.SHARDED]
+    return [name for unit in units for buffer in unit.buffers for name in buffer.names]
+
+
+def test_units_kept_for_a_backward_that_never_comes() -> None:
+    check(run_ranks(2, forward_given_up))
+
+
+def clipped_before() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Between clipping and the step a block is unfrozen, and the model evaluated."""
+    model = Tower().double()
+    model.blocks[1].requires_grad_(False)
+    share(model)
+    plain = copy.deepcopy(model)
+    optimizer, reference = wrap(model), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for each, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            each(batch(step, 0, 0)).square().mean().backward()
+            if each is model:
+                optimizer.clip_grad_norm_(0.05)
+            else:
+                nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            each.blocks[1].requires_grad_(step > 0)
+            with torch.no_grad():
+                each(batch(step, 1, 0))
+            stepper.step()
+    return zeropp.full_state(model), plain.state_dict()
+
+
+def test_unfrozen_between_clipping_and_the_step() -> None:
+    check(run_ranks(2, clipped_before))
+
+
+def live_in_backward(when: str) -> tuple[int, int]:
+    """Most elements gathered at once in backward, and those of one block; all blocks but the first are frozen."""
+    model = Routed(6)
+    optimizer = wrap(model, live=0, prefetch=0, reuse=0) if when == "after" else None
+    model.blocks[1:].requires_grad_(False)
+    optimizer = optimizer or wrap(model, live=0, prefetch=0, reuse=0)
+    units, most = optimizer.engine.units, 0
+
+    def sample(*_: object) -> None:
+        nonlocal most
+        most = max(most, live_numel(units))
+
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: out.register_hook(sample) and None)
+    for _ in range(4):
+        most = 0
+        optimizer.zero_grad()
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+    return most, max(unit.numel for unit in units)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_frozen_blocks_are_released_in_backward(when: str) -> None:
+    for most, block in run_ranks(2, live_in_backward, when):
+        assert block <= most <= 2 * block
 
 
 def kept_graphs(which: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:

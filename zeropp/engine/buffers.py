@@ -81,8 +81,7 @@ class BufferMaker:
         layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
         key = BufferKey(buffer.compute_dtype, False, buffer.main_dtype, _wire_dtype(buffer.compute_dtype, self._config))
         if trainable:
-            main = torch.promote_types(torch.promote_types(key.dtype, key.main_dtype), torch.float32)
-            key = replace(key, trainable=True, main_dtype=main)
+            key = replace(key, trainable=True, main_dtype=torch.promote_types(key.dtype, torch.float32))
         return self._make(buffer.unit, buffer.placement, key, [buffer.parameters[index] for index in indices], layout)
 
     def _make(

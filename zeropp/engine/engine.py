@@ -309,14 +309,12 @@ class Engine:
 
         Args:
             number: of the set of trained parameters.
-            units: those concerned. Graphs that are waiting for a backward made other arrangements for them.
+            units: those concerned.
             split: some have other buffers now.
         """
         self.flipped, self.trained_set = False, number
         for unit in units:
             unit.note_trained()
-            if self._outstanding:
-                self._backward.keep_whole([unit.index])
         self.reductions.note_trained()
         if split:
             self._note_storages()

@@ -45,7 +45,7 @@ class Trainability:
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
             engine.schedule.drop_held()
-            engine.settle_refresh()
+            engine.settle_refresh()  # it reads and writes what is about to be freed
             for unit, buffer in unfrozen:
                 self._split(engine, unit, buffer, wanted)
             self._numbers.clear()  # what was learned counts fewer parameters
