@@ -44,8 +44,8 @@ class Trainability:
         changed = [(unit, b) for unit in engine.units for b in unit.buffers if _flags(b) != _wanted(b, wanted)]
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
-            engine.schedule.drop_held()
-            engine.settle_refresh()  # it reads and writes what is about to be freed
+            engine.schedule.drop_held()  # gathers and refreshes on their way write to what is about to be freed
+            engine.settle_refresh()
             for unit, buffer in unfrozen:
                 self._split(engine, unit, buffer, wanted)
             self._numbers.clear()  # what was learned counts fewer parameters
