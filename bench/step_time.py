@@ -1,6 +1,7 @@
 """Step time, bytes and memory of zeropp beside DDP and FSDP2: same model, data, seeds and fused AdamW.
 
     python bench/step_time.py --ranks 2 --dtype fp32 --rounds 8 --bound 0.90 --save fp32
+    python bench/step_time.py --ranks 4 --systems ddp,ddp_zero1,fsdp2,hsdp,fsdp2_hpz,zeropp,zeropp_s1,zeropp_hpz ...
     python bench/step_time.py --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp --layers 20 --d-model 2048 ...
 
 Two jobs on a shared machine, one after the other, differ by more than the systems do. So the systems live in the
@@ -32,6 +33,8 @@ import step_time_report as report  # noqa: E402 (the path above comes first)
 from step_time_net import free_port, private_network  # noqa: E402
 
 SYSTEMS = ("ddp", "fsdp2", "fsdp2_a2a", "zeropp")
+# Placements on two nodes that are only pretended: the ranks are halved.
+PLACED = ("ddp_zero1", "hsdp", "fsdp2_hpz", "zeropp_s0", "zeropp_s1", "zeropp_s2", "zeropp_hpz", "zeropp_mics")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -58,9 +61,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.reduce_dtype = args.reduce_dtype or args.dtype
     args.systems = args.systems.split(",")
-    unknown = sorted(set(args.systems) - set(SYSTEMS))
+    unknown = sorted(set(args.systems) - {*SYSTEMS, *PLACED})
     if unknown:
-        parser.error(f"--systems: unknown {unknown}, known are {list(SYSTEMS)}")
+        parser.error(f"--systems: unknown {unknown}, known are {[*SYSTEMS, *PLACED]}")
+    if args.ranks % 2 and set(args.systems) & set(PLACED):
+        parser.error(f"--ranks {args.ranks} cannot be halved, which {PLACED} need")
     if args.discard >= args.rounds:
         parser.error(f"--discard {args.discard} leaves none of --rounds {args.rounds}")
     return args

@@ -22,11 +22,13 @@ from text_data import Batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 PERSISTENT_NUMEL = 100_000  # the default of stage3_param_persistence_threshold
 
 
@@ -145,24 +147,29 @@ def build(name: str, args: argparse.Namespace, device: torch.device, batches: Ba
     torch.manual_seed(args.seed)
     with device:
         model = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
-    if name == "ddp":
-        return _build_ddp(model, args, device, batches)
-    if name == "zeropp":
-        return _build_zeropp(model, args, device, batches)
+    if name.startswith("ddp"):
+        return _build_ddp(name, model, args, device, batches)
+    if name.startswith("zeropp"):
+        return _build_zeropp(name, model, args, device, batches)
     return _build_fsdp2(name, model, args, device, batches)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return torch.optim.AdamW(model.parameters(), **ADAMW)
 
 
-def _build_ddp(model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches) -> Contestant:
+def _build_ddp(
+    name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
+) -> Contestant:
     # DDP has no mixed precision of its own; in bf16 it computes under autocast and reduces fp32 gradients.
     precision = contextlib.nullcontext
     if args.dtype == "bf16":
         precision = partial(torch.autocast, device.type, torch.bfloat16)
     wrapped = DistributedDataParallel(model)
-    return Contestant("ddp", wrapped, adamw(wrapped), batches, device, precision=precision)
+    optimizer = adamw(wrapped)
+    if name == "ddp_zero1":
+        optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), type(optimizer), **ADAMW)
+    return Contestant(name, wrapped, optimizer, batches, device, precision=precision)
 
 
 def _build_fsdp2(
@@ -171,9 +178,12 @@ def _build_fsdp2(
     policy = MixedPrecisionPolicy()
     if args.dtype != "fp32" or args.reduce_dtype != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=DTYPES[args.reduce_dtype])
+    half = dist.get_world_size() // 2
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
+    if name == "hsdp":
+        mesh = dist.init_device_mesh(device.type, (2, half), mesh_dim_names=("replicas", "shards"))
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=half if name == "fsdp2_hpz" else None)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if name == "fsdp2_a2a":
         for module in model.modules():
@@ -182,17 +192,25 @@ def _build_fsdp2(
     return Contestant(name, model, adamw(model), batches, device)
 
 
-def _build_zeropp(model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches) -> Contestant:
+def _build_zeropp(
+    name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
+) -> Contestant:
+    half = dist.get_world_size() // 2
+    placed = {
+        "zeropp": {}, "zeropp_s0": {"stage": 0}, "zeropp_s1": {"stage": 1}, "zeropp_s2": {"stage": 2},
+        "zeropp_hpz": {"zero_hpz_partition_size": half}, "zeropp_mics": {"mics_shard_size": half},
+    }[name]  # fmt: skip
     config = {
         # Nothing is kept from forward to backward, as in FSDP2; parameters below the default threshold are whole.
-        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0},
+        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **placed},
+        "zeropp": {"local_world_size": half if placed else None},
         "bf16": {"enabled": args.dtype == "bf16"},
         "communication_data_type": args.reduce_dtype,
     }
     predicted = zeropp.plan.memory(model, config, dist.get_world_size()).terms
     optimizer = zeropp.ZeroOptimizer(adamw(model), model, config)
     return Contestant(
-        "zeropp", model, optimizer, batches, device, backward=optimizer.backward, predicted=dict(predicted)
+        name, model, optimizer, batches, device, backward=optimizer.backward, predicted=dict(predicted)
     )
 
 

@@ -6,8 +6,10 @@ So ``((0,), (1, 2))`` is ``b1(b0(x)) + b2(b0(x))``, and ``((0,), (2, 1))`` the s
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,7 @@ __all__ = [
     "Routed",
     "chain",
     "gathers",
+    "logged",
     "make_config",
     "shards",
     "share",
@@ -162,6 +165,23 @@ class Pair:
     def check(self, bound: float = 1e-12) -> None:
         found = self.difference()
         assert found <= bound, f"weights differ by {found} after {self.steps} steps"
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """What the package logs meanwhile."""
+    messages: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    handler = Keep()
+    logging.getLogger("zeropp").addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger("zeropp").removeHandler(handler)
 
 
 def share(model: nn.Module) -> None:

@@ -176,3 +176,17 @@ def scale_part(part: str, spoil: bool) -> tuple[int, float]:
 def test_grad_scaler_with_an_optimizer_over_a_part(part: str, spoil: bool) -> None:
     """Ranks may own no slice that the optimizer has, and what overflows may be none of its parameters."""
     assert run_ranks(2, scale_part, part, spoil) == [(0, 1.0 if spoil else 4.0)] * 2
+
+
+PLACED = {
+    "stage 0": {"stage": 0}, "stage 1": {"stage": 1}, "stage 2": {"stage": 2},
+    "hpz": {"zero_hpz_partition_size": 2}, "mics": {"mics_shard_size": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("poisoned", [-1, 3])
+@pytest.mark.parametrize("placement", PLACED)
+def test_grad_scaler_in_every_placement(placement: str, poisoned: int) -> None:
+    recipe = Recipe(dtype=torch.float32, zero=PLACED[placement])
+    runs = run_ranks(4, train_scaled, recipe, poisoned, 0.2, local_world_size=2)
+    check_scaled(runs, plain_scaled(recipe, 4, poisoned, 0.2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import WIDTH, Block, make_config
+from tests.distributed.shapes import WIDTH, Block, logged, make_config
 
 ROUNDS = 20
 # Ranks, ranks per node, settings.
@@ -81,15 +80,7 @@ Calls = Counter[tuple[str, str]]
 
 def rounds(settings: dict[str, object], names: list[str]) -> tuple[list[Calls], list[int], list[str]]:
     """For each round what was called, by kind and unit, and how many agreements; and what was logged."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Keep()
-    logging.getLogger("zeropp").addHandler(handler)
-    try:
+    with logged() as messages:
         model = Decoder()
         config = make_config(**settings, log_trace_cache_warnings=True, gradient_accumulation_steps=2)
         optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
@@ -103,8 +94,6 @@ def rounds(settings: dict[str, object], names: list[str]) -> tuple[list[Calls], 
             calls.append(Counter({(row.kind, row.unit): row.calls for row in ledger.rows if row.kind != "control"}))
             agreed.append(sum(row.calls for row in ledger.rows if row.unit == "<agreement>"))
         return calls, agreed, messages
-    finally:
-        logging.getLogger("zeropp").removeHandler(handler)
 
 
 def all_rounds(settings: dict[str, object]) -> dict[str, tuple[list[Calls], list[int], list[str]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections import Counter
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Block, Pair, Route, Routed, chain, gathers, make_config, shards
+from tests.distributed.shapes import Block, Pair, Route, Routed, chain, gathers, logged, make_config, shards
 from zeropp.engine.owned import live_numel
 
 ALL = chain(4)
@@ -263,15 +262,7 @@ def test_two_branches_with_a_common_stem_alternate(settings: dict[str, object]) 
 
 def relearned(log: bool) -> list[list[str]]:
     """Messages of each of five steps along two alternating branches."""
-    messages: list[str] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            messages.append(record.getMessage())
-
-    handler = Keep()
-    logging.getLogger("zeropp").addHandler(handler)
-    try:
+    with logged() as messages:
         pair = Pair(Routed(), make_config(log_trace_cache_warnings=log))
         found = []
         for route in (chain(0, 1), chain(2, 3), chain(0, 1), chain(2, 3), chain(0, 1)):
@@ -280,8 +271,6 @@ def relearned(log: bool) -> list[list[str]]:
             found.append(messages.copy())
             messages.clear()
         return found
-    finally:
-        logging.getLogger("zeropp").removeHandler(handler)
 
 
 def test_relearning_happens_once_and_is_logged_on_demand() -> None:
