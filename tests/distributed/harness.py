@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,12 +31,18 @@ from torch.distributed import TCPStore
 
 from tests.distributed.worker import Call, RankFailure
 
-__all__ = ["RankError", "RankFailure", "RankTimeout", "run_ranks", "shutdown"]
+__all__ = ["RankError", "RankFailure", "RankTimeout", "run_ranks", "shutdown", "spread"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SPAWN_SECONDS = 100.0
 TEARDOWN_SECONDS = 15.0
 GRACE_SECONDS = 5.0  # how long other ranks may go on once one has failed unexpectedly
+
+
+def spread(rows: Iterable[str], columns: Iterable[str], every: int) -> list[Any]:
+    """Pairs for parametrize: every row with some columns, each ``every``-th pair; the others are for the campaign."""
+    chosen = [(row, column, (i + j) % every == 0) for i, row in enumerate(rows) for j, column in enumerate(columns)]
+    return [pytest.param(r, c, marks=() if here else pytest.mark.campaign) for r, c, here in chosen]
 
 
 class RankError(RuntimeError):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import zeropp
 from tests.distributed.families import FAMILIES, Batch
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, spread
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import make_config, share
 
@@ -62,8 +62,7 @@ def train(name: str, settings: dict[str, object]) -> tuple[list[float], list[flo
     return losses, expected
 
 
-@pytest.mark.parametrize("placement", PLACED)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "placement"), spread(FAMILIES, PLACED, every=2))
 def test_losses_are_those_of_plain_torch(name: str, placement: str) -> None:
     """Relative 1e-5 in float32: sums over ranks are rounded in another order."""
     world, local, settings = PLACED[placement]

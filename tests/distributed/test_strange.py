@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeropp
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, spread
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import make_config, share
 from tests.distributed.strange import STRANGE, WIDTH, Strange
@@ -75,8 +75,7 @@ def _share_parameter(module: torch.nn.Module, path: str, parameter: torch.nn.Par
     module.get_submodule(parent)._parameters[name] = parameter
 
 
-@pytest.mark.parametrize("placement", PLACED)
-@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize(("name", "placement"), spread(STRANGE, PLACED, every=2))
 def test_trains_as_plain_torch(name: str, placement: str) -> None:
     world, local, settings = PLACED[placement]
     tolerance = STRANGE[name].tolerance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zeropp
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_ranks, spread
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import WIDTH, Block, Routed, make_config, share
 from zeropp.engine.owned import live_numel, owned_bytes
@@ -217,14 +217,7 @@ def check(results: list[tuple[dict[str, Tensor], dict[str, Tensor]]]) -> None:
             assert_close(state[name], value, 1e-12, name)
 
 
-def cases() -> Iterator[Any]:
-    """Each tale in one placement or two; the others in the campaign."""
-    for first, name in enumerate(TALES):
-        for second, placement in enumerate(PLACED):
-            yield pytest.param(name, placement, marks=[] if (first - second) % 6 == 0 else pytest.mark.campaign)
-
-
-@pytest.mark.parametrize(("name", "placement"), list(cases()))
+@pytest.mark.parametrize(("name", "placement"), spread(TALES, PLACED, every=5))
 def test_trains_as_plain_torch(name: str, placement: str) -> None:
     world, local, settings = PLACED[placement]
     check(run_ranks(world, live, name, settings, local_world_size=local))
