@@ -71,8 +71,9 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
     shard = group = world
     if zero.stage == 3 and zero.mics_shard_size > 0:
         shard = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
-    if zero.stage == 3 and 1 < zero.zero_hpz_partition_size < shard:  # over more ranks it would be no second copy
-        group = _fitting("zero_hpz_partition_size", zero.zero_hpz_partition_size, shard, [local, shard])
+    size = zero.zero_hpz_partition_size
+    if zero.stage == 3 and size > 1 and (size < shard or size % shard):  # a multiple would be no second copy
+        group = _fitting("zero_hpz_partition_size", size, shard, [local, shard])
     chain = build_chain(world, [local, shard, group])
     if zero.stage == 3:
         states, kept, gradients = shard, group if group < shard else None, shard

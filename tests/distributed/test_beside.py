@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.parity import assert_close
-from tests.distributed.shapes import Block, make_config
+from tests.distributed.shapes import Block, Routed, make_config
 
 PLACED: dict[str, dict[str, object]] = {"stage 1": {"stage": 1}, "stage 3": {}, "hpz": {"zero_hpz_partition_size": 2}}
 
@@ -126,6 +126,34 @@ def test_ranks_generate_different_lengths_if_all_make_as_many_calls(name: str) -
 def test_a_rank_that_stops_calling_is_named() -> None:
     for failure in run_ranks(2, generated, {}, [2, 5], False, catch=True, timeout=60):
         assert isinstance(failure, RankFailure) and "no longer in step" in failure.message
+
+
+def alone_between(settings: dict[str, object]) -> tuple[float, float]:
+    """Rank 0 alone evaluates the whole model and a part, the first time and again, also after a flip; all train."""
+    model = Routed().double()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
+    x, found, expected = torch.ones(2, 8, dtype=torch.float64), 0.0, 0.0
+    for step in range(4):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        if step == 2:
+            model.blocks[0].requires_grad_(False)
+        whole = zeropp.full_state(model)
+        if dist.get_rank() == 0:
+            plain = Routed().double()
+            plain.load_state_dict(whole)
+            for training in (False, True):
+                with torch.inference_mode():
+                    found += float(model.train(training)(x).sum() + model.blocks[1](x).sum())
+                    expected += float(plain(x).sum() + plain.blocks[1](x).sum())
+    return found, expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_one_rank_evaluates_alone_below_stage_3(stage: int) -> None:
+    for found, expected in run_ranks(2, alone_between, {"stage": stage}):
+        assert abs(found - expected) <= 1e-12
 
 
 def test_whole_weights_need_no_company() -> None:

@@ -24,6 +24,7 @@ PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
     "stage 3": (2, 2, {}),
     "stage 3, defaults": (2, 2, {"persist": 100_000, "unit_min_blocks": 128}),
     "hpz": (4, 2, {"zero_hpz_partition_size": 2}),
+    "hpz, defaults": (4, 2, {"zero_hpz_partition_size": 2, "persist": 100_000, "unit_min_blocks": 128}),
 }
 
 

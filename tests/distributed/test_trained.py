@@ -380,9 +380,8 @@ def precision() -> tuple[Tensor, Tensor]:
     optimizer = wrap(model, bf16={"enabled": True})
     train(model, optimizer, 1)
     model.blocks.requires_grad_(True)
-    with torch.no_grad():
-        model(torch.ones(1, WIDTH))
-    optimizer.zero_grad()
+    model(torch.ones(1, WIDTH))
+    assert all(buffer.trainable for buffer in optimizer.engine.buffers)
     return before, zeropp.full_state(model)["blocks.0.lin.weight"]
 
 
@@ -420,7 +419,7 @@ def test_units_kept_for_a_backward_that_never_comes() -> None:
 
 
 def clipped_before() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Between clipping and the step a block is unfrozen, and the model evaluated."""
+    """Between clipping and the step a block is unfrozen, and the model runs."""
     model = Tower().double()
     model.blocks[1].requires_grad_(False)
     share(model)
@@ -435,8 +434,7 @@ def clipped_before() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             else:
                 nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
             each.blocks[1].requires_grad_(step > 0)
-            with torch.no_grad():
-                each(batch(step, 1, 0))
+            each(batch(step, 1, 0))
             stepper.step()
     return zeropp.full_state(model), plain.state_dict()
 
@@ -657,6 +655,176 @@ def test_wrong_groups_are_refused_on_every_rank(ranks: list[int]) -> None:
         assert found.pop() == "2"
         for said, (_, expected) in zip(found, WRONG_GROUPS.values(), strict=True):
             assert said.startswith(expected if rank in ranks else "RuntimeError: ranks [1] called add_param_group()")
+
+
+def scaled() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A group is added between backward and GradScaler's step; and its gradients are edited by hand, too."""
+    model = Tower().double()
+    share(model)
+    plain = copy.deepcopy(model)
+    made = []
+    for each in (model, plain):
+        inner = torch.optim.SGD(each.head.parameters(), lr=0.1)
+        optimizer = zeropp.ZeroOptimizer(inner, model, make_config()) if each is model else inner
+        made.append((each, optimizer, torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)))
+    for step in range(3):
+        for each, optimizer, scaler in made:
+            each.zero_grad()
+            scaler.scale(each(batch(step, 0, 0)).square().mean()).backward()
+            if step == 1:
+                optimizer.add_param_group({"params": each.blocks.parameters()})
+                for parameter in optimizer.param_groups[1]["params"]:
+                    parameter.grad.mul_(0.5)
+            scaler.step(optimizer)
+            scaler.update()
+    return zeropp.full_state(model), plain.state_dict()
+
+
+def test_a_group_that_comes_after_backward_has_its_gradients_at_once() -> None:
+    check(run_ranks(2, scaled))
+
+
+def in_inference_mode(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Validation comes first after a block is unfrozen, and a group is added in inference mode."""
+    model = Tower().double()
+    model.blocks[:2].requires_grad_(False)
+    share(model)
+    plain = copy.deepcopy(model)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(trained(model), lr=0.1), model, make_config(stage=stage))
+    reference = torch.optim.SGD(trained(plain), lr=0.1)
+    for step in range(3):
+        for each, stepper in ((model, optimizer), (plain, reference)):
+            if step == 1:
+                each.blocks[:2].requires_grad_(True)
+                with torch.inference_mode():
+                    each(batch(step, 1, 0))
+                    stepper.add_param_group({"params": each.blocks[:2].parameters()})
+            stepper.zero_grad()
+            each(batch(step, 0, 0)).square().mean().backward()
+            stepper.step()
+    return zeropp.full_state(model), plain.state_dict()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_inference_mode_around_changes(stage: int) -> None:
+    check(run_ranks(2, in_inference_mode, stage))
+
+
+class Phase(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+        self.turn = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * (self.turn * (1 + 1j)).real
+
+
+def complex_unfrozen() -> tuple[str, str]:
+    model = Phase()
+    optimizer = wrap(model)
+    model.turn.requires_grad_(True)
+    first = attempt(lambda: model(torch.ones(1, WIDTH)))
+    model.turn.requires_grad_(False)
+    second = attempt(lambda: (model(torch.ones(1, WIDTH)).sum().backward(), optimizer.step()))
+    return first, second
+
+
+def test_complex_parameters_are_refused_by_name() -> None:
+    for first, second in run_ranks(2, complex_unfrozen):
+        assert "parameter 'turn' is complex" in first and "view_as_real" in first
+        assert second == "nothing"
+
+
+def there_and_back() -> str:
+    """Rank 0 freezes a block and thinks again; that concerns nobody."""
+    model = Tower().double()
+    optimizer = wrap(model, hang_timeout=3)
+    train(model, optimizer, 2)
+    if dist.get_rank() == 0:
+        model.blocks[0].requires_grad_(False)
+        model.blocks[0].requires_grad_(True)
+    return attempt(lambda: train(model, optimizer, 2))
+
+
+def test_a_change_that_is_taken_back_is_none() -> None:
+    assert run_ranks(2, there_and_back) == ["nothing"] * 2
+
+
+def wrong_ways() -> tuple[str, str, str]:
+    """The wrapped optimizer's own method; a group taken away; a state with other groups."""
+    model = Tower().double()
+    model.blocks.requires_grad_(False)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, make_config())
+    train(model, optimizer, 1)
+    inner = attempt(lambda: optimizer.inner.add_param_group({"params": [model.norm.weight]}))
+    before, state = zeropp.full_state(model), optimizer.state_dict()
+    optimizer.add_param_group({"params": model.norm.parameters()})
+    loaded = attempt(lambda: optimizer.load_state_dict(state))
+    assert all(torch.equal(before[name], value) for name, value in zeropp.full_state(model).items())
+    del optimizer.param_groups[1]
+    model.blocks.requires_grad_(True)
+    return inner, loaded, attempt(lambda: train(model, optimizer, 1))
+
+
+def test_wrong_ways_are_named() -> None:
+    for inner, loaded, taken in run_ranks(2, wrong_ways):
+        assert "call add_param_group() on that" in inner
+        assert "parameter groups of [" in loaded and "before loading" in loaded
+        assert "had 2 parameter groups and has 1 now" in taken
+
+
+def wholly_frozen(unfrozen_before_loading: str) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:
+    """A model that starts wholly frozen, is unfrozen and trained; its state goes on elsewhere."""
+    model = Tower().double().requires_grad_(False)
+    share(model)
+    optimizer = wrap(model)
+    model.requires_grad_(True)
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())  # torch would let both optimizers share their moments
+    other = Tower().double().requires_grad_(unfrozen_before_loading == "before wrapping")
+    wrapped = wrap(other)
+    other.requires_grad_(True)
+    said = attempt(lambda: wrapped.load_state_dict(state))
+    for each, stepper in ((model, optimizer), (other, wrapped)):
+        train(each, stepper, 1)
+    return said, zeropp.full_state(model), zeropp.full_state(other)
+
+
+@pytest.mark.parametrize("when", ["before wrapping", "before loading"])
+def test_a_state_goes_on_where_the_same_was_unfrozen(when: str) -> None:
+    for said, weights, found in run_ranks(2, wholly_frozen, when):
+        assert said == "nothing"
+        assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def history_saved() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Moments of a block that is frozen when the model is wrapped survive being saved and loaded before it thaws."""
+    states = []
+    for saved in (False, True):
+        model = Tower().double()
+        share(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model(batch(90, 0, 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.blocks[1].requires_grad_(False)
+        wrapped = zeropp.ZeroOptimizer(optimizer, model, make_config())
+        if saved:
+            state, fresh = copy.deepcopy(wrapped.state_dict()), Tower().double()
+            fresh.load_state_dict(zeropp.full_state(model))
+            fresh.blocks[1].requires_grad_(False)
+            inner = torch.optim.AdamW(fresh.parameters(), lr=0.01)
+            model, wrapped = fresh, zeropp.ZeroOptimizer(inner, fresh, make_config())
+            wrapped.load_state_dict(state)
+        model.blocks[1].requires_grad_(True)
+        train(model, wrapped, 2)
+        states.append(zeropp.full_state(model))
+    return states[0], states[1]
+
+
+def test_waiting_states_are_saved() -> None:
+    check(run_ranks(2, history_saved))
 
 
 def saved(late: bool) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:

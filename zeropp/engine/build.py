@@ -23,7 +23,7 @@ from zeropp.engine.hooks import Site
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
-from zeropp.engine.trainability import Trainability, install_gradient_hooks
+from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
 from zeropp.guard import is_managed, keeper_of, register
 from zeropp.members import Group, find_members, gather_objects, to_process_group, world_group
 from zeropp.placement import choose_mode
@@ -144,6 +144,8 @@ def build_engine(
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
     engine.settle_trained = Trainability(maker).settle
+    apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}
+    engine.refuse_to_train = partial(refuse_complex, apart)
     engine.refresh()
     return engine
 

@@ -107,8 +107,9 @@ class Engine:
         self.before_backward: Callable[[], None] = lambda: None
         self.settle_trained: Callable[[Engine], None] = lambda engine: None
         self.after_split: Callable[[], None] = lambda: None
-        self.flipped = False  # whether requires_grad of some parameter has changed since the last forward
-        self.trained_set = 0  # number of the set of parameters that are trained; phases are learned for each
+        self.refuse_to_train: Callable[[], None] = lambda: None
+        self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
+        self.trained_set = 0  # number of the set of parameters that are trained; backwards are learned for each
         self._backwards = 0  # finished or given up
         self._outstanding: list[PhaseKey] = []
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
@@ -168,9 +169,11 @@ class Engine:
 
     def _begin_forward(self, site: Site, training: bool) -> None:
         grad = torch.is_grad_enabled()
-        if self.flipped:
+        if self.flipped and grad:  # no others are concerned
             self.settle_trained(self)
-        key: PhaseKey = ("forward", site.path, training, grad, self.trained_set)
+        if grad:
+            self.refuse_to_train()
+        key: PhaseKey = ("forward", site.path, training, grad)
         outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
         self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
         if grad:
@@ -236,12 +239,14 @@ class Engine:
         self.after_backward()
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
-        return ("backward", self.reductions.hold, *outstanding)
+        return ("backward", self.reductions.hold, self.trained_set, *outstanding)
 
     # Parameters touched elsewhere, persistent ones, failures.
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """A released parameter is used outside its module; see :class:`zeropp.guard.Keeper`."""
+        if self.closed:
+            self.require_idle("the model")
         if self.phase is Phase.IDLE:
             return False
         self._touched.use(self._unit_of[id(parameter)])
@@ -289,10 +294,10 @@ class Engine:
         self._backward.forget()
         self._touched.forget()
         self._outstanding.clear()
-        self.phase = Phase.IDLE
+        running, self.phase = self.phase is not Phase.IDLE, Phase.IDLE
         if self.agreement.lost is not None:
             return
-        self.schedule.abort()  # first: nothing of the failed phase may be issued any more
+        self.schedule.abort(running=running)  # first: nothing of the failed phase may be issued any more
         self.reductions.forget()
         self._cover_all()
         self.pending.forget_stray()
@@ -300,7 +305,7 @@ class Engine:
     def note_trained(self, parameter: nn.Parameter, trained: bool) -> None:
         """``requires_grad`` is about to change; see :class:`zeropp.guard.Keeper`."""
         self.require_idle("requires_grad_", lent=True)
-        self.flipped = True
+        self.flipped ^= {id(parameter)}
         for buffer in self._unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)
 
@@ -312,7 +317,8 @@ class Engine:
             units: those concerned.
             split: some have other buffers now.
         """
-        self.flipped, self.trained_set = False, number
+        self.flipped.clear()
+        self.trained_set = number
         for unit in units:
             unit.note_trained()
         self.reductions.note_trained()

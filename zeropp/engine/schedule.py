@@ -28,7 +28,7 @@ __all__ = ["Schedule"]
 
 _log = logging.getLogger("zeropp")
 
-_BEGIN, _ROUND, _LEAVE = 1, 2, 3  # kinds of exchange
+_BEGIN, _ROUND, _LEAVE, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _DONE = -1  # "I want nothing more in this phase"; less one or both of the following
 _APART = 1  # "and I have left the known order alone"
 _LATE = 2  # "and I have gradients of units that have been sent"
@@ -59,6 +59,8 @@ class Schedule:
         self.limits = limits
         self.log_relearning = log_relearning
         self.sequences = Sequences(reach)
+        self._silent = all(unit.persistent for unit in units)  # whether forwards gather nothing
+        self._failed = False  # whether this rank has given up a phase in which ranks talk to each other
         self.held: set[int] = set()  # by the plan's will; equal on every rank
         self._kept: dict[int, None] = {}  # gathered for others, oldest first; this rank's own affair
         self._returns: set[int] = set()  # units this rank has used after passing them over
@@ -95,6 +97,11 @@ class Schedule:
         if then is not None:
             self._forward = key
         self._learned, self._own, self._apart = [], set(), False
+        if self._silent and key[0] == "forward":
+            self.sequences.note_silent(key)
+        elif self._failed:
+            self.agreement.exchange(_AGAIN, [], f"starting {key} after an error")
+            self._failed = False
         expected = self.sequences.expected(key)
         self.reductions.begin(expected)
         if expected is None:
@@ -204,8 +211,13 @@ class Schedule:
         if mixed and self._then is not None:
             self.sequences.note_variation(self._then)  # its backward will vary, too
 
-    def abort(self) -> None:
-        """Forget a phase that failed; nothing stays gathered."""
+    def abort(self, *, running: bool) -> None:
+        """Forget a phase that failed, if one was ``running``; nothing stays gathered.
+
+        The next one begins with a word from every rank. If only this one has failed, what it sends must not meet what
+        the others are waiting for: gloo ends the process over messages of different sizes.
+        """
+        self._failed |= running and (self.key[0] == "backward" or not self._silent)
         self._sequence, self._plan, self._learned = None, None, []
         for unit in self.units:
             unit.holds = 0

@@ -119,6 +119,15 @@ class Sequences:
             return True
         return key[0] == "forward" and not self._reach(key).issubset(sequence.uses)
 
+    def note_silent(self, key: PhaseKey) -> None:
+        """Note that nothing is gathered in this kind of phase: there is nothing to learn; a rank may run it alone."""
+        if key not in self._known:
+            self.remember(key, Sequence())
+
+    def forget_backwards(self) -> None:
+        """Forget what was learned about them; their parameters are no longer trained alike."""
+        self._known = {key: variants for key, variants in self._known.items() if key[0] != "backward"}
+
     def note_variation(self, key: PhaseKey) -> None:
         """Note that ranks differed in a phase of this kind, or may when there is one."""
         self._known.setdefault(key, _Variants()).varies = True

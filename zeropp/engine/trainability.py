@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp.engine.agreement import TRAINED
 from zeropp.engine.buffers import BufferMaker
@@ -21,7 +21,9 @@ from zeropp.engine.state import gather_main
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.unit import Unit
 
-__all__ = ["Trainability", "install_gradient_hooks"]
+__all__ = ["Trainability", "install_gradient_hooks", "refuse_complex"]
+
+_SETS = 32  # sets of trained parameters whose backwards are remembered
 
 
 class Trainability:
@@ -32,6 +34,7 @@ class Trainability:
         self._numbers: dict[frozenset[str], int] = {frozenset(): 0}  # of sets of parameters no longer trained
         self._last = 0
 
+    @torch.inference_mode(False)  # what is made here is trained, whatever the caller is about
     def settle(self, engine: Engine) -> None:
         """Take over every change since the last time. Collective.
 
@@ -48,7 +51,9 @@ class Trainability:
             engine.settle_refresh()
             for unit, buffer in unfrozen:
                 self._split(engine, unit, buffer, wanted)
-            self._numbers.clear()  # what was learned counts fewer parameters
+        if unfrozen or len(self._numbers) > _SETS:
+            self._numbers.clear()
+            engine.schedule.sequences.forget_backwards()  # learned for fewer parameters, or for too many sets of them
         for _, buffer in changed:
             if buffer.gradient is not None:
                 buffer.gradient.trained = _wanted(buffer, wanted)
@@ -100,6 +105,20 @@ def _copier(buffer: FlatBuffer, values: list[Tensor]) -> Callable[[Tensor], None
             view.copy_(value)
 
     return fill
+
+
+def refuse_complex(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse a forward that would make graphs of complex parameters.
+
+    Raises:
+        RuntimeError: one is to be trained; no gradient of it would be reduced.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"parameter {name!r} is complex, and requires_grad was set after wrapping; it would not be trained. "
+                "Take that back, and train its real view, torch.view_as_real, in a model wrapped anew"
+            )
 
 
 def install_gradient_hooks(engine: Engine, unit: Unit, first: int = 0) -> None:

@@ -11,7 +11,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-__all__ = ["also_forget", "check_optimizer", "check_scale", "describe_optimizer", "plain_settings", "refuse_inner_step"]
+__all__ = [
+    "also_forget",
+    "check_optimizer",
+    "check_scale",
+    "describe_optimizer",
+    "plain_settings",
+    "refuse_inner_group",
+    "refuse_inner_step",
+]
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -93,6 +101,11 @@ def refuse_inner_step(*args: object, **kwargs: object) -> None:
         "this optimizer is wrapped by a ZeroOptimizer; call step() on that one, or the new weights would never be "
         "gathered"
     )
+
+
+def refuse_inner_group(*args: object, **kwargs: object) -> None:
+    """In place of the wrapped optimizer's ``add_param_group``, whose parameters would never become slices."""
+    raise RuntimeError("this optimizer is wrapped by a ZeroOptimizer; call add_param_group() on that, on every rank")
 
 
 refuse_inner_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers on either optimizer look for it

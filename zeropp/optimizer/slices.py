@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,9 +78,19 @@ class Slices:
         self.stepped: list[Slice] = []
         self.put()
 
+    @torch.inference_mode(False)
     def put(self) -> None:
-        """Cut what has not been cut yet, and put the slices into the groups; also into groups added since."""
+        """Cut what has not been cut yet, and put the slices into the groups; also into groups added since.
+
+        Raises:
+            RuntimeError: a group was taken away.
+        """
         groups = self._optimizer.param_groups
+        if len(groups) < len(self._given):
+            raise RuntimeError(
+                f"the optimizer had {len(self._given)} parameter groups and has {len(groups)} now; groups cannot be "
+                "taken away, set their lr to 0 or freeze their parameters with requires_grad_(False)"
+            )
         self._given += [list(group["params"]) for group in groups[len(self._given) :]]
         for unit in self._units:
             self._cut_unit(unit)
@@ -93,9 +103,25 @@ class Slices:
             if "param_names" in group:
                 group["param_names"] = [piece.name for piece in pieces]
             stepped += pieces
-        if not stepped or self._stand_in is not None:
+        if self._stand_in is not None:
+            self._optimizer.state.pop(self._stand_in.parameter, None)
+        if not stepped:
             stepped.append(self._add_stand_in())
         self.stepped = stepped
+
+    def waiting(self) -> dict[str, dict[str, Any]]:
+        """States that wait for frozen parameters to be trained, by the parameters' names."""
+        return {name: self._states[id(p)] for name, p in self._frozen() if id(p) in self._states}
+
+    def wait_with(self, states: dict[str, dict[str, Any]]) -> None:
+        """Take saved states that wait."""
+        self._states = {id(p): states[name] for name, p in self._frozen() if name in states}
+
+    def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for unit in self._units:
+            for buffer in unit.buffers:
+                if not buffer.trainable:
+                    yield from zip(buffer.names, buffer.parameters, strict=True)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from zeropp.engine.agreement import SAVED
 from zeropp.engine.engine import Engine
@@ -33,25 +34,52 @@ def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
     return pieces
 
 
-def check_layout(engine: Engine, saved: dict[str, Any]) -> None:
+def check_layout(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> None:
     """Let every rank see that all have a state of their own; before any of them changes anything.
+
+    Parameters that are to be unfrozen with the next forward are unfrozen first if that makes the states fit.
 
     Raises:
         ValueError: this rank's belongs to another layout; the message tells what to do.
         RuntimeError: another rank's does.
     """
-    found, expected = saved.get("layout"), layout_id(engine)
-    rows = engine.agreement.exchange(SAVED, [int(found != expected)], "checking saved states")
-    if found != expected:
-        raise ValueError(
-            f"this state is of another partition (layout {found}, here {expected}): it was saved by another rank, with "
-            "another number of ranks, model or unit settings, or with other parameters unfrozen since wrapping. Load "
-            "the file of the same rank under the same settings, or move weights alone with zeropp.full_state and "
-            "model.load_state_dict"
-        )
-    wrong = [rank for rank, row in enumerate(rows) if row[0]]
+    found = state["zeropp"].get("layout")
+    wrong = _misfits(engine, found != layout_id(engine))
+    if wrong and engine.flipped:
+        engine.settle_trained(engine)
+        wrong = _misfits(engine, found != layout_id(engine))
     if wrong:
-        raise RuntimeError(f"ranks {wrong} were given states of another partition; nothing was loaded on any rank")
+        raise _refusal(
+            engine,
+            wrong,
+            f"this state is of another partition (layout {found}, here {layout_id(engine)}): it was saved by another "
+            "rank, with another number of ranks, model or unit settings, or after other parameters were unfrozen or in "
+            "another order. Load the file of the same rank under the same settings, or move weights alone with "
+            "zeropp.full_state and model.load_state_dict",
+        )
+    saved, own = (
+        [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
+    )
+    wrong = _misfits(engine, saved != own)
+    if wrong:
+        raise _refusal(
+            engine,
+            wrong,
+            f"this state has parameter groups of {saved} slices, and the optimizer here of {own}; give it the "
+            "same groups, in the same order, before loading",
+        )
+
+
+def _misfits(engine: Engine, wrong: bool) -> list[int]:
+    """Ranks whose state does not fit."""
+    rows = engine.agreement.exchange(SAVED, [int(wrong)], "checking saved states")
+    return [rank for rank, row in enumerate(rows) if row[0]]
+
+
+def _refusal(engine: Engine, wrong: list[int], message: str) -> Exception:
+    if engine.comm.rank in wrong:
+        return ValueError(message)
+    return RuntimeError(f"the states given to ranks {wrong} do not fit; nothing was loaded on any rank")
 
 
 def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:

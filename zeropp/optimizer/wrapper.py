@@ -17,7 +17,14 @@ from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
 from zeropp.engine.refusals import explain_freed
 from zeropp.members import Group, group_size
-from zeropp.optimizer.checks import also_forget, check_optimizer, check_scale, describe_optimizer, refuse_inner_step
+from zeropp.optimizer.checks import (
+    also_forget,
+    check_optimizer,
+    check_scale,
+    describe_optimizer,
+    refuse_inner_group,
+    refuse_inner_step,
+)
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.groups import agree_on_group
 from zeropp.optimizer.slices import Slices
@@ -97,6 +104,7 @@ class ZeroOptimizer(Optimizer):
         self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
         self._patch_step_function()
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
+        optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = also_forget(optimizer, _weakly(self._forget_held))  # type: ignore[method-assign]
         self.grad_norm: float | None = None
         self.skipped_steps = 0
@@ -128,8 +136,12 @@ class ZeroOptimizer(Optimizer):
         agree_on_group(param_group, self.engine, self._slices.holds)
         if self.engine.flipped:
             self.engine.settle_trained(self.engine)
-        self.inner.add_param_group(param_group)
+        type(self.inner).add_param_group(self.inner, param_group)
+        before = set(self._slices.stepped)
         self._slices.put()
+        for piece in self._slices.stepped:
+            if piece not in before and piece.arrived():
+                piece.show_gradient(True)
         self.boundary.invalidate()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -244,6 +256,7 @@ class ZeroOptimizer(Optimizer):
         state["zeropp"] = {
             "layout": layout_id(self.engine),
             "main_weights": main_weights(self.engine),
+            "waiting": self._slices.waiting(),
             "skipped_steps": self.skipped_steps,
         }
         return state
@@ -262,10 +275,11 @@ class ZeroOptimizer(Optimizer):
             )
         saved = state_dict["zeropp"]
         self.engine.agreement.meet("load_state_dict() of the ZeroOptimizer")
-        check_layout(self.engine, saved)
+        check_layout(self.engine, state_dict, self.inner)
         self.engine.settle_refresh()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
+        self._slices.wait_with(saved["waiting"])
         self.skipped_steps = saved["skipped_steps"]
         self.zero_grad()
 
