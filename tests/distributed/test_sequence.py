@@ -584,3 +584,50 @@ def loops() -> None:
 
 def test_a_block_called_a_varying_number_of_times() -> None:
     run_ranks(2, loops)
+
+
+class Uneven(nn.Module):
+    """Blocks of different sizes, so that messages of ranks out of step do not fit each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for width in (8, 32, 8, 48))
+        self.spoil = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.sum()
+        for block in self.blocks:
+            x = block(torch.ones(1, block.lin.in_features) * total)
+            total = total + x.sum()
+            if self.spoil and block is self.blocks[1]:
+                total.register_hook(_raise)
+        return total
+
+
+def _raise(gradient: Tensor) -> None:
+    raise ValueError("a bad batch")
+
+
+def skip_bad_batches(settings: dict[str, object], ranks: list[int]) -> str:
+    """These ranks fail in a backward, skip that batch and go on."""
+    model = Uneven()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, make_config(**settings))
+    try:
+        for step in range(6):
+            model.spoil = step == 3 and dist.get_rank() in ranks
+            optimizer.zero_grad()
+            try:
+                model(torch.ones(1)).backward()
+            except ValueError:
+                continue
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("stage", [pytest.param(n, marks=() if n == 1 else pytest.mark.campaign) for n in range(4)])
+def test_a_batch_that_one_rank_skips_is_an_error_and_not_the_end_of_the_process(stage: int) -> None:
+    for said in run_ranks(2, skip_bad_batches, {"stage": stage, "hang_timeout": 2}, [1]):
+        assert "no longer in step" in said
+    assert run_ranks(2, skip_bad_batches, {"stage": stage}, [0, 1]) == ["done", "done"]
