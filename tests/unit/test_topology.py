@@ -345,6 +345,8 @@ def test_groups_of_several_nodes() -> None:
 @pytest.mark.parametrize(
     ("world", "local", "zero", "message"),
     [
+        (2, 2, {"zero_hpz_partition_size": 3}, r"zero_hpz_partition_size is 3; .* one of \[1, 2\]"),
+        (4, 2, {"mics_shard_size": 2, "zero_hpz_partition_size": 3}, r"partition_size is 3; .* \[1, 2\]"),
         (8, 4, {"zero_hpz_partition_size": 3}, r"zero_hpz_partition_size is 3; .* one of \[1, 2, 4, 8\]"),
         (12, 4, {"zero_hpz_partition_size": 6}, r"zero_hpz_partition_size is 6; .* one of \[1, 2, 4, 12\]"),
         (12, 3, {"mics_shard_size": 2}, r"mics_shard_size is 2; .* one of \[1, 3, 6, 12\]"),

@@ -137,7 +137,7 @@ class ZeroConfig(Block):
     zero_hpz_partition_size: Count = 1
     """Ranks, usually those of a node, among which a second copy of the weights is spread, so that weights cross
     nodes only once an optimizer step (hpZ); for stage 3. It, the ranks of a node and the number of ranks divide each
-    other. 0 and 1, and as many ranks as the first copy has or more, mean no second copy."""
+    other. 0 and 1, and as many ranks as the first copy has or a multiple, mean no second copy."""
 
     zero_quantized_weights: bool = False
     """Sends weights as 8-bit blocks when they are gathered (qwZ)."""
