@@ -240,14 +240,20 @@ def test_random_changes(placement: str) -> None:
 # What else must be right.
 
 
-def adam_with_history() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The optimizer has moments of a block that is frozen when the model is wrapped, and trained again later."""
+def with_history() -> tuple[Tower, torch.optim.Optimizer]:
+    """A model that was trained before it is wrapped, so that the optimizer has moments of every block."""
     model = Tower().double()
     share(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(batch(90, 0, 0)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    return model, optimizer
+
+
+def adam_with_history() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The optimizer has moments of a block that is frozen when the model is wrapped, and trained again later."""
+    model, optimizer = with_history()
     plain = copy.deepcopy(model)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
     reference.load_state_dict(optimizer.state_dict())
@@ -802,12 +808,7 @@ def history_saved() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Moments of a block that is frozen when the model is wrapped survive being saved and loaded before it thaws."""
     states = []
     for saved in (False, True):
-        model = Tower().double()
-        share(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model(batch(90, 0, 0)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        model, optimizer = with_history()
         model.blocks[1].requires_grad_(False)
         wrapped = zeropp.ZeroOptimizer(optimizer, model, make_config())
         if saved:

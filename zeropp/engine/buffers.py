@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -79,9 +79,9 @@ class BufferMaker:
         """A buffer for some of the parameters of a frozen one, as they lie there but for the padding between them."""
         slots = [buffer.layout.slots[index] for index in indices]
         layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
-        key = BufferKey(buffer.compute_dtype, False, buffer.main_dtype, _wire_dtype(buffer.compute_dtype, self._config))
-        if trainable:
-            key = replace(key, trainable=True, main_dtype=torch.promote_types(key.dtype, torch.float32))
+        dtype = buffer.compute_dtype
+        main = torch.promote_types(dtype, torch.float32) if trainable else buffer.main_dtype
+        key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self._config))
         return self._make(buffer.unit, buffer.placement, key, [buffer.parameters[index] for index in indices], layout)
 
     def _make(
