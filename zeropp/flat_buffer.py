@@ -39,7 +39,7 @@ class WeightPaths:
 
     Attributes:
         main: from the states' level to whole buffers, for state dicts.
-        refresh: from the states' level to what is kept between uses; None if nothing is.
+        refresh: from the states' level to what is kept between uses; None if nothing is, or if that is the shard.
         fetch: from what is kept, or else the shard, to whole buffers; None where whole ones are kept.
     """
 
@@ -47,13 +47,18 @@ class WeightPaths:
     refresh: GatherPath | None
     fetch: GatherPath | None
 
+    @property
+    def none(self) -> bool:
+        """Whether the shard is what the model computes with: whole, in its dtype."""
+        return self.refresh is None and self.fetch is None
+
 
 class FlatBuffer:
     """Values and main shard of one group of parameters.
 
     Attributes:
         parameters: the model's own parameter objects.
-        flat: [numel] in the compute dtype; empty storage while released.
+        flat: [numel] in the compute dtype; empty storage while released; the shard itself where paths lead nowhere.
         shard: [numel / states] main weights (float32, or float64 for float64 models), or the frozen values in their own
             dtype.
         secondary: [numel / kept level] weights in the compute dtype that are kept between uses (hpZ), or None.
@@ -98,9 +103,10 @@ class FlatBuffer:
         with torch.no_grad():
             fill(whole)
             start, stop = self.placement.slice_of(numel, self.placement.mode.states)
-            self.shard = whole[start:stop].clone()
+            self.shard = whole if stop - start == numel else whole[start:stop].clone()
             del whole
-            self.flat = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+            shared = self.paths.none
+            self.flat = self.shard if shared else torch.empty(numel, dtype=self.compute_dtype, device=self.device)
             self._present = self.layout.views(self.flat)
             nothing = _nothing(self.compute_dtype, self.device)
             self._absent = [nothing.expand(view.shape) for view in self._present]
@@ -108,7 +114,8 @@ class FlatBuffer:
         unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
         self.cover()
-        self.shrink()
+        if not shared:
+            self.shrink()
 
     def fill_from_first(self, comm: Comm, whole: Tensor) -> None:
         """Put the values that rank 0 has in its parameters into a whole buffer."""
@@ -190,9 +197,9 @@ class FlatBuffer:
         self._noted_version = version
         if edited:
             raise RuntimeError(
-                f"{edited} were edited in place, and the edit is lost: what a module sees is a copy of values that are "
-                "partitioned over the ranks. To set weights use zeropp.zero.GatheredParameters(parameters, "
-                "modifier_rank=0) or model.load_state_dict(...) on every rank, between steps"
+                f"{edited} were edited in place, and the edit is lost, or stays on this rank: what a module sees is a "
+                "copy of values that all ranks hold together. To set weights use zeropp.zero.GatheredParameters("
+                "parameters, modifier_rank=0) or model.load_state_dict(...) on every rank, between steps"
             )
 
     def note_unfrozen(self, parameter: nn.Parameter, trained: bool) -> None:

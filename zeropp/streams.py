@@ -195,6 +195,8 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
+        # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
+        weakref.finalize(self, self._stream.synchronize).atexit = False
 
     def run(self, work: Callable[[], None]) -> Event:
         """Queue ``work`` behind what the caller's stream has been given so far."""

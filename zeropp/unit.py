@@ -44,7 +44,7 @@ class Unit:
         self.buffers = tuple(buffers)
         self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
         self.announced = announced
-        self.state = UnitState.SHARDED
+        self.state = self._resting
         self.holds = 0
         self.note_trained()
         self._gathered: Event | None = None
@@ -63,7 +63,12 @@ class Unit:
         """Put parts of a frozen buffer in its place, between passes; trainable ones last: others keep their place."""
         rest = [other for other in self.buffers if other is not buffer]
         self.buffers = (*rest, *parts)
-        self.state = UnitState.SHARDED
+        self.state = self._resting
+
+    @property
+    def _resting(self) -> UnitState:
+        """Where values are between passes; whole ones that are kept are only guarded."""
+        return UnitState.GATHERING if self.persistent else UnitState.SHARDED
 
     @property
     def numel(self) -> int:
@@ -100,7 +105,8 @@ class Unit:
                     yield "held_gradients", buffer.gradient.held.untyped_storage().nbytes()
             if buffer.secondary is not None:
                 yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
-            yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
+            if not buffer.paths.none:
+                yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
 
     def drop_gradient(self, parameter: nn.Parameter) -> int | None:
         """Forget the gradient of one parameter; returns its position among the trainable ones, None if it is frozen."""
@@ -160,8 +166,6 @@ class Unit:
                 buffer.refresh()
 
         self._refreshed = stream.run(refresh_buffers)
-        if self.persistent:
-            self.state = UnitState.GATHERING
 
     def arrive(self, timeout: float) -> bool:
         """Wait for values on their way; False if they did not come in ``timeout`` seconds."""

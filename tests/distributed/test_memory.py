@@ -308,11 +308,23 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     return sum(found.values()) - others, plan.total, whole
 
 
-@pytest.mark.parametrize("persist", [0, 100])
-def test_the_process_holds_no_more_than_the_plan(persist: int) -> None:
-    for found, planned, whole in run_ranks(2, in_memory, {"persist": persist}):
+@pytest.mark.parametrize("settings", [{}, {"persist": 100}, {"stage": 0}, {"stage": 2}], ids=str)
+def test_the_process_holds_no_more_than_the_plan(settings: dict[str, object]) -> None:
+    for found, planned, whole in run_ranks(2, in_memory, settings):
         assert planned <= found <= planned + SHARED_NAN
         assert whole > 0
+
+
+@pytest.mark.parametrize("freeze", [False, True])
+def test_whole_main_weights_in_the_compute_dtype_are_there_once(freeze: bool) -> None:
+    """Stage 0, and stages 0 to 2 on one rank: the model computes with the main weights themselves."""
+    for stage, world in [(0, 4), (1, 1), (2, 1)]:
+        terms = zeropp.plan.memory(Mixed(torch.float32, freeze), make_config(stage=stage), world).terms
+        assert terms["persistent_weights"] == 0
+    halves = nn.Sequential(*(nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2)))
+    halves[0].requires_grad_(False)
+    terms = zeropp.plan.memory(halves, make_config(stage=0), 4).terms
+    assert terms["persistent_weights"] == terms["frozen_weights"] == terms["gradients"] // 2  # of the trainable ones
 
 
 def originals() -> tuple[int, int]:

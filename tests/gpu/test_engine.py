@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import zeropp
 from zeropp.engine.owned import owned_bytes
+from zeropp.streams import CudaStream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -74,7 +75,7 @@ def train_plain(model: nn.Module) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("zero", [{}, {"stage3_max_reuse_distance": 0}, {"overlap_comm": False}], ids=str)
+@pytest.mark.parametrize("zero", [{}, {"stage3_max_reuse_distance": 0}, {"overlap_comm": False}, {"stage": 1}], ids=str)
 def test_float64_training_equals_plain_torch(zero: dict[str, object]) -> None:
     torch.manual_seed(0)
     model = Model().double().cuda()
@@ -123,3 +124,17 @@ def test_owned_bytes_equal_the_plan_and_released_memory_is_free() -> None:
     assert owned == plan.terms
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() < plan.total + plan.largest_unit
+
+
+def test_a_dropped_stream_has_finished() -> None:
+    stream = CudaStream(torch.device("cuda", torch.cuda.current_device()))
+    event = torch.cuda.Event()
+
+    def work() -> None:
+        torch.cuda._sleep(100_000_000)
+        event.record(torch.cuda.current_stream())
+
+    stream.run(work)
+    assert not event.query()
+    del stream
+    assert event.query()

@@ -30,6 +30,10 @@ class BufferKey:
     main_dtype: torch.dtype  # of the shard
     wire_dtype: torch.dtype  # of gradient messages
 
+    def shares(self, mode: Mode) -> bool:
+        """Whether main weights are whole and in the dtype the model computes in, so that one copy serves both."""
+        return mode.states == mode.kept == 1 and self.dtype == self.main_dtype
+
 
 def planned_buffers(
     parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
@@ -96,13 +100,13 @@ class BufferMaker:
         if key.trainable:
             travels = _gradient_paths(self._comm, placement, PlainCodec(key.wire_dtype))
             gradient = Gradient(unit, parameters, layout, key.main_dtype, travels)
-        paths = _weight_paths(self._comm, placement, PlainCodec(key.dtype))
+        paths = _weight_paths(self._comm, placement, PlainCodec(key.dtype), shared=key.shares(placement.mode))
         return FlatBuffer(unit, parameters, layout, key.main_dtype, paths, gradient)
 
 
-def _weight_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> WeightPaths:
+def _weight_paths(comm: Comm, placement: Placement, codec: PlainCodec, *, shared: bool) -> WeightPaths:
     states, kept = placement.mode.states, placement.mode.kept
-    refresh = None if kept is None else comm.gather_path(placement, states, kept, codec, "refresh")
+    refresh = None if kept is None or shared else comm.gather_path(placement, states, kept, codec, "refresh")
     fetch = None if kept == 1 else comm.gather_path(placement, kept or states, 1, codec)
     return WeightPaths(comm.gather_path(placement, states, 1, codec), refresh, fetch)
 

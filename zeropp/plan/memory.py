@@ -36,7 +36,7 @@ class MemoryPlan:
     Attributes:
         terms: what is owned at all times: ``main_weights`` (float32 or float64 shards of trainable parameters),
             ``gradients`` (the same), ``frozen_weights`` (shards in their own dtype), ``secondary_weights`` (what hpZ
-            keeps, compute dtype), ``persistent_weights`` (whole, compute dtype).
+            keeps, compute dtype), ``persistent_weights`` (whole, compute dtype; none where the main weights are that).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
     """
 
@@ -99,7 +99,8 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                 message += layout.numel * key.wire_dtype.itemsize
             else:
                 terms["frozen_weights"] += layout.numel // own.states * key.main_dtype.itemsize
-        if own.kept is not None:
-            terms["persistent_weights" if own.kept == 1 else "secondary_weights"] += gathered // own.kept
+            if own.kept is not None and not key.shares(own):
+                term = "persistent_weights" if own.kept == 1 else "secondary_weights"
+                terms[term] += layout.numel // own.kept * key.dtype.itemsize
         units.append(UnitMemory(spec.name, own.kept == 1, gathered, message, held))
     return MemoryPlan(dict(terms), tuple(units))
