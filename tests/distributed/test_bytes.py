@@ -53,14 +53,14 @@ def one_step(settings: dict[str, object], warm: int, micro: int = 1) -> tuple[Tr
     )
     ledger = optimizer.engine.comm.ledger
     for _ in range(warm + 1):
-        optimizer.engine.settle_refresh()
+        optimizer.engine.refresh.settle()
         dist.barrier()
         ledger.reset()
         optimizer.zero_grad()
         for _ in range(micro):
             optimizer.backward(model(torch.randn(2, 12)).square().mean())
         optimizer.step()
-    optimizer.engine.settle_refresh()
+    optimizer.engine.refresh.settle()
     sizes = {unit.name: [p.numel() for p in unit.parameters] for unit in optimizer.engine.units}
     trainable = sum(len(buffer.parameters) for buffer in optimizer.engine.trainable)
     return traffic(ledger), sizes, [len(optimizer.engine.units), trainable]

@@ -166,6 +166,10 @@ def no_such_rank(model: Stack, optimizer: Any) -> None:
         pass
 
 
+def no_parameters(model: Stack, optimizer: Any) -> None:
+    GatheredParameters("conv.bias")  # type: ignore[arg-type]
+
+
 def other_shape(model: Stack, optimizer: Any) -> None:
     with GatheredParameters(model, modifier_rank=0):
         model.conv.bias.data = torch.zeros(7, dtype=torch.float64)
@@ -196,6 +200,7 @@ REFUSED: dict[str, tuple[Callable[[Stack, Any], None], str]] = {
     "a backward inside": (backward_inside, "backward was called inside GatheredParameters"),
     "gathered already": (twice, r"\['conv.bias'\] are gathered already"),
     "no such rank": (no_such_rank, r"modifier_rank is 7; expected one of the model's ranks \[0, 1\]"),
+    "no parameters": (no_parameters, "params holds 'c', a str; expected a module"),
     "another shape": (other_shape, r"conv.bias of shape \(4,\) was given \(7,\)"),
     "an edit inside a pass": (editing_inside_a_pass, "modifier_rank 0 inside a forward or backward"),
     "the user's error": (failing_body, "the user's own"),
@@ -207,7 +212,7 @@ def refuse(name: str) -> list[str]:
     model, plain, optimizer = wrapped({})
     work, message = REFUSED[name]
     wrong = []
-    with pytest.raises((RuntimeError, ValueError, KeyError), match=message):
+    with pytest.raises((RuntimeError, ValueError, KeyError, TypeError), match=message):
         work(model, optimizer)
     optimizer.zero_grad()
     if not torch.allclose(model(data(1, 0)), plain(data(1, 0)), rtol=0, atol=1e-12):

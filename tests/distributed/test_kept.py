@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import Block, make_config
-from zeropp.engine.engine import Engine
+from zeropp.engine.refresh import Refresh
 from zeropp.flat_buffer import FlatBuffer
 
 KEPT: dict[str, dict[str, object]] = {
@@ -43,7 +44,7 @@ def wrapped(settings: dict[str, object], **more: object) -> tuple[Stack, zeropp.
     return model, zeropp.ZeroOptimizer(inner, model, make_config(**{**settings, **more}))
 
 
-def train(model: Stack, optimizer: zeropp.ZeroOptimizer, steps: int) -> None:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
@@ -76,7 +77,7 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
         done = time.monotonic()
     finally:
         FlatBuffer.refresh = original  # type: ignore[method-assign]
-        optimizer.engine.settle_refresh()
+        optimizer.engine.refresh.settle()
     return stepped - start, done - stepped, [moment - stepped for moment in began]
 
 
@@ -94,7 +95,7 @@ def skipping(settings: dict[str, object], skip: str) -> None:
     model, optimizer = wrapped(settings)
     train(model, optimizer, 2)
     state = model.state_dict()
-    Engine.refresh = lambda self: None  # type: ignore[method-assign]
+    Refresh.start = lambda self: None  # type: ignore[method-assign]
     if skip == "step":
         train(model, optimizer, 1)
     else:
@@ -103,11 +104,11 @@ def skipping(settings: dict[str, object], skip: str) -> None:
 
 
 def skip_and_restore(settings: dict[str, object], skip: str) -> None:
-    original = Engine.refresh
+    original = Refresh.start
     try:
         skipping(settings, skip)
     finally:
-        Engine.refresh = original  # type: ignore[method-assign]
+        Refresh.start = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("skip", ["step", "load"])
@@ -145,6 +146,97 @@ def test_a_load_is_seen_and_evaluation_renews_nothing(name: str) -> None:
     for found, expected, before, after in run_ranks(4, values_after_a_load, KEPT[name], local_world_size=2):
         assert_close(found, expected, 1e-12, "output after a load")
         assert before == after > 0
+
+
+class Interrupted(torch.optim.SGD):
+    """Fails after it has updated, if told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.fails:
+            raise KeyboardInterrupt("during the step")
+
+
+class Failing(nn.Linear):
+    """Cannot be loaded."""
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        raise KeyError("the user's own")
+
+
+def half_way(settings: dict[str, object], what: str, only: int | None) -> tuple[float, bool]:
+    """A step or a load fails when weights have changed: how far the model is off its own weights; if old graphs go."""
+    model = nn.Sequential(Stack(), Failing(16, 16)).double()
+    inner = Interrupted(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+    train(model, optimizer, 2)
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
+    old = model(x).sum()
+    if what == "step":
+        model(x).square().mean().backward()
+        old = model(x).sum()
+        inner.fails = only is None or dist.get_rank() == only
+        with contextlib.suppress(KeyboardInterrupt):
+            optimizer.step()
+        inner.fails = False
+    else:
+        other = {key: value + 0.25 for key, value in model.state_dict().items()}
+        with contextlib.suppress(KeyError):
+            model.load_state_dict(other)
+    whole = nn.Sequential(Stack(), nn.Linear(16, 16)).double()
+    optimizer.zero_grad()
+    with torch.no_grad():
+        found = model(x)
+        whole.load_state_dict(zeropp.full_state(model))
+        difference = float((found - whole(x)).abs().max())
+    refused = False
+    try:
+        old.backward()
+    except RuntimeError:
+        refused = True
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    return difference, refused
+
+
+@pytest.mark.parametrize(("what", "only"), [("step", None), ("step", 1), ("load", None)])
+@pytest.mark.parametrize("name", [*KEPT, "stage 3"])
+def test_weights_that_changed_before_an_error_are_new_ones(name: str, what: str, only: int | None) -> None:
+    for difference, refused in run_ranks(4, half_way, KEPT.get(name, {}), what, only, local_world_size=2):
+        assert difference < 1e-12, "the model runs with older weights than it has"
+        assert refused, "a graph of older weights was used"
+
+
+def clamped(settings: dict[str, object]) -> float:
+    """Weights that a hook after each step clamps; the largest difference to plain torch."""
+    model, optimizer = wrapped(settings)
+    plain = Stack().double()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def clamp(each: torch.optim.Optimizer, *_: object) -> None:
+        time.sleep(0.01)  # a refresh under way would be done
+        with torch.no_grad():
+            for group in each.param_groups:
+                for parameter in group["params"]:
+                    parameter.clamp_(-0.1, 0.1)
+
+    worst = 0.0
+    optimizer.register_step_post_hook(clamp)
+    reference.register_step_post_hook(clamp)
+    for _ in range(4):
+        train(model, optimizer, 1)
+        train(plain, reference, 1)
+        x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
+        with torch.no_grad():
+            worst = max(worst, float((model(x) - plain(x)).abs().max()))
+    return worst
+
+
+@pytest.mark.parametrize("name", [*KEPT, "stage 3"])
+def test_a_hook_after_the_step_may_edit_weights(name: str) -> None:
+    assert max(run_ranks(4, clamped, KEPT.get(name, {}), local_world_size=2)) < 1e-12
 
 
 class Half(nn.Module):

@@ -139,13 +139,17 @@ def test_gradients_inside_forward(world: int, settings: dict[str, object]) -> No
     run_ranks(world, forces, settings)
 
 
-def compiled(how: str, persist: int) -> None:
-    pair = Pair(Routed(2), make_config(persist=persist))
+def compiled(how: str, settings: dict[str, object]) -> None:
+    whole = Routed(2)
+    if how == "blocks, before":
+        for block in whole.blocks:
+            block.compile(backend="aot_eager", fullgraph=True)
+    pair = Pair(whole, make_config(**settings))
     model = pair.model
     if how == "blocks":
         for block in model.blocks:
-            block.compile(backend="aot_eager")
-    else:
+            block.compile(backend="aot_eager", fullgraph=True)
+    if how == "model":
         pair.model = torch.compile(model, backend="aot_eager")
     for _ in range(3):
         pair.train(None)
@@ -153,11 +157,11 @@ def compiled(how: str, persist: int) -> None:
         assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) < 1e-12
 
 
-@pytest.mark.parametrize("persist", [0, 1000])
-@pytest.mark.parametrize("how", ["blocks", "model"])
-def test_compiling_after_wrapping(how: str, persist: int) -> None:
-    """Hooks stay outside of what is compiled."""
-    run_ranks(2, compiled, how, persist, timeout=120)
+@pytest.mark.parametrize("settings", [{}, {"persist": 1000}, {"unit_min_blocks": 128}, {"stage": 0}], ids=str)
+@pytest.mark.parametrize("how", ["blocks, before", "blocks", "model"])
+def test_compiling(how: str, settings: dict[str, object]) -> None:
+    """Hooks stay outside of what is compiled; blocks without a break in their graphs."""
+    run_ranks(2, compiled, how, settings, timeout=120)
 
 
 def clipped_no_sync() -> None:

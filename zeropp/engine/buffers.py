@@ -31,8 +31,12 @@ class BufferKey:
     wire_dtype: torch.dtype  # of gradient messages
 
     def shares(self, mode: Mode) -> bool:
-        """Whether main weights are whole and in the dtype the model computes in, so that one copy serves both."""
-        return mode.states == mode.kept == 1 and self.dtype == self.main_dtype
+        """Whether main weights are whole and in the dtype the model computes in, so that one copy serves both.
+
+        Not where trained ones have replicas: a module's edit through ``.data`` leaves no trace, and would part them.
+        """
+        alone = not self.trainable or mode.chain.world == 1
+        return alone and mode.states == mode.kept == 1 and self.dtype == self.main_dtype
 
 
 def planned_buffers(

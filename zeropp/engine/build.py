@@ -146,7 +146,7 @@ def build_engine(
     engine.settle_trained = Trainability(maker).settle
     apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}
     engine.refuse_to_train = partial(refuse_complex, apart)
-    engine.refresh()
+    engine.refresh.start()
     return engine
 
 
@@ -174,6 +174,8 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
             f"model is wrapped in {type(model).__name__}, which replicates what zeropp partitions; give the module "
             "inside, model.module"
         )
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a model was wrapped inside torch.inference_mode(), where nothing can be trained; leave it")
     devices: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):

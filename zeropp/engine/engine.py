@@ -21,9 +21,9 @@ from zeropp.engine.hooks import BackwardCall, Site, SiteHooks
 from zeropp.engine.pending import Pending
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.reductions import Reductions
+from zeropp.engine.refresh import Refresh
 from zeropp.engine.schedule import Schedule
 from zeropp.engine.sequence import IssueHash, PhaseKey
-from zeropp.engine.spans import span
 from zeropp.engine.tensors import cast_floating
 from zeropp.engine.touched import Touched
 from zeropp.flat_buffer import FlatBuffer
@@ -34,7 +34,6 @@ from zeropp.unit import Unit, UnitState
 
 __all__ = ["Engine", "Phase"]
 
-_REFRESH = 3  # kind in the issue hash
 _MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
 
 
@@ -85,7 +84,6 @@ class Engine:
         self.issued = IssueHash()
         sends = comm.world > 1 and comm.backend != "fake"
         self.gather_stream = make_stream("gather", device, sends=sends, overlap=overlap)
-        self.refresh_stream = make_stream("refresh", device, sends=sends, overlap=overlap)
         self.reduce_stream = make_stream("reduce", device, sends=sends, overlap=overlap)
         self.reductions = Reductions(self.units, self.reduce_stream, self.agreement, self.issued, scale)
         self.hooks = SiteHooks(self)
@@ -99,6 +97,8 @@ class Engine:
             self.hooks.reach,
             log_relearning=log_relearning,
         )
+        refresh_stream = make_stream("refresh", device, sends=sends, overlap=overlap)
+        self.refresh = Refresh(self.units, refresh_stream, self.schedule, self.agreement, self.issued)
         self._note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
@@ -133,9 +133,10 @@ class Engine:
 
     def _enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         changed = None
-        self.loading = False  # a load that failed half-way has left it on
         if not self.running:
             self.require_idle("the model")
+            self.finish_load()
+            self.refresh.start_put_off()
             self._begin_forward(site, training)
             if self.input_dtype is not None:
                 changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
@@ -326,34 +327,33 @@ class Engine:
             self._note_storages()
             self.schedule.note_sizes()
             self.pending.make_room()
-            self.refresh()
+            self.refresh.start()
             self.after_split()
 
     def _note_storages(self) -> None:
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
         self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
 
-    def weights_changed(self, buffers: Iterable[FlatBuffer]) -> None:
-        """Main weights are new: what is gathered of them is out of date, what is kept is renewed."""
+    def weights_changed(self, buffers: Iterable[FlatBuffer], *, for_now: bool = False) -> None:
+        """Main weights are new: what is gathered of them is out of date, what is kept is renewed.
+
+        Args:
+            buffers: those with new weights.
+            for_now: others may still change them before the next forward.
+        """
+        self.finish_load()
         for buffer in buffers:
             buffer.version += 1
         self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights
         self.schedule.drop_held()
-        self.refresh()
+        (self.refresh.put_off if for_now else self.refresh.start)()
 
-    def refresh(self) -> None:
-        """Start renewing what is kept between uses, in the order of the next forward; each first use waits for its."""
-        for unit in self.schedule.in_forward_order():
-            if unit.stale:
-                self.issued.add(_REFRESH, unit.index, unit.version)
-                with self.agreement.watching("refreshing", unit.name), span("refresh", unit.name):
-                    unit.refresh(self.refresh_stream)
-
-    def settle_refresh(self) -> None:
-        """Wait until no refresh reads the main weights any more, before they change."""
-        for unit in self.units:
-            self.agreement.wait(unit.settle_refresh, f"waiting for the refresh of unit {unit.name!r}")
+    def finish_load(self) -> None:
+        """A load that failed half-way has changed weights, too."""
+        if self.loading:
+            self.loading = False
+            self.weights_changed(self.buffers)
 
     def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Fetch a parameter's unit for the forwards of a module, too."""
@@ -383,7 +383,7 @@ class Engine:
             action()
         self._closing.clear()
         self.gather_stream.close()
-        self.refresh_stream.close()
+        self.refresh.stream.close()
         self.reduce_stream.close()
         self.comm.close()
 

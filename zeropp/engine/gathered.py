@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -53,6 +53,7 @@ class GatheredParameters:
         self._loans: list[_Loan] = []
         self._modifier_rank = modifier_rank
         parameters = list({id(parameter): parameter for parameter in params}.values())
+        _refuse_others(parameters)
         if fwd_module is not None:
             for parameter in parameters:
                 register_external_parameter(fwd_module, parameter)
@@ -96,6 +97,14 @@ class GatheredParameters:
         for loan in self._loans:
             loan.give_back()
         self._loans = []
+
+
+def _refuse_others(given: Sequence[object]) -> None:
+    for each in given:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"params holds {each!r}, a {type(each).__name__}; expected a module, a parameter, or several parameters"
+            )
 
 
 class _Loan:
@@ -145,7 +154,7 @@ class _Loan:
             )
         if self.modifier_rank is None:
             return
-        engine.settle_refresh()
+        engine.refresh.settle()
         with engine.agreement.watching("sharing edits made inside GatheredParameters"):
             for (buffer, index), value in zip(self.places, self.values, strict=True):
                 whole = value.detach().to(buffer.main_dtype).contiguous()

@@ -33,10 +33,13 @@ class Site:
     Attributes:
         path: qualified name.
         units: fetched for the module's forward, persistent ones aside.
+        skipped: its running forward goes by without hooks. Inside a compiled region they would break its graph, and
+            without units they are of use only where a pass begins.
     """
 
     path: str
     units: tuple[Unit, ...]
+    skipped: bool = False
 
     @property
     def frozen(self) -> tuple[Unit, ...]:
@@ -246,7 +249,13 @@ class SiteHooks:
                 self._on_leaves += [h for h, tensor in zip(handles, inputs, strict=True) if tensor.is_leaf]
             return changed
 
-        return torch.compiler.disable(before)  # type: ignore[no-any-return]
+        opaque: Callable[..., object] = torch.compiler.disable(before)
+
+        def before_or_skip(*arguments: object) -> object:
+            site.skipped = torch.compiler.is_compiling() and not site.units and bool(stack)
+            return None if site.skipped else opaque(*arguments)
+
+        return opaque if site.units else before_or_skip
 
     def _after(self, site: Site) -> Callable[..., object]:
         ref, stack, later = self._driver, self._stack, self._later
@@ -274,4 +283,12 @@ class SiteHooks:
                 self._extend_later()
             return output
 
-        return torch.compiler.disable(after)  # type: ignore[no-any-return]
+        opaque: Callable[..., object] = torch.compiler.disable(after)
+
+        def after_or_skip(*arguments: object) -> object:
+            if torch.compiler.is_compiling() and site.skipped:
+                site.skipped = False
+                return None
+            return opaque(*arguments)
+
+        return opaque if site.units else after_or_skip

@@ -189,6 +189,7 @@ class _Loading:
             )
         if self.outermost is None or prefix == "":
             engine.agreement.meet(f"load_state_dict() of a {type(module).__name__}")
+            engine.finish_load()
             self.outermost = module
             engine.loading = True
 

@@ -48,7 +48,7 @@ class Trainability:
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
             engine.schedule.drop_held()  # gathers and refreshes on their way write to what is about to be freed
-            engine.settle_refresh()
+            engine.refresh.settle()
             for unit, buffer in unfrozen:
                 self._split(engine, unit, buffer, wanted)
         if unfrozen or len(self._numbers) > _SETS:

@@ -222,11 +222,13 @@ class ZeroOptimizer(Optimizer):
             piece.show_gradient(used and not piece.removed)
         if self.config.gradient_clipping > 0:
             self._scale_gradients(norm, self.config.gradient_clipping)
-        self.engine.settle_refresh()
-        # Past the profiling wrapper of torch, whose hooks already run around this method.
-        getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
+        self.engine.refresh.settle()
+        try:
+            # Past the profiling wrapper of torch, whose hooks already run around this method.
+            getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
+        finally:  # what fails half-way has changed weights, too; and hooks that run after this may edit them
+            self.engine.weights_changed(self.engine.trainable, for_now=bool(self._optimizer_step_post_hooks))
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
-        self.engine.weights_changed(self.engine.trainable)
         self._count_backwards(0)
         return loss
 
@@ -276,7 +278,7 @@ class ZeroOptimizer(Optimizer):
         saved = state_dict["zeropp"]
         self.engine.agreement.meet("load_state_dict() of the ZeroOptimizer")
         check_layout(self.engine, state_dict, self.inner)
-        self.engine.settle_refresh()
+        self.engine.refresh.settle()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
         self._slices.wait_with(saved["waiting"])
