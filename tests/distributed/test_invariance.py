@@ -111,6 +111,7 @@ def test_settings_change_nothing_under_clipping(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(600)  # 24 variants a case
 @pytest.mark.parametrize("topology", [(1, 1), (2, 1), (4, 1), (4, 2)], ids=str)
 @pytest.mark.parametrize("how", ["optimizer.backward", "no_sync mixed"])
 @pytest.mark.parametrize("model", [*MODELS, "gpt", "gpt tied by use", "repeated blocks", "raw root", "convolutions"])
