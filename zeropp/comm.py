@@ -6,9 +6,6 @@ been transferred. All calls here block the calling thread or stream; overlap is 
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -17,84 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, new_group
-from zeropp.codecs import PlainCodec
+from zeropp.ledger import Ledger
 from zeropp.members import Members, gather_objects
-from zeropp.placement import HopSpec, Placement
+from zeropp.placement import HopSpec
 from zeropp.topology import Chain
 
 _T = TypeVar("_T")
 
-__all__ = [
-    "Comm",
-    "GatherPath",
-    "Ledger",
-    "LedgerRow",
-    "ReducePath",
-    "make_comm",
-]
+__all__ = ["Comm", "Hop", "make_comm"]
 
 
-@dataclass(frozen=True)
-class LedgerRow:
-    """Traffic of one unit over one hop, as this rank sent it."""
-
-    unit: str
-    kind: str  # "gather", "refresh" (of weights that are kept), "reduce" or "control"
-    hop: str  # "outer->inner" levels in the direction of travel
-    link: str  # "local" or "cross"
-    calls: int
-    bytes: int  # sent by this rank to others
-
-
-@dataclass
-class Ledger:
-    """Counts bytes this rank sends to others, per unit, hop and link class.
-
-    Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange.
-    """
-
-    _calls: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
-    _bytes: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, unit: str, kind: str, hop: str, link: str, nbytes: int) -> None:
-        """Count one call."""
-        key = (unit, kind, hop, link)
-        with self._lock:
-            self._calls[key] += 1
-            self._bytes[key] += nbytes
-
-    @property
-    def rows(self) -> list[LedgerRow]:
-        """One row per unit and hop, in order of name."""
-        with self._lock:
-            return [LedgerRow(*key, self._calls[key], self._bytes[key]) for key in sorted(self._calls)]
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes this rank sent."""
-        return sum(row.bytes for row in self.rows)
-
-    def bytes_by_link(self) -> dict[str, int]:
-        """Bytes this rank sent, for each class of link."""
-        totals: Counter[str] = Counter()
-        for row in self.rows:
-            totals[row.link] += row.bytes
-        return dict(totals)
-
-    def __str__(self) -> str:
-        lines = [f"{'unit':32}{'kind':8}{'hop':10}{'link':7}{'calls':>8}{'bytes sent':>18}"]
-        lines += [f"{r.unit:32}{r.kind:8}{r.hop:10}{r.link:7}{r.calls:>8}{r.bytes:>18,}" for r in self.rows]
-        return "\n".join([*lines, f"{'total':65}{self.total_bytes:>18,}"])
-
-    def reset(self) -> None:
-        """Forget everything counted so far."""
-        with self._lock:
-            self._calls.clear()
-            self._bytes.clear()
-
-
-class _Hop:
+class Hop:
     """One hop bound to a process group.
 
     On gloo both collectives are sends and receives between members, straight to and from where the data lies: its own
@@ -122,20 +52,31 @@ class _Hop:
         else:
             all_gather_single(out, piece, group=self.group)
 
-    def exchange(self, message: Tensor, unit: str) -> list[Tensor]:
-        """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members."""
+    def exchange(self, message: Tensor, unit: str, *, apart: bool = True) -> list[Tensor]:
+        """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
+
+        Args:
+            message: one part for each member.
+            unit: for the ledger.
+            apart: the parts returned need not follow each other in memory.
+        """
         name = f"{self.spec.inner}->{self.spec.outer}"
         sent = message.nbytes // self.size * (self.size - 1)
         self.ledger.add(unit, self.kind, name, self.spec.link, sent)
         parts = list(message.view(self.size, -1).unbind())
-        if self.pairwise:
+        if self.pairwise and apart:
             received = [torch.empty_like(part) for part in parts]
             received[self.index] = parts[self.index]
             self._swap(received, parts)
             return received
         whole = torch.empty_like(message)
-        dist.all_to_all_single(whole, message, group=self.group)
-        return list(whole.view(self.size, -1).unbind())
+        received = list(whole.view(self.size, -1).unbind())
+        if self.pairwise:
+            received[self.index].copy_(parts[self.index])
+            self._swap(received, parts)
+        else:
+            dist.all_to_all_single(whole, message, group=self.group)
+        return received
 
     def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> None:
         """Send ``out_of[i]`` to member i and receive ``into[i]`` from it; this rank's own entries stay untouched."""
@@ -147,77 +88,6 @@ class _Hop:
         for work in works:
             assert work is not None  # None is for ranks outside the group
             work.wait()
-
-
-class GatherPath:
-    """From slices at one level to slices at a smaller one: encode once, then hop by hop, slowest link first.
-
-    The plain codec's messages are the values themselves, so every hop works in place: a rank encodes its slice where
-    it belongs in the result, and each hop fills what is around it.
-    """
-
-    def __init__(self, placement: Placement, outer: int, inner: int, hops: list[_Hop], codec: PlainCodec) -> None:
-        self.placement = placement
-        self.outer = outer
-        self.inner = inner
-        self.hops = hops
-        self.codec = codec
-
-    def views(self, whole: Tensor) -> list[Tensor]:
-        """Views of a result, this rank's slice at ``inner``: its own part, then what it has after each hop."""
-        views, numel = [], whole.numel() * self.inner
-        for level in [self.outer, *(hop.spec.inner for hop in self.hops)]:
-            start, stop = self.placement.slice_of(numel, level, self.inner)
-            views.append(whole[start:stop])
-        return views
-
-    def run(self, own: Tensor, views: list[Tensor], unit: str) -> None:
-        """Fill a result from every rank's slice at ``outer``.
-
-        Args:
-            own: this rank's.
-            views: of the result, from :meth:`views`.
-            unit: for the ledger.
-        """
-        self.codec.encode_(views[0], own)
-        for index, hop in enumerate(self.hops):
-            hop.all_gather(views[index + 1], views[index], unit)
-
-
-class ReducePath:
-    """From slices at one level to sums at a larger one, fastest link first; each hop is an exchange and a local sum.
-
-    Summing in the accumulation dtype after an exchange costs the same bytes as a ring reduce-scatter, rounds less on a
-    16-bit wire, and halves what gloo's own reduce-scatter sends.
-    """
-
-    def __init__(self, placement: Placement, outer: int, hops: list[_Hop], codec: PlainCodec) -> None:
-        self.placement = placement
-        self.outer = outer
-        self.hops = hops
-        self.codec = codec
-
-    def run(self, message: Tensor, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        """``out`` becomes, or gains, ``scale`` times the sum of all ranks' parts.
-
-        Args:
-            message: this rank's slice at the path's first level, encoded by :attr:`codec`.
-            out: float32 or float64, this rank's slice at the last one.
-            scale: applied once, in the last sum.
-            accumulate: add to ``out``.
-            unit: for the ledger.
-        """
-        codec = self.codec
-        for hop in self.hops[:-1]:
-            parts = hop.exchange(message, unit)
-            partial = torch.empty(parts[0].numel(), dtype=out.dtype, device=out.device)
-            headroom = codec.headroom(hop.size)
-            codec.decode_sum_(parts, partial, scale=headroom)
-            scale /= headroom
-            message = codec.empty(partial.numel(), out.device)
-            codec.encode_(message, partial)
-        parts = self.hops[-1].exchange(message, unit) if self.hops else [message]
-        codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate)
 
 
 class Comm:
@@ -257,24 +127,13 @@ class Comm:
         """Number of ranks."""
         return self.chain.world
 
-    def gather_path(
-        self, placement: Placement, outer: int, inner: int, codec: PlainCodec, stream: str = "gather"
-    ) -> GatherPath:
-        """The hops between two levels, on groups that belong to a stream. Collective over the members."""
-        hops = [self._hop(stream, spec) for spec in placement.gather_path(outer, inner)]
-        return GatherPath(placement, outer, inner, hops, codec)
-
-    def reduce_path(self, placement: Placement, inner: int, outer: int, codec: PlainCodec) -> ReducePath:
-        """The hops between two levels, on groups of the stream of reductions. Collective over the members."""
-        hops = [self._hop("reduce", spec) for spec in placement.reduce_path(inner, outer)]
-        return ReducePath(placement, outer, hops, codec)
-
-    def _hop(self, stream: str, spec: HopSpec) -> _Hop:
+    def hop(self, stream: str, spec: HopSpec) -> Hop:
+        """A hop, on a group that belongs to a stream. Collective over the members."""
         key = (stream, spec.outer, spec.inner)
         if key not in self._groups:
             members = tuple(self.ranks[rank] for rank in spec.ranks)
             self._groups[key] = self._make(members, self.backend, f"{stream} {spec.outer}->{spec.inner}")
-        return _Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, stream)
+        return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, stream)
 
     def broadcast(self, tensor: Tensor) -> None:
         """Everyone gets rank 0's values."""

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions
-from zeropp.comm import Comm, GatherPath
+from zeropp.comm import Comm
 from zeropp.gradient import Gradient
 from zeropp.guard import guard, unguard
 from zeropp.layout import BufferLayout, Fragment
+from zeropp.paths import GatherPath
 
 __all__ = ["FlatBuffer", "WeightPaths"]
 
@@ -61,7 +62,8 @@ class FlatBuffer:
         flat: [numel] in the compute dtype; empty storage while released; the shard itself where paths lead nowhere.
         shard: [numel / states] main weights (float32, or float64 for float64 models), or the frozen values in their own
             dtype.
-        secondary: [numel / kept level] weights in the compute dtype that are kept between uses (hpZ), or None.
+        secondary: [numel / kept level] weights in the compute dtype that are kept between uses (hpZ), or the messages
+            they came in, or None.
         gradient: of trainable parameters; None for frozen ones.
     """
 
@@ -80,7 +82,7 @@ class FlatBuffer:
         self.layout = layout
         self.trainable = gradient is not None
         self.device = parameters[0].device
-        self.compute_dtype = paths.main.codec.dtype
+        self.compute_dtype = paths.main.dtype
         self.main_dtype = main_dtype
         self.paths = paths
         self.gradient = gradient
@@ -127,12 +129,11 @@ class FlatBuffer:
     def _prepare_paths(self) -> None:
         refresh, fetch = self.paths.refresh, self.paths.fetch
         if fetch is not None:
-            self._fetch_views = fetch.views(self.flat)
+            self._fetch_places = fetch.places(self.flat)
         if refresh is not None:
             if fetch is not None:
-                numel = self.layout.numel // refresh.inner
-                self.secondary = torch.empty(numel, dtype=self.compute_dtype, device=self.device)
-            self._refresh_views = refresh.views(self.flat if self.secondary is None else self.secondary)
+                self.secondary = refresh.empty(self.layout.numel // refresh.inner, self.device)
+            self._refresh_places = refresh.places(self.flat if self.secondary is None else self.secondary)
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +156,7 @@ class FlatBuffer:
     def gather(self) -> None:
         """Bring the values together; on the gather stream."""
         assert self.paths.fetch is not None  # whole weights that are kept are only refreshed
-        self.paths.fetch.run(self.shard if self.secondary is None else self.secondary, self._fetch_views, self.unit)
+        self.paths.fetch.run(self.shard if self.secondary is None else self.secondary, self._fetch_places, self.unit)
 
     @property
     def stale(self) -> bool:
@@ -165,7 +166,7 @@ class FlatBuffer:
     def refresh(self) -> None:
         """Renew what is kept; on the refresh stream."""
         assert self.paths.refresh is not None
-        self.paths.refresh.run(self.shard, self._refresh_views, self.unit)
+        self.paths.refresh.run(self.shard, self._refresh_places, self.unit)
 
     def uncover(self) -> None:
         """Let the model see the values.

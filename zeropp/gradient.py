@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm import GatherPath, ReducePath
+from zeropp.codecs import BlockCodec, Feedback
 from zeropp.layout import BufferLayout, Fragment
-from zeropp_kernels.reference import pack_
+from zeropp.paths import GatherPath, ReducePath
+from zeropp_kernels import block_table
+from zeropp_kernels.reference import sum_messages_
 
 __all__ = ["Gradient", "GradientPaths"]
 
@@ -67,6 +69,15 @@ class Gradient:
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
         self._holds = 0  # backwards in ``held``
+        self._table = None
+        if isinstance(paths.straight.codec, BlockCodec):
+            numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
+            self._table = block_table(numels, offsets, layout.numel, device=self.device)
+
+    @property
+    def feedbacks(self) -> list[Feedback]:
+        """Errors that are fed back, of each hop that has some."""
+        return [leg.feedback for leg in self.paths.straight.legs if leg.feedback is not None]
 
     # From autograd to a message.
 
@@ -78,19 +89,17 @@ class Gradient:
                 gradient is added to what is held, and there is no message.
         """
         gradients = self._take()
-        codec = self.paths.straight.codec
+        path = self.paths.straight
         if self.paths.held == 1 and (hold or self.held is not None):
             whole = self._hold_whole(gradients)
             if hold:
                 return None
-            message = codec.empty(self.layout.numel, self.device)
-            codec.encode_(message, whole)
+            message = path.empty(self.layout.numel, self.device)
+            path.encode_(message, whole)
             self.held = None
             return message
-        message = codec.empty(self.layout.numel, self.device)
-        pack_(self.layout.views(message), gradients)
-        for start, stop in self.layout.gaps:
-            message[start:stop].zero_()
+        message = path.empty(self.layout.numel, self.device)
+        path.pack_(message, gradients, self.layout, self._table)
         return message
 
     def _take(self) -> list[Tensor | None]:
@@ -120,35 +129,36 @@ class Gradient:
         if hold:
             self._hold(message)
         elif self.held is None:
-            self._finish(paths.straight, message, scale)
+            self._finish(paths.straight, message, self.layout.numel, scale)
         else:
             self._hold(message)
             headroom = paths.straight.codec.headroom(self._holds * paths.held)
-            codec = paths.rest.codec
-            message = codec.empty(self.held.numel(), self.device)
-            codec.encode_(message, self.held if headroom == 1.0 else self.held * headroom)
+            numel = self.held.numel()
+            message = paths.rest.empty(numel, self.device)
+            paths.rest.encode_(message, self.held if headroom == 1.0 else self.held * headroom)
             self.held, self._holds = None, 0
-            self._finish(paths.rest, message, scale / headroom)
+            self._finish(paths.rest, message, numel, scale / headroom)
 
     def _hold(self, message: Tensor) -> None:
         fresh = self.held is None
         if self.held is None:
             self.held = torch.empty(self.layout.numel // self.paths.held, dtype=self.dtype, device=self.device)
-        self.paths.hold.run(message, self.held, scale=1.0, accumulate=not fresh, unit=self.unit)
+        path, numel = self.paths.hold, self.layout.numel
+        path.run(message, numel, self.held, scale=1.0, accumulate=not fresh, unit=self.unit)
         self._holds += 1
 
-    def _finish(self, path: ReducePath, message: Tensor, scale: float) -> None:
+    def _finish(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> None:
         """The last hops, and back from pieces to the level of the states where there are replicas."""
         replicas = self.paths.replicas
         if replicas is None:
-            path.run(message, self.shard, scale=scale, accumulate=self.arrived, unit=self.unit)
+            path.run(message, numel, self.shard, scale=scale, accumulate=self.arrived, unit=self.unit)
         else:
             piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
             headroom = path.codec.headroom(self.layout.world)
-            path.run(message, piece, scale=headroom, accumulate=False, unit=self.unit)
-            whole = replicas.codec.empty(self.shard.numel(), self.device)
-            replicas.run(piece, replicas.views(whole), self.unit)
-            replicas.codec.decode_sum_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
+            path.run(message, numel, piece, scale=headroom, accumulate=False, unit=self.unit)
+            whole = replicas.empty(self.shard.numel(), self.device)
+            replicas.run(piece, replicas.places(whole), self.unit)
+            sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
         self.arrived = True
 
     # What is there, and forgetting it.

@@ -15,7 +15,7 @@ from zeropp.streams import Event, Stream
 
 __all__ = ["TERMS", "Unit", "UnitState"]
 
-TERMS = ("main_weights", "gradients", "frozen_weights", "secondary_weights", "persistent_weights")
+TERMS = ("main_weights", "gradients", "frozen_weights", "secondary_weights", "persistent_weights", "feedback")
 """What a unit owns at all times."""
 
 
@@ -101,6 +101,8 @@ class Unit:
             yield "main_weights" if buffer.trainable else "frozen_weights", buffer.shard.untyped_storage().nbytes()
             if buffer.gradient is not None:
                 yield "gradients", buffer.gradient.shard.untyped_storage().nbytes()
+                for feedback in buffer.gradient.feedbacks:
+                    yield "feedback", feedback.state.nbytes
                 if buffer.gradient.held is not None:
                     yield "held_gradients", buffer.gradient.held.untyped_storage().nbytes()
             if buffer.secondary is not None:

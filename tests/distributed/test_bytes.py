@@ -15,8 +15,8 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Block, make_config
 from tests.netns import private_network
-from zeropp.comm import Ledger
 from zeropp.layout import BLOCK
+from zeropp.ledger import Ledger
 
 SCRIPT = Path(__file__).with_name("step_bytes.py")
 

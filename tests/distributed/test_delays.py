@@ -17,15 +17,15 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.models import Block
 from tests.distributed.parity import Recipe, Trained, build, train_zero
 from zeropp import streams
-from zeropp.comm import Comm, _Hop
+from zeropp.comm import Comm, Hop
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 # Where a rank can be slow: (class, method, before or after it).
 PLACES: dict[str, tuple[type, str]] = {
-    "gather hop": (_Hop, "all_gather"),
-    "reduce hop": (_Hop, "exchange"),
+    "gather hop": (Hop, "all_gather"),
+    "reduce hop": (Hop, "exchange"),
     "boundary sum": (Comm, "sum"),
     "agreement": (Comm, "all_gather_ints"),
     "gather copy": (FlatBuffer, "gather"),

@@ -26,7 +26,7 @@ from tests.distributed.parity import (
     train_plain,
     train_zero,
 )
-from zeropp.comm import ReducePath
+from zeropp.paths import ReducePath
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2)}  # ranks, nodes
 DEFAULT_PERSISTENCE: dict[str, object] = {"stage3_param_persistence_threshold": 100_000}
@@ -127,8 +127,8 @@ def train_unevenly_scaled(recipe: Recipe, factor: float) -> Trained:
     """Sabotage: gradients come out a little too large."""
     original = ReducePath.run
 
-    def run(self: ReducePath, message: Tensor, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        original(self, message, out, scale=scale * factor, accumulate=accumulate, unit=unit)
+    def run(self: ReducePath, *args: Any, scale: float, **kwargs: Any) -> None:
+        original(self, *args, scale=scale * factor, **kwargs)
 
     ReducePath.run = run  # type: ignore[method-assign]
     try:

@@ -72,12 +72,13 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
 
 _ZERO = {
     "gather_16bit_weights_on_model_save": LATER,
-    **_each(BLOCK, "offload_param offload_optimizer leaf_module"),
+    **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
     **_each(
         EFFECT,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
         "max_reuse_distance module_granularity_threshold overlap_comm ignore_unused_parameters "
-        "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather",
+        "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather "
+        "zero_quantized_weights zero_quantized_gradients",
     ),
     **_each(
         IDLE,
@@ -88,8 +89,7 @@ _ZERO = {
     # The last two are errors already when the configuration is loaded.
     **_each(
         LATER,
-        "load_from_fp32_weights zenflow zero_quantized_weights zero_quantized_nontrainable_weights "
-        "zero_quantized_gradients zeropp_loco_param "
+        "load_from_fp32_weights zenflow zero_quantized_nontrainable_weights "
         "pipeline_loading_checkpoint override_module_apply save_muon_momentum_buffer_in_memory "
         "elastic_checkpoint legacy_stage1",
     ),
@@ -125,7 +125,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     OffloadParamConfig: _governed(OffloadParamConfig, "device", device=LATER),
     OffloadOptimizerConfig: _governed(OffloadOptimizerConfig, "device", device=LATER),
     LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
-    LocoConfig: _governed(LocoConfig, "zeropp_loco_param"),
+    LocoConfig: _all(LocoConfig, EFFECT),
     Fp16Config: _governed(Fp16Config, "enabled", enabled=_only(False, remedy="enable bf16 or train in fp32")),
     Bf16Config: {
         "enabled": EFFECT,
@@ -139,10 +139,15 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "buffer_dtype": EFFECT,
     },
     ExtensionConfig: {
-        **_each(EFFECT, "local_world_size unit_numel unit_min_blocks hang_timeout cast_inputs defer_cross_reduction"),
-        **_each(LATER, "gradient_bits feedback hadamard weight_codec secondary"),
+        **_each(
+            EFFECT,
+            "local_world_size unit_numel unit_min_blocks hang_timeout cast_inputs defer_cross_reduction hadamard "
+            "feedback secondary",
+        ),
+        "gradient_bits": BLOCK,
+        "weight_codec": _only(None, "int8", remedy='set "int8", or leave it out'),
     },
-    GradientBitsConfig: _governed(GradientBitsConfig, "gradient_bits"),
+    GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
     AioConfig: _all(AioConfig, LATER),
     CheckpointConfig: {**_all(CheckpointConfig, LATER), "parallel_write": BLOCK},
     ParallelWriteConfig: _all(ParallelWriteConfig, LATER),

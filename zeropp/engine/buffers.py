@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeropp.codecs import PlainCodec
+from zeropp.codecs import BlockCodec, Feedback
 from zeropp.comm import Comm
 from zeropp.config import Config
+from zeropp.encoding import Encoding, choose_encoding
 from zeropp.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.gradient import Gradient, GradientPaths
 from zeropp.layout import BufferLayout, build_layout, dense_strides
+from zeropp.paths import CodedGatherPath, GatherPath, Leg, ReducePath
 from zeropp.placement import Mode, Placement
 from zeropp.unit import Unit
 from zeropp.units import UnitSpec
@@ -69,6 +71,7 @@ class BufferMaker:
         self._config = config
         self._mode = mode
         self._comm = comm
+        self._encoding = choose_encoding(config)
 
     def make_units(self, model: nn.Module, specs: Sequence[UnitSpec]) -> list[Unit]:
         """A unit for each spec."""
@@ -102,21 +105,65 @@ class BufferMaker:
     ) -> FlatBuffer:
         gradient = None
         if key.trainable:
-            travels = _gradient_paths(self._comm, placement, PlainCodec(key.wire_dtype))
+            device = parameters[0].device
+            travels = _gradient_paths(self._comm, placement, layout, key, self._encoding, device)
             gradient = Gradient(unit, parameters, layout, key.main_dtype, travels)
-        paths = _weight_paths(self._comm, placement, PlainCodec(key.dtype), shared=key.shares(placement.mode))
+        shared = key.shares(placement.mode) and self._encoding.weights is None
+        paths = _weight_paths(self._comm, placement, key.dtype, self._encoding, shared=shared)
         return FlatBuffer(unit, parameters, layout, key.main_dtype, paths, gradient)
 
 
-def _weight_paths(comm: Comm, placement: Placement, codec: PlainCodec, *, shared: bool) -> WeightPaths:
+def _weight_paths(
+    comm: Comm, placement: Placement, dtype: torch.dtype, encoding: Encoding, *, shared: bool
+) -> WeightPaths:
     states, kept = placement.mode.states, placement.mode.kept
-    refresh = None if kept is None or shared else comm.gather_path(placement, states, kept, codec, "refresh")
-    fetch = None if kept == 1 else comm.gather_path(placement, kept or states, 1, codec)
-    return WeightPaths(comm.gather_path(placement, states, 1, codec), refresh, fetch)
+    codec = encoding.weights
+    keep_codes = encoding.keep_codes and kept not in (None, 1)
+
+    def path(
+        outer: int, inner: int, stream: str, *, encoded: bool, coded: bool = False, decodes: bool = True
+    ) -> GatherPath:
+        hops = [comm.hop(stream, spec) for spec in placement.gather_path(outer, inner)]
+        if codec is None or not encoded:
+            return GatherPath(placement, outer, inner, hops, dtype)
+        return CodedGatherPath(
+            placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes
+        )
+
+    refresh = fetch = None
+    if kept is not None and not shared:
+        refresh = path(states, kept, "refresh", encoded=True, decodes=not keep_codes)
+    if kept is None:
+        fetch = path(states, 1, "gather", encoded=True)
+    elif kept > 1:  # what was decoded once goes on as it is: encoding it anew would change it
+        fetch = path(kept, 1, "gather", encoded=keep_codes, coded=True)
+    return WeightPaths(path(states, 1, "gather", encoded=False), refresh, fetch)
 
 
-def _gradient_paths(comm: Comm, placement: Placement, codec: PlainCodec) -> GradientPaths:
+def _gradient_paths(
+    comm: Comm, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
+) -> GradientPaths:
     world, held, states = comm.world, placement.mode.held, placement.mode.states
-    hold, rest = comm.reduce_path(placement, 1, held, codec), comm.reduce_path(placement, held, world, codec)
-    replicas = None if states == world else comm.gather_path(placement, world, states, codec, "reduce")
-    return GradientPaths(hold, rest, comm.reduce_path(placement, 1, world, codec), replicas)
+    specs = placement.reduce_path(1, world)
+    codecs = encoding.gradient_codecs(specs, key.wire_dtype)
+    legs = []
+    for spec, codec in zip(specs, codecs, strict=True):
+        hop, feedback = comm.hop("reduce", spec), None
+        if isinstance(codec, BlockCodec) and encoding.feeds_back(specs, spec):
+            numel = layout.numel // spec.outer
+            feedback = Feedback(numel, hop.size, codec.bits, encoding.beta, device)
+        legs.append(Leg(hop, codec, feedback))
+
+    def path(inner: int, outer: int) -> ReducePath:
+        own = [leg for leg in legs if inner < leg.hop.spec.outer <= outer]
+        return ReducePath(placement, outer, own, key.wire_dtype)
+
+    replicas: GatherPath | None = None
+    if states != world:
+        hops = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
+        if any(isinstance(codec, BlockCodec) for codec in codecs):
+            codec = BlockCodec(8, encoding.rotate)
+            replicas = CodedGatherPath(placement, world, states, hops, key.main_dtype, codec, level=world)
+        else:
+            replicas = GatherPath(placement, world, states, hops, key.wire_dtype)
+    return GradientPaths(path(1, held), path(held, world), path(1, world), replicas)

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm import Ledger
 from zeropp.engine.engine import Engine
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of
+from zeropp.ledger import Ledger
 from zeropp.unit import Unit
 
 __all__ = ["comm_report", "engine_of", "full_state", "gather_main", "install_state_hooks"]
@@ -77,7 +77,7 @@ def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
         whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
     path = buffer.paths.main
     with engine.agreement.watching("gathering", buffer.unit):
-        event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.views(whole), buffer.unit))
+        event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.places(whole), buffer.unit))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
     return buffer.layout.views(whole)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeropp.config import ConfigSource, load_config
+from zeropp.encoding import choose_encoding
 from zeropp.engine.buffers import planned_buffers
 from zeropp.engine.build import unit_options
-from zeropp.placement import choose_mode
+from zeropp.placement import Placement, choose_mode
 from zeropp.topology import ranks_per_node
 from zeropp.unit import TERMS
 from zeropp.units import form_units
@@ -36,7 +37,8 @@ class MemoryPlan:
     Attributes:
         terms: what is owned at all times: ``main_weights`` (float32 or float64 shards of trainable parameters),
             ``gradients`` (the same), ``frozen_weights`` (shards in their own dtype), ``secondary_weights`` (what hpZ
-            keeps, compute dtype), ``persistent_weights`` (whole, compute dtype; none where the main weights are that).
+            keeps, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where the main
+            weights are that), ``feedback`` (errors of quantized gradients).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
     """
 
@@ -85,22 +87,26 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
     settings = load_config(config)
     parameters = dict(model.named_parameters())
     terms: Counter[str] = Counter(dict.fromkeys(TERMS, 0))
-    mode = choose_mode(settings, world, ranks_per_node(range(world), local or world))
+    local = ranks_per_node(range(world), local or world)
+    mode, encoding = choose_mode(settings, world, local), choose_encoding(settings)
     units = []
     for spec in form_units(model, world, unit_options(settings)):
         gathered = message = held = 0
         own = mode.of(spec.persistent)
+        path = Placement(own, 0, local).reduce_path(1, world)
         for key, _, layout in planned_buffers(parameters, spec, settings, world):
             gathered += layout.numel * key.dtype.itemsize
             if key.trainable:
                 terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
                 terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
                 held += layout.numel // own.held * key.main_dtype.itemsize if own.sums else 0
-                message += layout.numel * key.wire_dtype.itemsize
+                message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
+                terms["feedback"] += encoding.feedback_nbytes(path, layout.numel)
             else:
                 terms["frozen_weights"] += layout.numel // own.states * key.main_dtype.itemsize
-            if own.kept is not None and not key.shares(own):
-                term = "persistent_weights" if own.kept == 1 else "secondary_weights"
-                terms[term] += layout.numel // own.kept * key.dtype.itemsize
+            if own.kept == 1 and not (key.shares(own) and encoding.weights is None):
+                terms["persistent_weights"] += layout.numel * key.dtype.itemsize
+            elif own.kept is not None and own.kept > 1:
+                terms["secondary_weights"] += encoding.secondary_nbytes(layout.numel, own, key.dtype)
         units.append(UnitMemory(spec.name, own.kept == 1, gathered, message, held))
     return MemoryPlan(dict(terms), tuple(units))
