@@ -89,7 +89,7 @@ class Contestant:
         meet(self.device)
         wire, cpu, wall = wire_bytes(), time.process_time(), time.perf_counter()
         for _ in range(steps):
-            self._one_step()
+            self.one_step()
         meet(self.device)
         wall, cpu, wire = time.perf_counter() - wall, time.process_time() - cpu, wire_bytes() - wire
         if not measure:
@@ -102,7 +102,8 @@ class Contestant:
         self.ledger_bytes += sent_now - sent
         self.ledger_steps += steps
 
-    def _one_step(self) -> None:
+    def one_step(self) -> None:
+        """Forward, backward and optimizer step on the next batch."""
         x, y = self.batches.at(self.step)
         with self.precision():
             loss = self.model(x.to(self.device), y.to(self.device))
@@ -178,10 +179,11 @@ def _build_fsdp2(
     policy = MixedPrecisionPolicy()
     if args.dtype != "fp32" or args.reduce_dtype != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=DTYPES[args.reduce_dtype])
-    half = dist.get_world_size() // 2
+    half = ranks_per_node(args)
     mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
     if name == "hsdp":
-        mesh = dist.init_device_mesh(device.type, (2, half), mesh_dim_names=("replicas", "shards"))
+        shape = (dist.get_world_size() // half, half)
+        mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=half if name == "fsdp2_hpz" else None)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -195,23 +197,43 @@ def _build_fsdp2(
 def _build_zeropp(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
-    half = dist.get_world_size() // 2
-    placed = {
-        "zeropp": {}, "zeropp_s0": {"stage": 0}, "zeropp_s1": {"stage": 1}, "zeropp_s2": {"stage": 2},
-        "zeropp_hpz": {"zero_hpz_partition_size": half}, "zeropp_mics": {"mics_shard_size": half},
-    }[name]  # fmt: skip
+    half = ranks_per_node(args)
+    placed = zeropp_modes(half)[name]
     config = {
         # Nothing is kept from forward to backward, as in FSDP2; parameters below the default threshold are whole.
         "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **placed},
-        "zeropp": {"local_world_size": half if placed else None},
+        "zeropp": {"local_world_size": half if name != "zeropp" else None},
         "bf16": {"enabled": args.dtype == "bf16"},
         "communication_data_type": args.reduce_dtype,
     }
-    predicted = zeropp.plan.memory(model, config, dist.get_world_size()).terms
+    predicted = zeropp.plan.memory(model, config, dist.get_world_size(), half if name != "zeropp" else None).terms
     optimizer = zeropp.ZeroOptimizer(adamw(model), model, config)
     return Contestant(
         name, model, optimizer, batches, device, backward=optimizer.backward, predicted=dict(predicted)
     )
+
+
+def ranks_per_node(args: argparse.Namespace) -> int:
+    """As given; else the ranks are halved, as if on two nodes."""
+    return getattr(args, "local", None) or dist.get_world_size() // 2
+
+
+def zeropp_modes(local: int) -> dict[str, dict[str, object]]:
+    """Keys of the zero block for each of our contestants."""
+    quantized = {
+        "zero_quantized_weights": True, "zero_hpz_partition_size": local, "zero_quantized_gradients": True,
+    }  # fmt: skip
+    return {
+        "zeropp": {},
+        "zeropp_s0": {"stage": 0},
+        "zeropp_s1": {"stage": 1},
+        "zeropp_s2": {"stage": 2},
+        "zeropp_s3": {},
+        "zeropp_hpz": {"zero_hpz_partition_size": local},
+        "zeropp_mics": {"mics_shard_size": local},
+        "zeropp_pp": quantized,
+        "zeropp_pp_loco": {**quantized, "zeropp_loco_param": {}},
+    }
 
 
 def whole_parameters(model: nn.Module) -> list[str]:

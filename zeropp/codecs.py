@@ -35,6 +35,10 @@ class Feedback:
         self.beta = beta
         self.fresh = False
 
+    def saved(self) -> Tensor:
+        """A copy of the state as the next use will see it."""
+        return torch.zeros_like(self.state) if self.fresh else self.state.clone()
+
     def arguments(self) -> dict[str, object]:
         """For one call of a kernel that encodes."""
         fresh, self.fresh = self.fresh, False

@@ -91,9 +91,10 @@ def choose_encoding(config: Config) -> Encoding:
         bits = (8, 4)
         if extension.gradient_bits is not None:
             bits = (extension.gradient_bits.local, extension.gradient_bits.cross)
+    quantized = zero.zero_quantized_weights or extension.weight_codec == "int8"
     loco = zero.zeropp_loco_param
     return Encoding(
-        weights=BlockCodec(8) if zero.zero_quantized_weights and zero.stage > 0 else None,
+        weights=BlockCodec(8) if quantized and zero.stage > 0 else None,
         keep_codes=extension.secondary == "codes",
         bits=bits,
         rotate=extension.hadamard,

@@ -129,6 +129,14 @@ def test_everywhere_on_all_ranks(model: str) -> None:
         check_delays(2 * nodes, nodes, recipe, [(places, list(range(2 * nodes)), 2), (places, [0], 3)])
 
 
+def test_quantized_messages_with_feedback() -> None:
+    quantized: dict[str, object] = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+    zero = {**quantized, "zeropp_loco_param": {}, "zero_hpz_partition_size": 2}
+    recipe = Recipe("repeated blocks", torch.float32, steps=3, evaluate=True, zero=zero)
+    places = [place for place in PLACES if place not in ("no_sync copy", "computing")]
+    check_delays(4, 2, recipe, [(places, [0, 1, 2, 3], 2), (places, [0], 3)])
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(600)  # some minutes of sleeping are asked for
 @pytest.mark.parametrize("place", PLACES)

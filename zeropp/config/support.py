@@ -191,11 +191,34 @@ def warn_without_effect(config: Config) -> None:
     ]
     if keys:
         notify(f"these keys of the configuration have no effect: {', '.join(keys)}", UserWarning)
-    zero = config.zero
+    for text in _without_company(config):
+        notify(text, UserWarning)
+
+
+def _without_company(config: Config) -> Iterator[str]:
+    """Settings that other settings leave nothing to do."""
+    zero, own = config.zero, config.zeropp
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         if zero.stage < 3 and getattr(zero, key) > 1:
-            text = f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
-            notify(text, UserWarning)
+            yield f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
+    quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
+    if quantized and zero.stage == 0:
+        yield "weights are not quantized in stage 0, where they are never sent; set stage 1, 2 or 3"
+    if own.secondary == "codes" and not (quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1):
+        yield (
+            'zeropp.secondary "codes" has no effect; it needs stage 3, zero_quantized_weights and '
+            "zero_hpz_partition_size"
+        )
+    if not zero.zero_quantized_gradients:
+        given = {
+            "zero_optimization.zeropp_loco_param": zero.zeropp_loco_param is not None,
+            "zeropp.hadamard": own.hadamard,
+            "zeropp.gradient_bits": own.gradient_bits is not None,
+        }
+        for key in (key for key, is_given in given.items() if is_given):
+            yield f"{key} has no effect without zero_quantized_gradients"
+    if own.feedback == "both" and zero.zeropp_loco_param is None:
+        yield 'zeropp.feedback "both" has no effect without zeropp_loco_param'
 
 
 def _switched_off(value: object) -> bool:

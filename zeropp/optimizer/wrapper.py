@@ -26,6 +26,7 @@ from zeropp.optimizer.checks import (
     refuse_inner_step,
 )
 from zeropp.optimizer.elementwise import check_elementwise
+from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import agree_on_group
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_layout, layout_id, load_main_weights, main_weights
@@ -95,6 +96,8 @@ class ZeroOptimizer(Optimizer):
         self.defaults = optimizer.defaults
         self._slices = Slices(optimizer, self.engine.units, self.engine.device)
         self.engine.after_split = _weakly(self._after_split)
+        loco = self.config.zero.zeropp_loco_param
+        self._carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
         self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
         self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
@@ -228,6 +231,7 @@ class ZeroOptimizer(Optimizer):
             getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
         finally:  # what fails half-way has changed weights, too; and hooks that run after this may edit them
             self.engine.weights_changed(self.engine.trainable, for_now=bool(self._optimizer_step_post_hooks))
+        self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self._count_backwards(0)
         return loss
@@ -259,6 +263,7 @@ class ZeroOptimizer(Optimizer):
             "layout": layout_id(self.engine),
             "main_weights": main_weights(self.engine),
             "waiting": self._slices.waiting(),
+            "carried": self._carried.state_dict(),
             "skipped_steps": self.skipped_steps,
         }
         return state
@@ -282,6 +287,7 @@ class ZeroOptimizer(Optimizer):
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
         self._slices.wait_with(saved["waiting"])
+        self._carried.load_state_dict(saved.get("carried"))
         self.skipped_steps = saved["skipped_steps"]
         self.zero_grad()
 

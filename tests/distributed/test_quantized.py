@@ -1,0 +1,371 @@
+"""Quantized weights and gradients: the same weights on every rank at any world size, gradients within a bound.
+
+Compared with one process and plain torch on the same global batch. The mean is the mean: each parameter's gradient is
+checked by itself, with SGD, so that no optimizer hides a factor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+import zeropp_kernels as kernels
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import make_config
+from zeropp.engine.owned import owned_bytes
+
+WEIGHTS = {"zero_quantized_weights": True}
+GRADIENTS = {"zero_quantized_gradients": True}
+SHAPES = [(4, 4), (4, 2), (4, 1), (6, 2)]  # ranks, ranks to a node: 1x4, 2x2, 4x1, 3x2
+
+
+class Model(nn.Module):
+    """Matrices, vectors, a scalar, a convolution in channels_last, a table with unused rows, odd sizes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.table = nn.Embedding(11, 37)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(37, 37), nn.LayerNorm(37)) for _ in range(3))
+        self.conv = nn.Conv2d(1, 5, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(37, 300)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        picture = self.conv(x.reshape(-1, 1, 37, 1).expand(-1, 1, 37, 5))
+        return self.head(x).square().mean() + self.scale * picture.square().mean()
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 9, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def wrapped(config: dict[str, object], lr: float, dtype: torch.dtype = torch.float32) -> Any:
+    model = Model(dtype)
+    return model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model, config)
+
+
+# Weights.
+
+
+def decoded(value: Tensor, bits: int = 8) -> Tensor:
+    """What a weight should be once it has travelled: a function of that weight alone."""
+    flat = value.detach().reshape(-1).float()
+    message = torch.empty(kernels.message_layout(flat.numel(), bits).nbytes, dtype=torch.uint8)
+    kernels.quantize_(flat, message, bits=bits)
+    out = torch.empty_like(flat)
+    kernels.dequantize_(message, out, bits=bits)
+    return out.reshape(value.shape)
+
+
+def weights_seen(settings: dict[str, object]) -> list[str]:
+    """Names of parameters that differ, in any forward or backward of three steps, from what they should be."""
+    model, optimizer = wrapped(make_config(**settings), lr=0.1)
+    wrong: list[str] = []
+    dtype = torch.bfloat16 if "bf16" in settings else torch.float32
+    expected: dict[str, Tensor] = {}
+
+    def look(module: nn.Module, *_: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            whole = f"{names[module]}.{name}"
+            with torch.no_grad():
+                if parameter.is_contiguous() and not torch.equal(parameter, expected[whole].to(dtype)):
+                    wrong.append(whole)
+
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
+            module.register_forward_hook(look)
+            module.register_full_backward_pre_hook(look)
+    for step in range(3):
+        expected.update({name: decoded(value) for name, value in zeropp.full_state(model).items()})
+        optimizer.zero_grad()
+        model(tokens(step, dist.get_rank())).backward()
+        optimizer.step()
+    return wrong
+
+
+PLACED: dict[str, dict[str, object]] = {
+    "stage 3": {},
+    "one unit": {"unit_min_blocks": 1000, "unit_numel": 0},
+    "persistent": {"persist": 10**6},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "hpz, codes": {"zero_hpz_partition_size": 2, "secondary": "codes"},
+    "mics": {"mics_shard_size": 2},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3, bf16": {"bf16": {"enabled": True}},
+    "hpz, codes, bf16": {"zero_hpz_partition_size": 2, "secondary": "codes", "bf16": {"enabled": True}},
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_rank_computes_with_the_decoded_weights(world: int, name: str) -> None:
+    """In forward and backward, whatever the placement, the cut into units and the number of ranks."""
+    results = run_ranks(world, weights_seen, {**WEIGHTS, **PLACED[name]}, local_world_size=min(world, 2))
+    assert results == [[]] * world
+
+
+# Gradients.
+
+
+def gradients_of(settings: dict[str, object]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """The mean gradient as SGD used it, and every rank's own as plain torch has it."""
+    model, optimizer = wrapped(make_config(**settings), lr=1.0)
+    before = zeropp.full_state(model)
+    model(tokens(0, dist.get_rank())).backward()
+    optimizer.step()
+    after = zeropp.full_state(model)
+    plain = []
+    for rank in range(dist.get_world_size()):
+        other = Model()
+        other(tokens(0, rank)).backward()
+        plain.append({n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in other.named_parameters()})
+    return {name: before[name] - after[name] for name in before}, plain
+
+
+def bound(plain: list[dict[str, Tensor]], name: str, local: int, bits: tuple[int, int]) -> float:
+    """Largest error of an element of the mean: half a scale of each code, summed over the codes that meet in it.
+
+    Groups' maxima are at most the parameter's; bf16 scales are rounded up by up to 2^-8 of them. With one hop all codes
+    are of the second kind. What decoding added to a partial sum widens its groups in turn.
+    """
+    world = len(plain)
+    steps = {8: 127, 4: 7}
+    first, second = (0.5 * (1 + 2**-7) / steps[b] for b in bits)
+    values = [each[name] for each in plain]
+    if local in (1, world):
+        return sum(float(v.abs().max()) for v in values) * second / world
+    total = 0.0
+    for start in range(0, world, local):
+        members = values[start : start + local]
+        error = sum(float(v.abs().max()) for v in members) * first
+        partial = torch.stack(members).sum(0).abs().max()
+        total += error + (float(partial) + error) * second
+    return total / world
+
+
+QUANTIZED: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
+    "default": ({}, (8, 4)),
+    "both 4": ({"gradient_bits": {"local": 4, "cross": 4}}, (4, 4)),
+    "both 8": ({"gradient_bits": {"local": 8, "cross": 8}}, (8, 8)),
+    "feedback": ({"zeropp_loco_param": {}}, (8, 4)),
+    "stage 2": ({"stage": 2}, (8, 4)),
+    "hpz": ({"zero_hpz_partition_size": 2}, (8, 4)),
+    "persistent": ({"persist": 10**6}, (8, 4)),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize(("world", "local"), SHAPES)
+def test_gradients_lie_within_the_codecs_bound(world: int, local: int, name: str) -> None:
+    settings, bits = QUANTIZED[name]
+    if name == "hpz" and local != 2:
+        settings = {"zero_hpz_partition_size": world}
+    for found, plain in run_ranks(world, gradients_of, {**GRADIENTS, **settings}, local_world_size=local):
+        for key, value in found.items():
+            mean = torch.stack([each[key] for each in plain]).mean(0)
+            limit = bound(plain, key, local, bits) + 1e-6 * float(mean.abs().max()) + 1e-7
+            assert float((value - mean).abs().max()) <= limit, key
+            slope = float((value * mean).sum() / mean.square().sum())
+            assert abs(slope - 1) < (0.1 if 4 in bits else 0.01), f"{key} is off by a factor {slope}"
+
+
+ROTATED: list[dict[str, object]] = [
+    {},
+    {"gradient_bits": {"local": 4, "cross": 8}},
+    {"stage": 0},
+    {"mics_shard_size": 2},
+]
+
+
+@pytest.mark.parametrize("settings", ROTATED, ids=str)
+def test_rotated_gradients_and_those_with_replicas_are_the_mean(settings: dict[str, object]) -> None:
+    for found, plain in run_ranks(4, gradients_of, {**GRADIENTS, "hadamard": True, **settings}, local_world_size=2):
+        for key, value in found.items():
+            mean = torch.stack([each[key] for each in plain]).mean(0)
+            error = float((value - mean).norm() / mean.norm())
+            assert error < 0.2, f"{key}: {error}"
+
+
+# State that quantizing brings along.
+
+
+def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
+    config = make_config(**settings)
+    plan = zeropp.plan.memory(Model(), config, dist.get_world_size(), 2)
+    model, optimizer = wrapped(config, lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(tokens(step, dist.get_rank())).backward()
+        optimizer.step()
+    optimizer.engine.refresh.settle()
+    optimizer.engine.schedule.drop_held()
+    return owned_bytes(optimizer.engine.units), plan.terms
+
+
+OWNED: list[dict[str, object]] = [
+    {},
+    {"zeropp_loco_param": {}},
+    {"zeropp_loco_param": {}, "feedback": "both"},
+    {"zero_hpz_partition_size": 2, "secondary": "codes"},
+    {"zeropp_loco_param": {}, "stage": 0},
+    {"zeropp_loco_param": {}, "mics_shard_size": 2, "persist": 100},
+    {"zeropp_loco_param": {}, "defer_cross_reduction": True, "bf16": {"enabled": True}},
+]
+
+
+@pytest.mark.parametrize("settings", OWNED, ids=str)
+def test_owned_bytes_equal_the_plan(settings: dict[str, object]) -> None:
+    for found, planned in run_ranks(4, owned, {**WEIGHTS, **GRADIENTS, **settings}, local_world_size=2):
+        assert {**planned, "gathered": 0, "held_gradients": 0} == found
+
+
+# Bytes.
+
+
+def one_step(settings: dict[str, object]) -> tuple[dict[tuple[str, str, str], int], dict[str, int]]:
+    """Bytes this rank sends in a step, by unit, kind and hop; elements of each unit."""
+    model, optimizer = wrapped(make_config(reuse=0, **settings), lr=0.1)
+    ledger = optimizer.engine.comm.ledger
+    for step in range(3):
+        optimizer.engine.refresh.settle()
+        dist.barrier()
+        ledger.reset()
+        optimizer.zero_grad()
+        model(tokens(step, dist.get_rank())).backward()
+        optimizer.step()
+    optimizer.engine.refresh.settle()
+    sent = {(r.unit, r.kind, r.hop): r.bytes for r in ledger.rows if r.kind != "control"}
+    return sent, {unit.name: unit.numel for unit in optimizer.engine.units}
+
+
+@pytest.mark.parametrize("placed", [{}, {"zero_hpz_partition_size": 2, "secondary": "codes"}], ids=str)
+def test_bytes_are_those_of_the_codes(placed: dict[str, object]) -> None:
+    """Two nodes of two: messages of 8-bit codes in gathers and inside nodes, of 4-bit codes between nodes."""
+    results = run_ranks(4, one_step, {**WEIGHTS, **GRADIENTS, **placed}, local_world_size=2)
+    for sent, numels in results:
+        wanted: dict[tuple[str, str, str], int] = {}
+        for unit, numel in numels.items():
+            message = kernels.message_layout(numel // 4, 8).nbytes
+            kind, times = ("refresh", 1) if placed else ("gather", 2)
+            wanted[unit, kind, "4->2"] = times * message
+            wanted[unit, "gather", "2->1"] = 2 * 2 * message
+            wanted[unit, "reduce", "1->2"] = kernels.message_layout(numel // 2, 8).nbytes
+            wanted[unit, "reduce", "2->4"] = kernels.message_layout(numel // 4, 4).nbytes
+        assert sent == wanted
+
+
+# What is not finite, and what is carried over.
+
+
+def spoilt(settings: dict[str, object], value: float) -> list[str]:
+    """A gradient that is not finite on the last rank; what is wrong afterwards on this one."""
+    model, optimizer = wrapped(make_config(**settings), 0.1)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wrong = []
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient.index_fill(0, torch.tensor([299]), value) if rank == world - 1 else gradient
+
+    def train(step: int, *, spoils: bool) -> None:
+        optimizer.zero_grad()
+        loss = model(tokens(step, rank))
+        handle = model.head.bias.register_hook(spoil if spoils else lambda gradient: gradient)
+        loss.backward()
+        handle.remove()
+        optimizer.step()
+
+    train(0, spoils=False)
+    weights = zeropp.full_state(model)
+    states = [f.state.clone() for g in optimizer.engine.gradients for f in g.feedbacks]
+    train(1, spoils=True)
+    if not optimizer.step_was_skipped:
+        wrong.append("the step was taken")
+    wrong += [f"{name} changed" for name, v in zeropp.full_state(model).items() if not torch.equal(v, weights[name])]
+    after = [f.state for g in optimizer.engine.gradients for f in g.feedbacks]
+    if states and all(map(torch.equal, states, after)):
+        wrong.append("nothing was carried over from the good blocks")
+    train(2, spoils=False)
+    if optimizer.step_was_skipped:
+        wrong.append("the step after was skipped")
+    return wrong + [f"{name} is not finite" for name, v in zeropp.full_state(model).items() if not v.isfinite().all()]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"zeropp_loco_param": {}},
+        {"zeropp_loco_param": {}, "feedback": "both", "hadamard": True},
+        {"zeropp_loco_param": {}, "mics_shard_size": 2},
+        {"zeropp_loco_param": {}, "defer_cross_reduction": True, "bf16": {"enabled": True}},
+    ],
+    ids=str,
+)
+def test_gradients_that_are_not_finite_are_skipped_everywhere(settings: dict[str, object], value: float) -> None:
+    results = run_ranks(4, spoilt, {**WEIGHTS, **GRADIENTS, **settings}, value, local_world_size=2)
+    assert results == [[]] * 4
+
+
+def carried(settings: dict[str, object], steps: int) -> list[tuple[int, list[bool]]]:
+    """After each step: steps counted, and whether each error is anything."""
+    model, optimizer = wrapped(make_config(**settings), 0.1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(2):
+            optimizer.backward(model(tokens(10 * step + micro, dist.get_rank())))
+        optimizer.step()
+        saved = optimizer.state_dict()["zeropp"]["carried"]
+        found.append((saved["steps"], [bool(error.any()) for error in saved["errors"].values()]))
+    return found
+
+
+@pytest.mark.parametrize("feedback", ["cross", "both"])
+def test_errors_are_cleared_by_steps_and_all_at_once(feedback: str) -> None:
+    settings = {**GRADIENTS, "zeropp_loco_param": {"reset_T": 3}, "feedback": feedback}
+    settings["gradient_accumulation_steps"] = 2
+    for found in run_ranks(4, carried, settings, 7, local_world_size=2):
+        assert [steps for steps, _ in found] == [1, 2, 0, 1, 2, 0, 1]
+        for steps, errors in found:
+            assert errors and all(error is (steps > 0) for error in errors)
+
+
+def resumed(settings: dict[str, object]) -> list[str]:
+    """Weights that differ between a run and one that was saved and loaded half-way."""
+    config = make_config(**settings)
+
+    def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            model(tokens(step, dist.get_rank())).backward()
+            optimizer.step()
+
+    model, optimizer = wrapped(config, 0.1)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    train(model, optimizer, range(3, 5))
+    other, again = wrapped(config, 0.1)
+    train(other, again, range(7, 8))
+    again.load_state_dict(state)
+    train(other, again, range(3, 5))
+    expected = zeropp.full_state(model)
+    return [name for name, value in zeropp.full_state(other).items() if not torch.equal(value, expected[name])]
+
+
+@pytest.mark.parametrize("settings", [{}, {"feedback": "both", "hadamard": True}], ids=str)
+def test_a_resumed_run_carries_its_errors_on(settings: dict[str, object]) -> None:
+    whole = {**WEIGHTS, **GRADIENTS, "zeropp_loco_param": {}, **settings}
+    assert run_ranks(4, resumed, whole, local_world_size=2) == [[]] * 4

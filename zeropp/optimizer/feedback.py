@@ -1,0 +1,71 @@
+"""Errors that quantized gradients carry over: cleared every so many steps, saved and restored."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from typing import Any
+
+from torch import Tensor
+
+from zeropp.codecs import Feedback
+from zeropp.engine.engine import Engine
+
+__all__ = ["CarriedErrors"]
+
+
+class CarriedErrors:
+    """Of all units.
+
+    Args:
+        engine: whose gradients they are of.
+        reset: steps after which all of them are cleared, at once.
+    """
+
+    def __init__(self, engine: Engine, reset: int) -> None:
+        self._engine = engine
+        self._reset = reset
+        self._steps = 0  # since they were cleared
+
+    def _named(self) -> dict[str, Feedback]:
+        found: dict[str, Feedback] = {}
+        seen: Counter[str] = Counter()
+        for buffer in self._engine.trainable:
+            name = f"{buffer.unit}/{buffer.compute_dtype}"
+            for index, feedback in enumerate(buffer.gradient.feedbacks if buffer.gradient is not None else ()):
+                found[f"{name}/{seen[name]}/{index}"] = feedback
+            seen[name] += 1
+        return found
+
+    def count_step(self) -> None:
+        """An optimizer step was taken; skipped ones do not count."""
+        self._steps += 1
+        if self._steps >= self._reset:
+            self.clear()
+
+    def clear(self) -> None:
+        """Begin anew with the next gradients."""
+        self._steps = 0
+        for feedback in self._named().values():
+            feedback.fresh = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps since they were cleared, and the errors of this rank."""
+        return {"steps": self._steps, "errors": {name: each.saved() for name, each in self._named().items()}}
+
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Take saved errors back; those that do not fit are cleared, with a warning. Losing them costs little."""
+        errors: dict[str, Tensor] = saved["errors"] if saved is not None else {}
+        here = self._named()
+        self.clear()
+        if {name: each.numel() for name, each in errors.items()} != {n: f.state.numel() for n, f in here.items()}:
+            warnings.warn(
+                "carried errors of quantized gradients do not fit this configuration, or were not saved; they begin "
+                "anew",
+                stacklevel=3,
+            )
+            return
+        self._steps = saved["steps"] if saved is not None else 0
+        for name, feedback in here.items():
+            feedback.state.copy_(errors[name])
+            feedback.fresh = False
