@@ -79,8 +79,9 @@ def table(args: argparse.Namespace, measured: dict) -> str:
         f"Training over slow links, {date.today()}: {args.nodes} nodes of {args.local} ranks, {args.dtype}",
         "",
         f"GPT, {args.layers} layers, width {args.d_model}, {measured['numel'] / 1e6:.1f} M parameters, "
-        f"{args.batch} x {args.seq_len} bytes a rank; {args.rounds} rounds, systems in turn. Bytes: what the first node sent to "
-        f"others in a step, headers included, in units of M (n-1)/n = {unit / 1e6:.2f} MB (M: weights in bf16).",
+        f"{args.batch} x {args.seq_len} bytes a rank; {args.rounds} rounds, systems in turn. Bytes: what the first "
+        "node sent to others in a step, headers included, in units of "
+        f"M (n-1)/n = {unit / 1e6:.2f} MB (M: weights in bf16).",
         "",
         "| Mbit/s | system | step s (min, max) | tokens/s | / zeropp_s3 | bytes | last loss |",
         "|---|---|---|---|---|---|---|",
