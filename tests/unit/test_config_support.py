@@ -90,9 +90,7 @@ def others(model: type[Block], name: str) -> Iterator[object]:
         "grad_accum_dtype": ["bf16", "fp16"],
         "param_dtype": ["fp32", "bf16"],
         "tag_validation": ["FAIL"],
-        "feedback": ["both"],
-        "weight_codec": ["int8", "delta4", "lossless"],
-        "secondary": ["codes"],
+        "weight_codec": ["delta4", "lossless"],
         "passes": [["prefetch"]],
         "number_checkpoints": [4],
     }
@@ -185,27 +183,53 @@ def test_all_refusals_come_together() -> None:
     config = load_config(
         {
             "zero_optimization": {
-                "zero_quantized_weights": True,
+                "zero_quantized_nontrainable_weights": True,
                 "stage3_gather_16bit_weights_on_model_save": True,
                 "offload_optimizer": {"device": "cpu"},
             },
             "fp16": {"enabled": True},
             "optimizer": {"type": "AdamW"},
-            "zeropp": {"hadamard": True},
+            "zeropp": {"weight_codec": "delta4"},
         }
     )
     with pytest.raises(UnsupportedConfigError) as caught:
         config.require_supported()
     assert set(caught.value.problems) == {
-        "zero_optimization.zero_quantized_weights: true is not in this version; leave it at false",
+        "zero_optimization.zero_quantized_nontrainable_weights: true is not in this version; leave it at false",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save: true is not in this version; leave it at false",
         'zero_optimization.offload_optimizer.device: "cpu" is not in this version; leave it at "none"',
         "fp16.enabled: true is not in this version; enable bf16 or train in fp32",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "remove it, make the optimizer in your code and pass it in",
-        "zeropp.hadamard: true is not in this version; leave it at false",
+        'zeropp.weight_codec: "delta4" is not in this version; set "int8", or leave it out',
     }
     assert "what is not in this version, 6 problems:" in str(caught.value)
+
+
+IDLE_ALONE: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "not quantized in stage 0": ({"zero_quantized_weights": True}, {"stage": 3}),
+    'secondary "codes" has no effect': (
+        {"zeropp": {"secondary": "codes"}},
+        {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": True},
+    ),
+    "zeropp_loco_param has no effect": ({"zeropp_loco_param": {}}, {"zero_quantized_gradients": True}),
+    "hadamard has no effect": ({"zeropp": {"hadamard": True}}, {"zero_quantized_gradients": True}),
+    "gradient_bits has no effect": ({"zeropp": {"gradient_bits": {}}}, {"zero_quantized_gradients": True}),
+    'feedback "both" has no effect': ({"zeropp": {"feedback": "both"}}, {"zeropp_loco_param": {}}),
+}
+
+
+@pytest.mark.parametrize("text", IDLE_ALONE)
+def test_a_setting_without_its_company_is_named(text: str) -> None:
+    setting, company = IDLE_ALONE[text]
+    own = {"zeropp": setting["zeropp"]} if "zeropp" in setting else {}
+    zero = {} if "zeropp" in setting else setting
+    with pytest.warns(UserWarning, match=text):
+        load_config({**own, "zero_optimization": zero})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load_config({**own, "zero_optimization": {**zero, **company}})
+    assert not [each for each in caught if text in str(each.message)]
 
 
 @pytest.mark.parametrize("key", ["zero_hpz_partition_size", "mics_shard_size"])

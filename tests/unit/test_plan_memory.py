@@ -40,6 +40,7 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
     assert plan.terms == {
         "main_weights": shard, "gradients": shard, "frozen_weights": 0, "secondary_weights": 0,
         "persistent_weights": 0,
+        "feedback": 0,
     }  # fmt: skip
     assert [(u.name, u.persistent, u.gathered, u.message) for u in plan.units] == [
         ("0", False, numel * 4, numel * 4),
@@ -89,7 +90,8 @@ def test_frozen_weights_have_no_gradients_and_buffers_of_their_own() -> None:
 def test_all_frozen() -> None:
     plan = memory(two_layers().requires_grad_(False), config(), 4)
     assert plan.terms == {
-        "main_weights": 0, "gradients": 0, "frozen_weights": 2 * 1024, "secondary_weights": 0, "persistent_weights": 0
+        "main_weights": 0, "gradients": 0, "frozen_weights": 2 * 1024, "secondary_weights": 0, "persistent_weights": 0,
+        "feedback": 0,
     }  # fmt: skip
     assert all(unit.message == 0 for unit in plan.units)
 
@@ -141,6 +143,7 @@ def test_meta_models_of_any_size() -> None:
         "frozen_weights": 0,
         "secondary_weights": 0,
         "persistent_weights": 0,
+        "feedback": 0,
     }
     assert plan.largest_unit == 8192**2 * 2
 
