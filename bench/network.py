@@ -52,7 +52,7 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
     flags = {
         "systems": args.systems, "rates": args.rates, "dtype": args.dtype, "reduce-dtype": args.dtype,
         "steps": args.steps, "rounds": args.rounds, "layers": args.layers, "d-model": args.d_model,
-        "heads": args.heads, "seq-len": args.seq_len, "batch": args.batch, "seed": args.seed, "local": args.local,
+        "heads": args.heads, "seq-len": args.seq_len, "batch": args.batch, "seed": args.seed, "node-size": args.local,
         "result": result,
     }  # fmt: skip
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}

@@ -29,9 +29,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("--systems", "--rates", "--dtype", "--reduce-dtype", "--result"):
         parser.add_argument(name, required=True)
-    numbers = "steps rounds layers d-model heads seq-len batch seed local"
+    numbers = "steps rounds layers d-model heads seq-len batch seed"
     for name in numbers.split():
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--node-size", dest="local", type=int, required=True)
     return parser.parse_args()
 
 
@@ -42,6 +43,7 @@ def turn(contestant: Contestant, steps: int) -> tuple[float, float]:
     sent, start = sent_bytes(), time.perf_counter()
     for _ in range(steps):
         contestant.one_step()
+    contestant.settle()
     meet(device)
     return (time.perf_counter() - start) / steps, (sent_bytes() - sent) / steps
 
