@@ -115,7 +115,7 @@ def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> 
 def collectives(unit: Any) -> None:
     """Nothing but the collectives of one gather; the unit is gathered."""
     for buffer in unit.buffers:
-        views = buffer._fetch_views
+        views = buffer._fetch_places
         for hop, piece, out in zip(buffer.paths.fetch.hops, views, views[1:], strict=False):
             all_gather_single(out, piece, group=hop.group)
 

@@ -164,7 +164,8 @@ def test_other_types_are_no_source(source: object) -> None:
 
 
 def test_the_top_level_must_be_an_object(tmp_path: Path) -> None:
-    file = tmp_path / "list.json"
+    file = tmp_path / ("a_folder_with_a_long_name_" * 3) / "list.json"
+    file.parent.mkdir()
     file.write_text("[1, 2]")
     with pytest.raises(ConfigError, match=r"list.json: got \[1, 2\]; expected a JSON object"):
         load_config(file)

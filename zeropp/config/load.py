@@ -33,7 +33,8 @@ def load_config(source: ConfigSource = None) -> Config:
         return source
     given = {"zero_optimization": {"stage": 3}} if source is None else _read(source)
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{source!s:.80}: got {value_text(given):.80}; expected a JSON object at the top level")
+        name = source if isinstance(source, str | os.PathLike) and os.path.exists(source) else _shortened(str(source))
+        raise ConfigError(f"{name}: got {value_text(given):.80}; expected a JSON object at the top level")
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
@@ -67,9 +68,12 @@ def _decoded(text: str) -> str:
         decoded = ""
     # Short names are often valid base64 of something; only an object can have been meant as a configuration.
     if not decoded.lstrip().startswith("{"):
-        shown = text if len(text) <= 80 else text[:77] + "..."
         raise ConfigError(
-            f"{shown!r} is neither the path of an existing file nor base64 of a JSON object; "
+            f"{_shortened(text)!r} is neither the path of an existing file nor base64 of a JSON object; "
             "check the path, or pass JSON text as json.loads(text)"
         )
     return decoded
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 80 else text[:77] + "..."
