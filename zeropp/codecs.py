@@ -80,10 +80,6 @@ class Codec(Protocol):
         """Write tensors of the layout's shapes, None for zeros, as messages of the whole buffer."""
         ...
 
-    def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
-        """``out`` [count * numel], any floating dtype, becomes what the messages say."""
-        ...
-
     def decode_sum_(
         self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
@@ -132,10 +128,6 @@ class PlainCodec:
         pack_(layout.views(messages), gradients)
         for start, stop in layout.gaps:
             messages[start:stop].zero_()
-
-    def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
-        """See :class:`Codec`."""
-        out.copy_(messages)
 
     def decode_sum_(
         self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
@@ -194,7 +186,7 @@ class BlockCodec:
         )  # fmt: skip
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
-        """See :class:`Codec`."""
+        """``out`` [count * numel], any floating dtype, becomes what the messages say."""
         target = _single(out)
         kernels.dequantize_(messages, target, count=count, bits=self.bits, rotate=self.rotate)
         if target is not out:
