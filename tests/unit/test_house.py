@@ -53,6 +53,7 @@ ROOMS = {
     "checkpoint": 10,
     "training": 11,
     "plan": 9,
+    "fsdp2": 9,
     "integrations": 12,
     "compat": 12,
     "cli": 13,

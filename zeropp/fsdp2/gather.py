@@ -1,0 +1,119 @@
+"""Gathering FSDP2's shards: over one hop or two, as they are or as int8."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp.codecs import BlockCodec
+from zeropp.comm import Hop
+from zeropp.fsdp2.shards import AllGather
+from zeropp.layout import BLOCK
+
+__all__ = ["GatherComm", "GatherRoute"]
+
+_MOST_CALLS = 16
+"""Up to so many pieces are decoded one by one, each straight to its place."""
+
+
+class GatherRoute:
+    """The hops over which the parts of one process group come together.
+
+    FSDP2 wants the parts in order of rank, node after node. Between nodes every rank collects the parts of those who
+    have its place in the other nodes; then each node's parts are gathered inside the node, for one node after the
+    other, since they lie together in the result and nothing has to be put in order afterwards.
+
+    Args:
+        hops: one over the whole group, or two: between nodes, inside the node.
+        codec: of what is sent; None for values as they are.
+    """
+
+    def __init__(self, hops: Sequence[Hop], codec: BlockCodec | None) -> None:
+        self.hops = hops
+        self.codec = codec
+
+    def run(self, whole: Tensor, own: Tensor, unit: str) -> None:
+        """Fill ``whole`` [ranks * n], any dtype, from ``own`` [n], this rank's part in it."""
+        if len(self.hops) == 1:
+            self.hops[0].all_gather(whole, own, unit)
+            return
+        cross, local = self.hops
+        grid = whole.view(cross.size, local.size, -1)
+        column = grid.new_empty(cross.size, grid.size(2))  # a collective cannot write where others' parts lie between
+        column[cross.index].copy_(own)
+        cross.all_gather(column.view(-1), column[cross.index], unit)
+        grid[:, local.index].copy_(column)
+        for node in grid.unbind():
+            local.all_gather(node.view(-1), node[local.index], unit)
+
+
+class GatherComm(AllGather):
+    """The all-gather of one unit; FSDP2 calls it on its own streams.
+
+    All of it runs on the calling stream, so there is nothing to wait for but what FSDP2 records itself, and no work is
+    returned, with ``async_op`` either.
+
+    Args:
+        unit: for the ledger.
+        routes: for each process group that the unit is sharded over at some time.
+    """
+
+    def __init__(self, unit: str, routes: dict[dist.ProcessGroup, GatherRoute]) -> None:
+        self.unit = unit
+        self.routes = routes
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill ``output_tensor`` [ranks * n] from every rank's ``input_tensor`` [n], a view of its part in it.
+
+        With codes the part that this rank brought is overwritten too: all ranks compute with the decoded values.
+
+        Raises:
+            RuntimeError: values of several dtypes, which the unit did not have when the hooks were installed.
+        """
+        route = self.routes[group]
+        if not input_tensor.numel():
+            return None
+        if route.codec is None:
+            route.run(output_tensor, input_tensor, self.unit)
+            return None
+        if not input_tensor.is_floating_point():
+            raise RuntimeError(
+                f"{self.unit}: FSDP2 sends {input_tensor.dtype}, since its parameters have had several dtypes since "
+                "zeropp.fsdp2.apply was called; expected one floating dtype. Change dtypes before, or remove() and "
+                "apply with weights=None"
+            )
+        codec, world = route.codec, group.size()
+        messages = codec.empty(input_tensor.numel(), world, input_tensor.device)
+        own = messages.view(world, -1)[group.rank()]
+        codec.encode_(own, input_tensor)
+        route.run(messages, own, self.unit)
+        _decode_(codec, messages, output_tensor, world)
+        return None
+
+
+def _decode_(codec: BlockCodec, messages: Tensor, out: Tensor, count: int) -> None:
+    """``out`` [count * n] becomes what ``count`` messages of [n] say, for any n.
+
+    A kernel decodes several messages at once if each begins on a block of 256 elements. Where n is no multiple of
+    that, a few messages are decoded one by one, and many into a padded buffer that is copied.
+    """
+    numel = out.numel() // count
+    if numel % BLOCK == 0:
+        codec.decode_(messages, out, count=count)
+    elif count <= _MOST_CALLS:
+        for message, part in zip(messages.view(count, -1).unbind(), out.view(count, -1).unbind(), strict=True):
+            codec.decode_(message, part, count=1)
+    else:
+        padded = -(-numel // BLOCK) * BLOCK  # a message of n elements is one of n filled up with zeros
+        whole = torch.empty(count * padded, dtype=out.dtype, device=out.device)
+        codec.decode_(messages, whole, count=count)
+        out.view(count, numel).copy_(whole.view(count, padded)[:, :numel])

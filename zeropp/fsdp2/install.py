@@ -1,0 +1,259 @@
+"""Putting quantized communication on a model that FSDP2 has sharded: checks, process groups, hooks."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeropp._compat import new_group
+from zeropp.codecs import BlockCodec, Feedback
+from zeropp.comm import Hop
+from zeropp.encoding import Encoding
+from zeropp.engine.build import together
+from zeropp.fsdp2.gather import GatherComm, GatherRoute
+from zeropp.fsdp2.options import Options
+from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
+from zeropp.fsdp2.shards import ShardedUnit, find_units
+from zeropp.ledger import Ledger
+from zeropp.members import Members, find_members, gather_objects
+from zeropp.placement import HopSpec, Mode, Placement
+from zeropp.topology import build_chain
+
+__all__ = ["Adapter", "apply"]
+
+
+class Adapter:
+    """What :func:`apply` has put on a model.
+
+    Attributes:
+        ledger: bytes that this rank has sent, by unit, direction and hop. ``kind`` is "gather" for weights,
+            "second" for those gathered in backward from a smaller group (``reshard_after_forward`` as a number),
+            and "reduce" for gradients; ``hop`` says between which numbers of ranks.
+    """
+
+    def __init__(
+        self, ledger: Ledger, units: Sequence[ShardedUnit], reduces: Sequence[ReduceComm], routes: Sequence[_Routes]
+    ) -> None:
+        self.ledger = ledger
+        self._units = units
+        self._reduces = reduces
+        self._routes = routes
+
+    def __str__(self) -> str:
+        return str(self.ledger)
+
+    def _feedbacks(self) -> dict[str, Feedback]:
+        return {
+            f"{comm.unit} {hop.spec.inner}->{hop.spec.outer}": feedback
+            for comm in self._reduces
+            for hop, feedback in zip(comm.route.hops, comm.feedbacks, strict=True)
+            if feedback is not None
+        }
+
+    def reset_feedback(self) -> None:
+        """Let all errors that are fed back count as nothing from now on; LoCo does so every few hundred steps."""
+        for feedback in self._feedbacks().values():
+            feedback.fresh = True
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of the errors this rank feeds back, by unit and hop; uint8. Every rank has its own."""
+        return {name: feedback.saved() for name, feedback in self._feedbacks().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with errors from :meth:`state_dict` of the same rank of a run with the same model and settings.
+
+        Raises:
+            ValueError: other units, hops or sizes.
+        """
+        own = {name: feedback.state for name, feedback in self._feedbacks().items()}
+        given, expected = ({name: each.numel() for name, each in some.items()} for some in (state, own))
+        if given != expected:
+            raise ValueError(f"errors have bytes {given}; expected {expected}: the same model, ranks and settings")
+        for name, feedback in self._feedbacks().items():
+            feedback.state.copy_(state[name])
+            feedback.fresh = False
+
+    def remove(self) -> None:
+        """Give FSDP2 its own communication back, and destroy the process groups made for it. All ranks."""
+        for unit in self._units:
+            unit.restore()
+        for routes in self._routes:
+            routes.close()
+
+
+def apply(
+    model: nn.Module,
+    *,
+    weights: str | None = "int8",
+    secondary: str = "values",
+    gradient_bits: tuple[int, int] | None = (8, 4),
+    hadamard: bool = False,
+    feedback: str | None = None,
+    beta: float = 0.8,
+    gather_hops: int = 2,
+    local_world_size: int | None = None,
+    hang_timeout: float = 600.0,
+) -> Adapter:
+    """Let a model sharded with ``fully_shard`` gather weights and reduce gradients through zeropp's codecs and hops.
+
+    Collective: every rank of the model's mesh calls it, after all calls of ``fully_shard`` and before the first
+    forward. Weights: a rank's shard of a ``fully_shard`` call is encoded once, forwarded as it is, and decoded into
+    FSDP2's buffer; every rank, the owner included, computes with the decoded values. Gradients: exchanged and summed
+    inside the node, then between nodes, in float32 each time; FSDP2's mean, or the factor that is set in its place, is
+    applied once. The sharded parameters and gradients stay what they were: float32 or bfloat16 DTensors.
+
+    Unlike in zeropp's own engine, 256 elements (128 at 4 bits) that share a scale can belong to two parameters that
+    follow each other in FSDP2's buffer.
+
+    Args:
+        model: with ``fully_shard`` called on it, on modules below it, or both.
+        weights: "int8", or None for values as they are.
+        secondary: what travels in backward where ``reshard_after_forward`` is a number: "values" (backward computes
+            with the weights of forward, to the bit) or "codes" (half the bytes, or fewer; those weights are rounded a
+            second time).
+        gradient_bits: bits of an element inside a node and between nodes: 8 or 4 for codes, 16 (bfloat16) or 32 for
+            values. Where there is one hop only it takes the second. None for values in FSDP2's reduce dtype.
+        hadamard: rotate 32 elements of a gradient at a time before they are encoded.
+        feedback: add what encoding lost to the next gradient: "cross" between nodes (or on the only hop), "both" inside
+            the node too, or None (LoCo, arXiv 2407.04480). Costs a rank 1 byte an element it sends between nodes,
+            "both" 1 byte for each element of the model besides.
+        beta: share of the old error that is kept.
+        gather_hops: 2 for gathering between nodes, then inside them, where there are both; 1 for one all-gather over
+            all ranks, for backends that cross each link once by themselves.
+        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets.
+        hang_timeout: seconds that a collective on a process group made here may take.
+
+    Returns:
+        What has been installed; its ledger counts bytes.
+
+    Raises:
+        TypeError: a model without ``fully_shard``.
+        ValueError: a setting, a mesh (HSDP), dtypes or all-gather extensions that cannot be honoured, nodes that are
+            uneven or unknown, ranks that disagree. Nothing has been changed then, on any rank.
+        RuntimeError: another rank could not go on; with its error.
+
+    Source: ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.3.
+    """
+    options = Options(
+        weights, secondary, gradient_bits, hadamard, feedback, beta, gather_hops, local_world_size, hang_timeout
+    )
+    units = find_units(model)
+    meshes = list(dict.fromkeys(unit.group for unit in units))
+    for mesh in meshes:
+        together(mesh, "zeropp.fsdp2.apply", partial(_check, units, options), same=True)
+    ledger = Ledger()
+    routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger) for mesh in meshes}
+    reduces = []
+    for unit in units:
+        gather, reduce = routes[unit.group].comms(unit)
+        unit.install(gather, reduce)
+        reduces.append(reduce)
+    return Adapter(ledger, units, reduces, list(routes.values()))
+
+
+def _check(units: Sequence[ShardedUnit], options: Options) -> list[object]:
+    """Everything that can be refused before anyone has to wait; what all ranks must agree on."""
+    options.check()
+    account: list[object] = [options]
+    for unit in units:
+        if options.weights is not None:
+            unit.check_weights()
+        unit.check_gradients()
+        account.append(unit.describe())
+        for group in (unit.group, unit.secondary):
+            if group is not None:
+                members = _members(group, unit.device, options.local_world_size)
+                account.append((len(members.ranks), members.local, members.backend))
+    return account
+
+
+def _members(group: dist.ProcessGroup, device: torch.device, local_world_size: int | None) -> Members:
+    try:
+        return find_members(group, device, local_world_size)
+    except ValueError as error:
+        raise ValueError(f"{error}. For zeropp.fsdp2.apply it is the argument local_world_size") from None
+
+
+class _Routes:
+    """The hops of one mesh, shared by all units on it."""
+
+    def __init__(self, mesh: dist.ProcessGroup, units: Sequence[ShardedUnit], options: Options, ledger: Ledger) -> None:
+        self.options = options
+        self.ledger = ledger
+        self.timeout = timedelta(seconds=options.hang_timeout)
+        self.groups: list[dist.ProcessGroup] = []
+        self.job = _agreed_name(mesh)
+        device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
+        self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
+        self._by_size: dict[int, GatherRoute] = {}
+        for unit in units:
+            if unit.secondary is not None:
+                self.gathers[unit.secondary] = self._secondary(unit.secondary, device, codec)
+        self.reduce = self._reduce_route(mesh, device)
+
+    def comms(self, unit: ShardedUnit) -> tuple[GatherComm, ReduceComm]:
+        """The hooks of one unit."""
+        groups = [unit.group] if unit.secondary is None else [unit.group, unit.secondary]
+        gather = GatherComm(unit.name, {group: self.gathers[group] for group in groups})
+        return gather, ReduceComm(unit.name, self.reduce, unit.trained_numel, unit.device)
+
+    def close(self) -> None:
+        """Destroy the process groups made here."""
+        for group in self.groups:
+            dist.destroy_process_group(group)
+        self.groups = []
+
+    def _secondary(self, group: dist.ProcessGroup, device: torch.device, codec: BlockCodec | None) -> GatherRoute:
+        """FSDP2 makes a group for each call of ``fully_shard``; one of each size is enough."""
+        size = group.size()
+        if size not in self._by_size:
+            codec = codec if self.options.secondary == "codes" else None
+            self._by_size[size] = GatherRoute(self._gather_hops(group, device, "second"), codec)
+        return self._by_size[size]
+
+    def _gather_hops(self, group: dist.ProcessGroup, device: torch.device, kind: str) -> list[Hop]:
+        members, placement = self._place(group, device)
+        specs = placement.gather_path(len(members.ranks), 1)
+        if len(specs) > 1 and self.options.gather_hops == 1:
+            world = len(members.ranks)
+            specs = (HopSpec(world, 1, tuple(range(world)), "cross"),)  # FSDP2's order: by rank
+        return [self._hop(spec, group, members, placement.rank, kind) for spec in specs]
+
+    def _reduce_route(self, group: dist.ProcessGroup, device: torch.device) -> ReduceRoute:
+        members, placement = self._place(group, device)
+        specs = placement.reduce_path(1, len(members.ranks))
+        hops = [self._hop(spec, group, members, placement.rank, "reduce") for spec in specs]
+        options = self.options
+        encoding = Encoding(
+            bits=options.gradient_bits, rotate=options.hadamard, feedback=options.feedback, beta=options.beta
+        )
+        return ReduceRoute(placement, hops, encoding)
+
+    def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
+        members = _members(group, device, self.options.local_world_size)
+        world = len(members.ranks)
+        mode = Mode(build_chain(world, [members.local]), states=world, kept=None, gradients=world)
+        return members, Placement(mode, group.rank(), members.local)
+
+    def _hop(self, spec: HopSpec, group: dist.ProcessGroup, members: Members, rank: int, kind: str) -> Hop:
+        """A hop over all ranks uses FSDP2's own group; others get one of their own, in the order of their pieces."""
+        if len(spec.ranks) < len(members.ranks):
+            ranks = [members.ranks[each] for each in spec.ranks]
+            name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
+            group = new_group(ranks, members.backend, self.timeout, name)
+            self.groups.append(group)
+        return Hop(spec, group, members.backend, rank, self.ledger, kind)
+
+
+def _agreed_name(group: dist.ProcessGroup) -> str:
+    """A name that no other group of this job has, the same on every rank of the group."""
+    name = f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}"
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return name
+    return gather_objects(name, group)[0]

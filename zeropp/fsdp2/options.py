@@ -1,0 +1,70 @@
+"""What a caller of :func:`zeropp.fsdp2.apply` may ask for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Options"]
+
+_CODES = (4, 8)
+_WIDTHS = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of :func:`zeropp.fsdp2.apply`, as given."""
+
+    weights: str | None
+    secondary: str
+    gradient_bits: tuple[int, int] | None
+    hadamard: bool
+    feedback: str | None
+    beta: float
+    gather_hops: int
+    local_world_size: int | None
+    hang_timeout: float
+
+    def check(self) -> None:
+        """Refuse values, and combinations in which a setting would have no effect.
+
+        Raises:
+            ValueError: what was given, what is expected.
+        """
+        self._one_of("weights", self.weights, ("int8", None))
+        self._one_of("secondary", self.secondary, ("values", "codes"))
+        self._one_of("feedback", self.feedback, (None, "cross", "both"))
+        self._one_of("gather_hops", self.gather_hops, (1, 2))
+        self._one_of("hadamard", self.hadamard, (False, True))
+        self._check_bits()
+        if self.secondary == "codes" and self.weights is None:
+            raise ValueError("secondary is 'codes' and weights is None; codes need weights='int8'")
+        if not 0.0 <= self.beta < 1.0:
+            raise ValueError(f"beta is {self.beta}; expected 0 <= beta < 1, the part of the old error that is kept")
+        if not self.hang_timeout > 0.0:
+            raise ValueError(f"hang_timeout is {self.hang_timeout}; expected seconds, more than 0")
+        local = self.local_world_size
+        if local is not None and (type(local) is not int or local < 1):
+            raise ValueError(f"local_world_size is {local!r}; expected ranks per node, 1 or more, or None")
+
+    def _check_bits(self) -> None:
+        bits = self.gradient_bits
+        if bits is not None and not (
+            isinstance(bits, tuple) and len(bits) == 2 and all(type(b) is int and b in _WIDTHS for b in bits)
+        ):
+            raise ValueError(
+                f"gradient_bits is {bits!r}; expected None or (inside a node, between nodes), each one of {_WIDTHS}"
+            )
+        local, cross = bits or (32, 32)
+        if self.hadamard and local not in _CODES and cross not in _CODES:
+            raise ValueError(f"hadamard rotates what is encoded, and gradient_bits={bits} encodes nothing; give 8 or 4")
+        needed = {"cross": (cross,), "both": (local, cross)}.get(self.feedback or "", ())
+        if any(each not in _CODES for each in needed):
+            raise ValueError(
+                f"feedback={self.feedback!r} adds what encoding has lost, and gradient_bits={bits} does not encode on "
+                "every hop that it names; give 8 or 4 there, or another feedback"
+            )
+
+    @staticmethod
+    def _one_of(name: str, value: object, expected: tuple[object, ...]) -> None:
+        if not any(value is each or (type(value) is type(each) and value == each) for each in expected):
+            raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, expected))}")

@@ -1,0 +1,177 @@
+"""Summing FSDP2's gradients: inside the node, then between nodes, each an exchange and a sum in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp.codecs import BlockCodec, Codec, Feedback, PlainCodec
+from zeropp.comm import Hop
+from zeropp.encoding import Encoding
+from zeropp.fsdp2.shards import ReduceOp, ReduceScatter, factor_of
+from zeropp.layout import BLOCK, BufferLayout, Slot
+from zeropp.paths import Leg, ReducePath
+from zeropp.placement import Placement
+from zeropp_kernels import BlockTable, block_table
+
+__all__ = ["ReduceComm", "ReduceRoute"]
+
+
+@dataclass(frozen=True)
+class ReduceRoute:
+    """The hops over which one process group's gradients are summed: inside the node, between nodes.
+
+    Attributes:
+        placement: of this rank among the levels 1, ranks per node, all ranks.
+        hops: one or two.
+        encoding: of what they carry.
+    """
+
+    placement: Placement
+    hops: Sequence[Hop]
+    encoding: Encoding
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.placement.chain.world
+
+    def codecs(self, dtype: torch.dtype) -> list[Codec]:
+        """For each hop, of gradients that FSDP2 has in ``dtype``."""
+        return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
+
+    def feedbacks(self, numel: int, device: torch.device) -> list[Feedback | None]:
+        """What each hop carries over, of buffers of [numel] as they lie in messages; None where it carries nothing."""
+        specs = [hop.spec for hop in self.hops]
+        found: list[Feedback | None] = []
+        for hop, codec in zip(self.hops, self.codecs(torch.float32), strict=True):
+            numel //= hop.size
+            kept = None
+            if isinstance(codec, BlockCodec) and self.encoding.feeds_back(specs, hop.spec):
+                kept = Feedback(numel, hop.size, codec.bits, self.encoding.beta, device)
+            found.append(kept)
+        return found
+
+
+class _Packing:
+    """From FSDP2's buffer of pieces, in order of rank, to messages in the order of the hops.
+
+    The first hop's messages go to ranks of this node: one holds the pieces of every rank that has the receiver's place
+    in its own node. The kernel that encodes reads the pieces where they lie, so that no copy puts them in order.
+    Each piece begins on a block of 256 elements, since the second hop cuts the messages there; plain values need none
+    of that padding.
+
+    Attributes:
+        piece: elements that each rank is to have.
+        padded: elements that a piece takes in the messages.
+        numel: elements of all of them.
+    """
+
+    def __init__(self, route: ReduceRoute, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        world, codecs = route.world, route.codecs(dtype)
+        self.piece = numel // world
+        coded = any(isinstance(codec, BlockCodec) for codec in codecs)
+        self.padded = -(-self.piece // BLOCK) * BLOCK if coded else self.piece
+        self.numel = world * self.padded
+        self.owners = [route.placement.chain.owner(piece) for piece in range(world)]
+        self.in_place = self.padded == self.piece and self.owners == list(range(world))
+        self.as_it_is = self.in_place and codecs[0] == PlainCodec(dtype)
+        slots = (Slot(f"piece {rank}", (self.piece,), (1,), at * self.padded) for at, rank in enumerate(self.owners))
+        self.layout = BufferLayout(tuple(slots), self.numel, world)
+        self.table: BlockTable | None = None
+        if isinstance(codecs[0], BlockCodec) and not self.in_place:
+            offsets = [slot.offset for slot in self.layout.slots]
+            self.table = block_table([self.piece] * world, offsets, self.numel, device=device)
+
+    def message(self, path: ReducePath, buffer: Tensor) -> Tensor:
+        """The buffer [world * piece] as the path wants it."""
+        if self.as_it_is:
+            return buffer
+        message = path.empty(self.numel, buffer.device)
+        if self.in_place:
+            path.encode_(message, buffer)
+        else:
+            pieces = buffer.view(-1, self.piece).unbind()
+            path.pack_(message, [pieces[rank] for rank in self.owners], self.layout, self.table)
+        return message
+
+
+class ReduceComm(ReduceScatter):
+    """The reduce-scatter of one unit; FSDP2 calls it on its own stream, and all of it runs there.
+
+    Args:
+        unit: for the ledger.
+        route: its hops.
+        numel: elements of the buffer when every trained parameter has a gradient.
+        device: where gradients are.
+
+    Attributes:
+        feedbacks: errors that are fed back, for each hop; None where there are none.
+    """
+
+    def __init__(self, unit: str, route: ReduceRoute, numel: int, device: torch.device) -> None:
+        self.unit = unit
+        self.route = route
+        self.numel = numel
+        self.feedbacks: list[Feedback | None] = [None] * len(route.hops)
+        if route.hops and route.encoding.feedback is not None:
+            packed = _Packing(route, numel, torch.float32, device).numel
+            self.feedbacks = route.feedbacks(packed, device)
+        self._prepared: dict[tuple[int, torch.dtype], tuple[_Packing, ReducePath]] = {}
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for gradients."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """``output_tensor`` [n] becomes this rank's part of the sum, or mean, of every ``input_tensor`` [ranks * n].
+
+        The factor is applied once, to the finished sum in float32.
+
+        Raises:
+            RuntimeError: errors are fed back, and parameters are missing whose errors were kept.
+            ValueError: a reduction that is no sum or mean.
+        """
+        scale = factor_of(op, self.route.world)
+        if not output_tensor.numel():
+            return None
+        packing, path = self._prepare(input_tensor)
+        exact = torch.float64 if output_tensor.dtype == torch.float64 else torch.float32
+        fits = output_tensor.dtype == exact and packing.padded == packing.piece
+        total = output_tensor if fits else torch.empty(packing.padded, dtype=exact, device=output_tensor.device)
+        message = packing.message(path, input_tensor)
+        path.run(message, packing.numel, total, scale=scale, accumulate=False, unit=self.unit)
+        if not fits:
+            output_tensor.copy_(total[: packing.piece])
+        return None
+
+    def _prepare(self, buffer: Tensor) -> tuple[_Packing, ReducePath]:
+        """How buffers of this size and dtype travel; the set of parameters with a gradient can change."""
+        key = (buffer.numel(), buffer.dtype)
+        if key not in self._prepared:
+            self._prepared[key] = self._make(*key, buffer.device)
+        return self._prepared[key]
+
+    def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[_Packing, ReducePath]:
+        route = self.route
+        packing = _Packing(route, numel, dtype, device)
+        if route.encoding.feedback is not None and numel != self.numel:
+            raise RuntimeError(
+                f"{self.unit}: gradients of {numel} elements are to be reduced; errors are fed back for {self.numel}, "
+                "those of every parameter that was trained when zeropp.fsdp2.apply was called. Call "
+                "model.set_reduce_scatter_unused_params(True) if some have no gradient in some steps; freeze before "
+                "apply; or give feedback=None"
+            )
+        legs = [Leg(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]
+        return packing, ReducePath(route.placement, route.world, legs, torch.float32)

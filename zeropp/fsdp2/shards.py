@@ -1,0 +1,219 @@
+"""What FSDP2 has made of a model, and what of it cannot be quantized.
+
+All names that torch keeps private and that the adapter leans on are used here. They are those of torch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+
+__all__ = ["AllGather", "ReduceOp", "ReduceScatter", "ShardedUnit", "factor_of", "find_units"]
+
+ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedUnit:
+    """Parameters that one ``fully_shard`` call shards, gathers and reduces together.
+
+    Attributes:
+        name: of the module it was called on; "(root)" for the model itself.
+        module: that takes the hooks.
+        group: ranks that the parameters are sharded over.
+        secondary: smaller group that they are sharded over between forward and backward, if
+            ``reshard_after_forward`` is a number; else None.
+        device: where gathered parameters live.
+        gathered: dtype that each parameter is gathered in, by name.
+        extended: parameters with an all-gather extension of their own.
+        reduced: dtypes in which gradients travel; none if nothing is trained.
+        trained_numel: elements of all trained parameters, with FSDP2's padding.
+    """
+
+    name: str
+    module: FSDPModule
+    group: dist.ProcessGroup
+    secondary: dist.ProcessGroup | None
+    device: torch.device
+    gathered: dict[str, torch.dtype]
+    extended: tuple[str, ...]
+    reduced: frozenset[torch.dtype]
+    trained_numel: int
+
+    def describe(self) -> tuple[object, ...]:
+        """What must be the same on every rank."""
+        kept = None if self.secondary is None else self.secondary.size()
+        dtypes = tuple((name, str(dtype)) for name, dtype in self.gathered.items())
+        return (self.name, kept, dtypes, sorted(map(str, self.reduced)), self.trained_numel)
+
+    def install(self, gather: AllGather, reduce: ReduceScatter) -> None:
+        """Use these from now on."""
+        self.module.set_custom_all_gather(gather)
+        self.module.set_custom_reduce_scatter(reduce)
+
+    def restore(self) -> None:
+        """Use FSDP2's own again."""
+        self.install(DefaultAllGather(), DefaultReduceScatter())
+
+    def check_weights(self) -> None:
+        """Refuse what int8 cannot carry.
+
+        Raises:
+            ValueError: extensions, several dtypes in one buffer, or dtypes that are not floating point.
+        """
+        if self.extended:
+            raise ValueError(
+                f"{self.name}: {list(self.extended)} bring their own all-gather extension (fsdp_pre_all_gather), as "
+                "float8 weights do, and send bytes that are no numbers to round; expected plain parameters. Switch "
+                "that extension off, or give weights=None"
+            )
+        by_dtype = defaultdict(list)
+        for name, dtype in self.gathered.items():
+            by_dtype[dtype].append(name)
+        listed = {str(dtype): names for dtype, names in by_dtype.items()}
+        if len(by_dtype) > 1:
+            raise ValueError(
+                f"{self.name}: parameters are gathered together in several dtypes, {listed}, so FSDP2 sends them as "
+                "bytes; expected one. Give MixedPrecisionPolicy(param_dtype=...), call fully_shard for each dtype "
+                "apart, or give weights=None"
+            )
+        if not set(by_dtype) <= set(_FLOATS):
+            raise ValueError(
+                f"{self.name}: parameters are gathered as {listed}; int8 codes stand for float64, float32, bfloat16 "
+                "or float16. Leave them out (ignored_params of fully_shard), or give weights=None"
+            )
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that are not floating point.
+
+        Raises:
+            ValueError: with the dtype.
+        """
+        if not self.reduced <= set(_FLOATS):
+            raise ValueError(
+                f"{self.name}: gradients are reduced in {sorted(map(str, self.reduced))}; expected float64, float32, "
+                "bfloat16 or float16. Give MixedPrecisionPolicy(reduce_dtype=...)"
+            )
+
+
+def factor_of(op: ReduceOp, world: int) -> float:
+    """What FSDP2 wants the sum over ``world`` ranks to be multiplied by.
+
+    FSDP2 divides before and after by itself where it asks for a sum (float16, or
+    ``set_force_sum_reduction_for_comms``), and leaves it to the reduction otherwise.
+
+    Raises:
+        ValueError: another reduction than a sum, a mean or a scaled sum.
+    """
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / world
+    if op == dist.ReduceOp.PREMUL_SUM:
+        return float(cast(Any, op).__getstate__()[1])  # as it would be pickled; torch shows the factor nowhere else
+    raise ValueError(f"reduction is {op}; expected SUM, AVG or PREMUL_SUM, the ones that FSDP2 asks for")
+
+
+def find_units(model: nn.Module) -> list[ShardedUnit]:
+    """Everything that ``fully_shard`` has sharded below a model, in order of modules.
+
+    Raises:
+        TypeError: no module, or none that ``fully_shard`` was called on.
+        ValueError: a mesh that also replicates, several meshes below one call, or communication hooks already there.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module sharded with fully_shard")
+    units: list[ShardedUnit] = []
+    seen: set[int] = set()
+    found = False
+    for name, module in model.named_modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        found = True
+        state = module._get_fsdp_state()
+        if id(state) in seen:  # several modules given to one call
+            continue
+        seen.add(id(state))
+        groups = _groups(state)
+        if len(groups) > 1:
+            raise ValueError(
+                f"{name or '(root)'}: shard_placement_fn puts its parameters on {len(groups)} meshes, and FSDP2 then "
+                "takes no custom communication; expected one mesh for each call of fully_shard"
+            )
+        units += [_unit(name or "(root)", module, group) for group in groups]
+    if not found:
+        raise TypeError(
+            f"no module of this {type(model).__name__} has been sharded; call torch.distributed.fsdp.fully_shard on "
+            "its blocks and on itself first"
+        )
+    return units
+
+
+def _groups(state: Any) -> list[Any]:
+    """FSDP2's parameter groups; torch 2.11 has one at most."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _unit(name: str, module: FSDPModule, group: Any) -> ShardedUnit:
+    mesh = group.mesh_info
+    if isinstance(mesh, DDPMeshInfo) or not isinstance(mesh, FSDPMeshInfo):
+        raise ValueError(
+            f"{name}: its mesh {mesh.mesh} replicates (HSDP), and FSDP2 sums over replicas with an all-reduce of its "
+            "own, which takes no hook; the link between nodes would carry every gradient unquantized. Expected a "
+            "mesh of one dimension. fully_shard(..., mesh=<all ranks>, reshard_after_forward=<ranks per node>) "
+            "gathers inside the node in backward, as HSDP does"
+        )
+    for comm, default in (
+        (group._all_gather_comm, DefaultAllGather),
+        (group._reduce_scatter_comm, DefaultReduceScatter),
+    ):
+        if type(comm) is not default:
+            raise ValueError(
+                f"{name}: has a {type(comm).__name__} already; expected FSDP2's {default.__name__}. Undo "
+                "set_custom_..., set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm; what "
+                "zeropp.fsdp2.apply returned has remove()"
+            )
+    after = group.post_forward_mesh_info
+    secondary = None
+    if after is not None and after.shard_process_group.size() != mesh.shard_process_group.size():
+        secondary = after.shard_process_group
+    params = _named(group, cast(nn.Module, module))
+    trained = [param for param in params.values() if param.sharded_param.requires_grad]
+    policy = group.mp_policy
+    return ShardedUnit(
+        name=name,
+        module=module,
+        group=mesh.shard_process_group,
+        secondary=secondary,
+        device=group.device,
+        gathered={key: _dtype(param, policy.param_dtype) for key, param in params.items()},
+        extended=tuple(key for key, p in params.items() if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")),
+        reduced=frozenset(policy.reduce_dtype or _dtype(param, policy.param_dtype) for param in trained),
+        trained_numel=sum(param.padded_sharded_param_size.numel() for param in trained) * mesh.shard_mesh_size,
+    )
+
+
+def _named(group: Any, module: nn.Module) -> dict[str, Any]:
+    """FSDP2's parameters by name below the module; those of other modules given to the same call by number."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    return {names.get(each.sharded_param, f"parameter {at}"): each for at, each in enumerate(group.fsdp_params)}
+
+
+def _dtype(param: Any, wanted: torch.dtype | None) -> torch.dtype:
+    """Dtype in which a parameter is gathered and its gradient computed."""
+    own: torch.dtype = param.sharded_param.dtype
+    return wanted if wanted is not None and own.is_floating_point else own
