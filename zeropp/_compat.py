@@ -1,4 +1,4 @@
-"""Every private or renamed torch name the package leans on, in one place."""
+"""Every private or renamed torch name the package leans on, in one place; FSDP2's are in fsdp2/shards.py."""
 
 from __future__ import annotations
 

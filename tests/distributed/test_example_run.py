@@ -149,6 +149,31 @@ def test_readme_s_ten_lines_end_well(width: int, tmp_path: Path) -> None:
         assert output.count("trained") == 2
 
 
+FSDP2_SCRIPT = ROOT / "examples" / "train_fsdp2.py"
+
+
+def fsdp2_losses(folder: Path, *flags: str) -> tuple[list[float], str]:
+    """Losses that the FSDP2 example prints on two ranks, and all of its output."""
+    launch = command(2, folder / "unused")[1:5]
+    small = ("--layers=2", "--d-model=32", "--heads=2", "--seq-len=16", "--steps=8", "--log-every=1")
+    data = ("--data", str(SCRIPT.parent))
+    output = run([sys.executable, *launch, str(FSDP2_SCRIPT), *small, *data, *flags], folder)
+    return [float(each) for each in re.findall(r"^step \d+: loss ([0-9.]+)$", output, re.MULTILINE)], output
+
+
+def test_the_fsdp2_example(tmp_path: Path) -> None:
+    """Quantized it learns like FSDP2 as it is, and says what it has sent."""
+    usual, plain_output = fsdp2_losses(tmp_path, "--plain")
+    losses, output = fsdp2_losses(tmp_path, "--ranks-per-node=1", "--feedback=cross")
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.1
+    assert losses == pytest.approx(usual, rel=0.02) and losses != usual
+    rows = re.findall(r"^(\S+) +(gather|reduce) +(\S+) +cross +(\d+) +([\d,]+)$", output, re.MULTILINE)
+    assert {(unit, kind) for unit, kind, *_ in rows} == {
+        (unit, kind) for unit in ("(root)", "blocks.0", "blocks.1") for kind in ("gather", "reduce")
+    }
+    assert "bytes sent" not in plain_output
+
+
 def test_accumulation_and_a_config_file(tmp_path: Path) -> None:
     config = tmp_path / "zero.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))

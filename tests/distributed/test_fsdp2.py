@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zeropp_kernels as kernels
 from tests.distributed.fsdp2_oracle import Net, bound, half_scales, rounded, table_of, tensors_of, tokens, total
@@ -39,12 +40,12 @@ def sharded(reshard: bool | int = True, dtype: str = "fp32", reduce: str = "fp32
 def units(model: nn.Module) -> dict[str, list[str]]:
     """Names of the parameters of each unit, in the order of FSDP2's buffer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = {}
+    found: dict[int, tuple[str, list[str]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             (group,) = module._get_fsdp_state()._fsdp_param_groups
-            found[name or "(root)"] = [names[each.sharded_param] for each in group.fsdp_params]
-    return found
+            found.setdefault(id(group), (name or "(root)", [names[each.sharded_param] for each in group.fsdp_params]))
+    return dict(found.values())
 
 
 def hooks(module: Any) -> tuple[Any, Any, dist.ProcessGroup]:
@@ -83,7 +84,13 @@ def buffers(size: int, dtype: torch.dtype) -> list[Tensor]:
     return [(torch.randn(world, size, generator=draw) * magnitude).to(dtype) for _ in range(world)]
 
 
-def reduced(local: int) -> list[str]:
+def whole_collectives(*hops: Any) -> None:
+    """Let hops call the backend's collectives, as they do on NCCL, where gloo's default is sends and receives."""
+    for hop in hops:
+        hop.pairwise = False
+
+
+def reduced(local: int, pairwise: bool = True) -> list[str]:
     """What differs from the second statement."""
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     sums = {"AVG": 1 / world, "SUM": 1.0, "PREMUL_SUM": 0.375}
@@ -91,6 +98,8 @@ def reduced(local: int) -> list[str]:
         model = sharded()
         adapter = fsdp2.apply(model, gradient_bits=bits)
         _, reduce, group = hooks(model)
+        if not pairwise:
+            whole_collectives(*reduce.route.hops)
         for index, size in enumerate(SIZES):
             for dtype in (torch.float32, torch.bfloat16):
                 name, factor = list(sums.items())[index % 3]
@@ -108,19 +117,65 @@ def reduced(local: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("local", [2, 4, 1])
-def test_reductions_to_the_bit(local: int) -> None:
+@pytest.mark.parametrize("local, pairwise", [(2, True), (2, False), (4, True), (1, False)])
+def test_reductions_to_the_bit(local: int, pairwise: bool) -> None:
     """Any size, both dtypes, one hop or two; the factor comes once, at the end, whatever FSDP2 asks for."""
-    assert run_ranks(4, reduced, local, local_world_size=local) == [[]] * 4
+    assert run_ranks(4, reduced, local, pairwise, local_world_size=local) == [[]] * 4
 
 
-def gathered(settings: dict[str, Any], most_calls: int) -> list[str]:
+def not_finite() -> list[str]:
+    """Inf or NaN of one rank that the rank it belongs to does not see; whatever else is lost with it."""
+    rank, wrong = dist.get_rank(), []
+    model = sharded()
+    fsdp2.apply(model, feedback="both")
+    _, reduce, group = hooks(model.blocks[0])
+    size = reduce.numel // dist.get_world_size()
+    for value in (float("inf"), float("nan")):
+        for rounds in range(2):
+            given = buffers(size, torch.float32)[rank]
+            if rank == 3 and rounds == 0:
+                given[1, 300] = value
+            out = torch.empty(size)
+            reduce(out, given.view(-1), group, dist.ReduceOp.AVG)
+            lost = (~out.isfinite()).nonzero().flatten().tolist()
+            if (300 in lost) != (rank == 1 and rounds == 0) or any(not 256 <= place < 512 for place in lost):
+                wrong.append(f"{value}, round {rounds}: {lost}")
+    return wrong
+
+
+def test_what_is_not_finite_arrives_and_is_not_carried_over() -> None:
+    assert run_ranks(4, not_finite, local_world_size=2) == [[]] * 4
+
+
+def beside_outliers(hadamard: bool) -> float:
+    """Relative error of what shares groups with one element that is twenty times as large."""
+    model, rank, place = sharded(), dist.get_rank(), slice(5, None, 128)
+    fsdp2.apply(model, weights=None, gradient_bits=(4, 4), hadamard=hadamard)
+    _, reduce, group = hooks(model)
+    tables = buffers(1024, torch.float32)
+    for table in tables:
+        table[:, place] = 20 * table.std(dim=1, keepdim=True)
+    out = torch.empty(1024)
+    reduce(out, tables[rank].clone().view(-1), group, dist.ReduceOp.AVG)
+    mean = torch.stack(tables).mean(0)[rank]
+    out[place] = mean[place] = 0.0
+    return float((out - mean).norm() / mean.norm())
+
+
+def test_rotation_spreads_outliers() -> None:
+    usual, rotated = (run_ranks(4, beside_outliers, on, local_world_size=2) for on in (False, True))
+    assert all(one < 0.6 * other for one, other in zip(rotated, usual, strict=True)), (rotated, usual)
+
+
+def gathered(settings: dict[str, Any], most_calls: int, pairwise: bool) -> list[str]:
     rank, world, wrong = dist.get_rank(), dist.get_world_size(), []
     module = fsdp2.gather
     before, module._MOST_CALLS = module._MOST_CALLS, most_calls
     model = sharded()
     adapter = fsdp2.apply(model, **settings)
     gather, _, group = hooks(model)
+    if not pairwise:
+        whole_collectives(*gather.routes[group].hops)
     for size in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             shards = buffers(size, dtype)[0]
@@ -143,9 +198,9 @@ def gathered(settings: dict[str, Any], most_calls: int) -> list[str]:
 @pytest.mark.parametrize("weights", ["int8", None])
 def test_gathers_to_the_bit(weights: str | None, local: int) -> None:
     """One hop or two; pieces decoded one by one, or all at once into a padded buffer."""
-    for hops, most_calls in ((2, 16), (1, 0)) if local == 2 else ((2, 0),):
+    for hops, most_calls, pairwise in ((2, 16, True), (2, 0, False), (1, 0, True)) if local == 2 else ((2, 0, False),):
         settings = {"weights": weights, "gather_hops": hops}
-        assert run_ranks(4, gathered, settings, most_calls, local_world_size=local) == [[]] * 4
+        assert run_ranks(4, gathered, settings, most_calls, pairwise, local_world_size=local) == [[]] * 4
 
 
 # Gradients of a model: the mean over ranks of one process's.
@@ -196,6 +251,8 @@ def check_mean(found: Found, local: int, bits: tuple[int, int], *, rounding: flo
     taken, rounds, cut = found
     for names in cut.values():
         trained = [name for name in names if name in taken]
+        if not trained:
+            continue
         shapes = [taken[name].shape for name in trained]
         limits = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
         means = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
@@ -247,6 +304,86 @@ def test_gradients_with_everything_quantized(settings: dict[str, Any]) -> None:
             mean = torch.stack([each[name] for each in plain]).mean(0)
             error, slope = float((value - mean).norm() / mean.norm()), float((value * mean).sum() / mean.square().sum())
             assert mean.numel() < 1024 or (error < 0.3 and abs(slope - 1) < 0.1), f"{name}: {error}, factor {slope}"
+
+
+class Idle(Net):
+    """The last block and a vector have no gradient."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        return self.head(self.norm(x + self.blocks[0](x))).float().square().mean()
+
+
+def idle() -> Found:
+    model = sharded(cls=Idle)
+    cut = units(model)
+    fsdp2.apply(model, **CODED)
+    model(tokens(0, dist.get_rank())).backward()
+    return gradients(model), [plain_gradients(0, model=Idle())], cut
+
+
+def test_parameters_without_gradient_have_none() -> None:
+    for found in run_ranks(4, idle, local_world_size=2):
+        assert {"scale", "fixed.weight", "blocks.1.0.weight"}.isdisjoint(found[0]) and "norm.weight" in found[0]
+        check_mean(found, 2, (8, 4))
+
+
+def as_torchtitan() -> tuple[Found, list[str]]:
+    """Its calls of fully_shard, on the meta device, one of them for two modules; no mean, but a sum."""
+    with torch.device("meta"):
+        model = Net()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for part in (model.table, *model.blocks, [model.norm, model.head], model):
+        fully_shard(part, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    cut = units(model)
+    adapter = fsdp2.apply(model, **CODED)
+    model.to_empty(device="cpu")
+    values = Net().state_dict()
+    for name, parameter in model.named_parameters():
+        placed = distribute_tensor(values[name], parameter.device_mesh, parameter.placements)
+        parameter.to_local().detach().copy_(placed.to_local())
+    model(tokens(0, dist.get_rank())).backward()
+    return (gradients(model), [plain_gradients(0, "bf16")], cut), sorted({row.unit for row in adapter.ledger.rows})
+
+
+def test_as_torchtitan_does_it() -> None:
+    for found, rows in run_ranks(4, as_torchtitan, local_world_size=2):
+        check_mean(found, 2, (8, 4), factor=4.0)
+        assert rows == ["(root)", "blocks.0", "blocks.1", "norm, head", "table"]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.up, self.down = nn.Linear(16, 52), nn.Linear(52, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu()).square().mean()
+
+
+def beside_tensor_parallel() -> list[tuple[float, float]]:
+    """Largest difference from FSDP2 as it is, relative to the largest gradient: plain hops, and codes."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for settings in (None, PLAIN, {}):
+        model = parallelize_module(Pair(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        if settings is not None:
+            fsdp2.apply(model, **settings)
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank() // 2))).backward()
+        found.append(gradients(model))
+    usual = found[0]
+    return [max(float((f[n] - usual[n]).abs().max() / usual[n].abs().max()) for n in usual) for f in found[1:]]
+
+
+def test_beside_tensor_parallel() -> None:
+    """Each rank of a node belongs to an FSDP2 group of its own, which has one rank on every node."""
+    for plain, coded in run_ranks(4, beside_tensor_parallel, local_world_size=2):
+        assert plain < 1e-6 < coded < 0.3
 
 
 def accumulated(sync: bool) -> Found:
@@ -611,7 +748,7 @@ SAID = {
     "replicas": r"replicates \(HSDP\).*reshard_after_forward=<ranks per node>",
     "dtypes": r"\(root\): parameters are gathered together in several dtypes.*'torch.bfloat16': \['fixed.weight'\]",
     "integers": "in several dtypes.*torch.int64",
-    "extension": r"blocks.0: \['0.weight'\] bring their own all-gather extension",
+    "extension": r"blocks.0: \['blocks.0.0.weight'\] bring their own all-gather extension",
     "uneven nodes": "every node must give the same number of ranks.*the argument local_world_size",
     "no nodes": "local_world_size is 0; expected ranks per node",
     "weights": "weights is 'int4'; expected 'int8' or None",
@@ -665,6 +802,26 @@ def late_changes() -> list[str]:
 
 def test_late_changes_and_removal() -> None:
     assert run_ranks(4, late_changes, local_world_size=2) == [[]] * 4
+
+
+def asynchronous() -> list[tuple[float, int]]:
+    """Loss and bytes, with gathers that FSDP2 starts in its usual way, and asynchronously."""
+    found = []
+    for ahead in (False, True):
+        model = sharded()
+        adapter = fsdp2.apply(model)
+        if ahead:
+            handles = [block.unshard(async_op=True) for block in model.blocks]
+            assert None not in handles
+        loss = model(tokens(0, dist.get_rank()))
+        loss.backward()
+        found.append((loss.item(), adapter.ledger.total_bytes))
+    return found
+
+
+def test_gathers_that_are_started_ahead() -> None:
+    for usual, ahead in run_ranks(4, asynchronous, local_world_size=2):
+        assert usual == ahead
 
 
 def lone() -> float:

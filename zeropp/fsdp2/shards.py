@@ -29,8 +29,8 @@ class ShardedUnit:
     """Parameters that one ``fully_shard`` call shards, gathers and reduces together.
 
     Attributes:
-        name: of the module it was called on; "(root)" for the model itself.
-        module: that takes the hooks.
+        name: of the modules it was called on; "(root)" for the model itself.
+        module: the first of them, which takes the hooks.
         group: ranks that the parameters are sharded over.
         secondary: smaller group that they are sharded over between forward and backward, if
             ``reshard_after_forward`` is a number; else None.
@@ -134,29 +134,30 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module sharded with fully_shard")
-    units: list[ShardedUnit] = []
-    seen: set[int] = set()
-    found = False
+    states: dict[int, Any] = {}
+    owners: dict[int, list[str]] = defaultdict(list)  # one call of fully_shard can be given several modules
+    modules: dict[int, FSDPModule] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        found = True
-        state = module._get_fsdp_state()
-        if id(state) in seen:  # several modules given to one call
-            continue
-        seen.add(id(state))
-        groups = _groups(state)
-        if len(groups) > 1:
-            raise ValueError(
-                f"{name or '(root)'}: shard_placement_fn puts its parameters on {len(groups)} meshes, and FSDP2 then "
-                "takes no custom communication; expected one mesh for each call of fully_shard"
-            )
-        units += [_unit(name or "(root)", module, group) for group in groups]
-    if not found:
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            states[id(state)] = state
+            owners[id(state)].append(name or "(root)")
+            modules.setdefault(id(state), module)
+    if not states:
         raise TypeError(
             f"no module of this {type(model).__name__} has been sharded; call torch.distributed.fsdp.fully_shard on "
             "its blocks and on itself first"
         )
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    units: list[ShardedUnit] = []
+    for key, state in states.items():
+        unit, groups = ", ".join(owners[key]), _groups(state)
+        if len(groups) > 1:
+            raise ValueError(
+                f"{unit}: shard_placement_fn puts its parameters on {len(groups)} meshes, and FSDP2 then takes no "
+                "custom communication; expected one mesh for each call of fully_shard"
+            )
+        units += [_unit(unit, modules[key], group, names) for group in groups]
     return units
 
 
@@ -168,7 +169,7 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _unit(name: str, module: FSDPModule, group: Any) -> ShardedUnit:
+def _unit(name: str, module: FSDPModule, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
     mesh = group.mesh_info
     if isinstance(mesh, DDPMeshInfo) or not isinstance(mesh, FSDPMeshInfo):
         raise ValueError(
@@ -191,7 +192,7 @@ def _unit(name: str, module: FSDPModule, group: Any) -> ShardedUnit:
     secondary = None
     if after is not None and after.shard_process_group.size() != mesh.shard_process_group.size():
         secondary = after.shard_process_group
-    params = _named(group, cast(nn.Module, module))
+    params = {names.get(p.sharded_param, f"parameter {at}"): p for at, p in enumerate(group.fsdp_params)}
     trained = [param for param in params.values() if param.sharded_param.requires_grad]
     policy = group.mp_policy
     return ShardedUnit(
@@ -205,12 +206,6 @@ def _unit(name: str, module: FSDPModule, group: Any) -> ShardedUnit:
         reduced=frozenset(policy.reduce_dtype or _dtype(param, policy.param_dtype) for param in trained),
         trained_numel=sum(param.padded_sharded_param_size.numel() for param in trained) * mesh.shard_mesh_size,
     )
-
-
-def _named(group: Any, module: nn.Module) -> dict[str, Any]:
-    """FSDP2's parameters by name below the module; those of other modules given to the same call by number."""
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    return {names.get(each.sharded_param, f"parameter {at}"): each for at, each in enumerate(group.fsdp_params)}
 
 
 def _dtype(param: Any, wanted: torch.dtype | None) -> torch.dtype:
