@@ -17,7 +17,7 @@ from zeropp.layout import BufferLayout, Slot
 from zeropp_kernels import BlockTable
 from zeropp_kernels.reference import pack_, sum_messages_
 
-__all__ = ["BlockCodec", "Codec", "Feedback", "PlainCodec"]
+__all__ = ["BlockCodec", "Codec", "Feedback", "PlainCodec", "dtype_name"]
 
 
 class Feedback:
@@ -45,12 +45,21 @@ class Feedback:
         return {"state": self.state, "beta": self.beta, "reset": fresh}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a floating dtype: "bf16", "fp32"."""
+    return "bf16" if dtype == torch.bfloat16 else f"fp{8 * dtype.itemsize}"
+
+
 class Codec(Protocol):
     """How values become messages and messages values.
 
     Attributes:
+        name: in the ledger.
         apart: messages that are summed may lie anywhere, and need not follow each other in memory.
     """
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def apart(self) -> bool: ...
@@ -97,6 +106,11 @@ class PlainCodec:
 
     dtype: torch.dtype
     apart = True
+
+    @property
+    def name(self) -> str:
+        """See :class:`Codec`."""
+        return dtype_name(self.dtype)
 
     def headroom(self, count: int) -> float:
         """See :class:`Codec`."""
@@ -149,6 +163,11 @@ class BlockCodec:
     bits: int
     rotate: bool = False
     apart = False
+
+    @property
+    def name(self) -> str:
+        """See :class:`Codec`."""
+        return f"hadamard(int{self.bits})" if self.rotate else f"int{self.bits}"
 
     def headroom(self, count: int) -> float:
         """See :class:`Codec`; a scale has the range of float32."""

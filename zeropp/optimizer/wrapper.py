@@ -230,7 +230,8 @@ class ZeroOptimizer(Optimizer):
             # Past the profiling wrapper of torch, whose hooks already run around this method.
             getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
         finally:  # what fails half-way has changed weights, too; and hooks that run after this may edit them
-            self.engine.weights_changed(self.engine.trainable, for_now=bool(self._optimizer_step_post_hooks))
+            later = bool(self._optimizer_step_post_hooks)
+            self.engine.weights_changed(self.engine.trainable, stepped=True, for_now=later)
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self._count_backwards(0)
