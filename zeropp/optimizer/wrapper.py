@@ -28,6 +28,7 @@ from zeropp.optimizer.checks import (
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import agree_on_group
+from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_layout, layout_id, load_main_weights, main_weights
 
@@ -226,16 +227,22 @@ class ZeroOptimizer(Optimizer):
         if self.config.gradient_clipping > 0:
             self._scale_gradients(norm, self.config.gradient_clipping)
         self.engine.refresh.settle()
-        try:
-            # Past the profiling wrapper of torch, whose hooks already run around this method.
-            getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
-        finally:  # what fails half-way has changed weights, too; and hooks that run after this may edit them
-            later = bool(self._optimizer_step_post_hooks)
-            self.engine.weights_changed(self.engine.trainable, stepped=True, for_now=later)
+        self._update()
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self._count_backwards(0)
         return loss
+
+    def _update(self) -> None:
+        """Let the wrapped optimizer step, and new weights travel where they are kept."""
+        # Past the profiling wrapper of torch, whose hooks already run around step.
+        step = getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)
+        later = bool(self._optimizer_step_post_hooks)  # they may edit weights
+        step_by_portions(
+            choose_portions(self.engine, self.inner, self._slices.stepped),
+            lambda: step(self.inner),
+            lambda buffers: self.engine.weights_changed(buffers, stepped=True, for_now=later),
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients. Memory of the shards stays, whatever ``set_to_none`` says."""
