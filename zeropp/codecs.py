@@ -25,15 +25,18 @@ class Feedback:
 
     Attributes:
         state: uint8, codes and scales of the error, a message's groups; see ``zeropp_kernels.state_layout``.
+        scales: bfloat16 [count, groups], those in ``state``.
         beta: share of the old error that is kept.
         fresh: the old error is to count as nothing in the next use.
     """
 
     def __init__(self, numel: int, count: int, bits: int, beta: float, device: torch.device) -> None:
-        nbytes = count * kernels.state_layout(numel, bits).nbytes
-        self.state = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        layout = kernels.state_layout(numel, bits)
+        self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
         self.beta = beta
         self.fresh = False
+        rows = self.state.view(count, layout.nbytes)
+        self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
 
     def saved(self) -> Tensor:
         """A copy of the state as the next use will see it."""

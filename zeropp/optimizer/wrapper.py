@@ -45,6 +45,8 @@ class ZeroOptimizer(Optimizer):
         grad_norm: gradient norm over the whole model at the last step, after averaging, before configured clipping.
         skipped_steps: steps not taken because a gradient was not finite.
         step_was_skipped: whether the last one was.
+        grad_scaler: torch's, if one scales the losses and errors are carried over (``zeropp_loco_param``): they follow
+            its scale. Without it a change of the scale disturbs them for a step.
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class ZeroOptimizer(Optimizer):
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False
+        self.grad_scaler: torch.amp.GradScaler | None = None
 
     # The optimizer's own surface.
 
@@ -330,6 +333,7 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     def _before_backward(self) -> None:
         self._take_edits()
+        self._carried.follow(self.grad_scaler)
 
     def _count_backwards(self, count: int) -> None:
         """Note how many have run since the last step, and so whether the next is the last, as far as one can know."""
