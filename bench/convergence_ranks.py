@@ -28,7 +28,7 @@ from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.placement import HopSpec, choose_mode
 from zeropp.units import form_units
 
-MEETING_SECONDS = 120.0  # a rank that does not come has failed
+MEETING_SECONDS = 600.0  # a rank that does not come has failed; on a card the first calls compile kernels
 
 
 class Meeting:

@@ -144,7 +144,8 @@ def _machine(runs: Sequence[Run]) -> str:
     step = statistics.mean(each["seconds"] / each["settings"]["steps"] for each in runs)
     hours = sum(each["seconds"] for each in runs) / 3600
     return (
-        f"{date.today()}, {_processor()}, torch {runs[0]['torch']}: {step:.2f} s a step, {hours:.1f} core hours in all."
+        f"{date.today()}, {_processor()}, torch {runs[0]['torch']}: {step:.2f} s a step, {hours:.1f} hours of single "
+        "runs."
     )
 
 

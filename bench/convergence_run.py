@@ -71,7 +71,9 @@ class Training:
         )
         initial = GPT(sizes)
         values = {name: parameter.detach().clone() for name, parameter in initial.named_parameters()}
-        self.model = initial.to(device, COMPUTE[settings.compute])
+        self.model = initial.to(device)
+        for parameter in self.model.parameters():  # buffers keep their dtype, as with the engine
+            parameter.data = parameter.data.to(COMPUTE[settings.compute])
         config = zeropp.load_config(ARMS[arm].config(settings.wire))
         self.ranks = VirtualRanks(self.model, config, settings.nodes, settings.local)
         self.main, self.seen, self.computed, self.weights = [], [], [], []

@@ -41,9 +41,14 @@ def test_quick_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "8 of 8 runs are done" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arm", ["plain", "hadamard-loco", "delta4"])
-def test_an_interrupted_run_ends_with_the_same_bits(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = convergence_run.run(arm, 11, TINY, tmp_path / "whole", 100)
+@pytest.mark.parametrize(
+    ("arm", "compute"), [("plain", "fp32"), ("hadamard-loco", "fp32"), ("delta4", "fp32"), ("loco-both", "bf16")]
+)
+def test_an_interrupted_run_ends_with_the_same_bits(
+    arm: str, compute: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(TINY, compute=compute)
+    whole = convergence_run.run(arm, 11, settings, tmp_path / "whole", 100)
     step = convergence_run.Training.train_step
 
     def interrupted(self: Any) -> None:
@@ -53,10 +58,10 @@ def test_an_interrupted_run_ends_with_the_same_bits(arm: str, tmp_path: Path, mo
 
     monkeypatch.setattr(convergence_run.Training, "train_step", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        convergence_run.run(arm, 11, TINY, tmp_path / "parts", 2)
+        convergence_run.run(arm, 11, settings, tmp_path / "parts", 2)
     monkeypatch.setattr(convergence_run.Training, "train_step", step)
     assert [path.suffix for path in (tmp_path / "parts").iterdir()] == [".pt"]
-    parts = convergence_run.run(arm, 11, TINY, tmp_path / "parts", 2)
+    parts = convergence_run.run(arm, 11, settings, tmp_path / "parts", 2)
     assert parts.pop("seconds") != whole.pop("seconds")
     assert parts == whole
 
