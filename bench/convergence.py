@@ -125,7 +125,7 @@ def main() -> None:
     supervise(args, settings)
     stems = [settings.stem(arm, seed) for arm in args.arms for seed in SEEDS[: args.seeds]]
     runs = [json.loads((args.runs / f"{stem}.json").read_text()) for stem in stems]
-    print(report.table(runs))
+    print(report.table(runs), end="")
     if args.save:
         for path in report.save(runs, ROOT, args.name):
             print("written:", path.relative_to(ROOT))
