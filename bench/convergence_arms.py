@@ -22,7 +22,7 @@ class Arm:
         label: for tables.
         zero: keys of the block ``zero_optimization``.
         own: keys of the block ``zeropp``.
-        weights: "config", or what the configuration has no codec for yet: "delta4", "lossless".
+        weights: "config"; or "delta4" or "lossless", which virtual ranks, that keep no copies of their own, do apart.
     """
 
     label: str
@@ -37,6 +37,7 @@ class Arm:
 
 
 _LOCO = {"zeropp_loco_param": {}}  # err_beta 0.8, as DeepSpeed's
+_HALF = {"zeropp_loco_param": {"err_beta": 0.5}}
 _FULL = {"zeropp_loco_param": {"err_beta": 0.0}}  # all that was lost goes with the next gradient
 _INT4 = {"gradient_bits": {"local": 4, "cross": 4}}
 _ROTATED = {"hadamard": True}
@@ -46,9 +47,11 @@ ARMS = {
     "zeropp": Arm("ZeRO++", _PP),
     "loco": Arm("ZeRO++, LoCo cross", {**_PP, **_LOCO}),
     "loco-both": Arm("ZeRO++, LoCo both", {**_PP, **_LOCO}, {"feedback": "both"}),
+    "loco-half": Arm("ZeRO++, LoCo cross, err_beta 0.5", {**_PP, **_HALF}),
     "loco-0": Arm("ZeRO++, LoCo cross, err_beta 0", {**_PP, **_FULL}),
     "hadamard": Arm("ZeRO++, hadamard", _PP, _ROTATED),
     "hadamard-loco": Arm("ZeRO++, hadamard, LoCo cross", {**_PP, **_LOCO}, _ROTATED),
+    "hadamard-loco-half": Arm("ZeRO++, hadamard, LoCo cross, err_beta 0.5", {**_PP, **_HALF}, _ROTATED),
     "hadamard-loco-0": Arm("ZeRO++, hadamard, LoCo cross, err_beta 0", {**_PP, **_FULL}, _ROTATED),
     "int4": Arm("ZeRO++, int4 on both hops", _PP, _INT4),
     "delta4": Arm("delta4 weights, plain gradients", weights="delta4"),
@@ -59,7 +62,7 @@ ARMS = {
 """Gradients of ZeRO++ are int8 inside nodes and int4 between them, unless said otherwise."""
 
 DEFAULT_ARMS = (
-    "plain", "zeropp", "loco", "loco-both", "loco-0", "hadamard", "hadamard-loco-0", "int4", "delta4",
+    "plain", "zeropp", "loco", "loco-both", "loco-half", "hadamard", "hadamard-loco-half", "int4", "delta4",
 )  # fmt: skip
 
 
