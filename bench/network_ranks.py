@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -20,69 +21,146 @@ for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
 
 import torch  # noqa: E402 (the path above comes first)
 import torch.distributed as dist  # noqa: E402
+from gpt import GPT, GPTConfig  # noqa: E402
 from network_links import sent_bytes, set_rate  # noqa: E402
 from step_time_systems import Contestant, build, meet  # noqa: E402
 from text_data import Batches, load_text  # noqa: E402
 
+import zeropp  # noqa: E402
+
+BASE = "zeropp_s3"  # whose waiting defines a rate
+_TRIES = 4  # to find it
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    for name in ("--systems", "--rates", "--dtype", "--reduce-dtype", "--result"):
+    for name in ("--systems", "--rates", "--equal", "--dtype", "--reduce-dtype", "--result"):
         parser.add_argument(name, required=True)
-    numbers = "steps rounds layers d-model heads seq-len batch seed"
+    numbers = "steps rounds layers d-model heads seq-len batch seed warm-up"
     for name in numbers.split():
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--node-size", dest="local", type=int, required=True)
     return parser.parse_args()
 
 
-def turn(contestant: Contestant, steps: int) -> tuple[float, float]:
-    """(seconds, bytes that this node sent to others) a step."""
-    device = torch.device("cpu")
-    meet(device)
-    sent, start = sent_bytes(), time.perf_counter()
-    for _ in range(steps):
-        contestant.one_step()
-    contestant.settle()
-    meet(device)
-    return (time.perf_counter() - start) / steps, (sent_bytes() - sent) / steps
+class Race:
+    """The contestants, and the link they share."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        device = torch.device("cpu")
+        batches = Batches(
+            load_text().train, args.batch, args.seq_len, dist.get_rank(), dist.get_world_size(), args.seed
+        )
+        self.contestants = [build(name, args, device, batches) for name in args.systems.split(",") if name]
+        self.rows: list[dict] = []
+
+    def turn(self, contestant: Contestant, steps: int) -> tuple[float, float]:
+        """(seconds, bytes that the first node sent to others) a step; the same numbers on every rank."""
+        device = torch.device("cpu")
+        meet(device)
+        sent, start = sent_bytes(), time.perf_counter()
+        for _ in range(steps):
+            contestant.one_step()
+        contestant.settle()
+        meet(device)
+        found = torch.tensor([time.perf_counter() - start, float(sent_bytes() - sent)], dtype=torch.float64)
+        dist.broadcast(found, 0)
+        seconds, nbytes = (found / steps).tolist()
+        return seconds, nbytes
+
+    def limit(self, rate: float | None) -> None:
+        """Every node sends so many million bits a second; None for no limit."""
+        if int(os.environ["LOCAL_RANK"]) == 0:
+            set_rate(rate)
+        meet(torch.device("cpu"))
+
+    def run(self, kind: str, rate: float | None, only: list[Contestant] | None = None) -> None:
+        """Turns of all contestants, round by round, at one rate."""
+        self.limit(rate)
+        for number in range(self.args.rounds):
+            for contestant in only or self.contestants:
+                seconds, sent = self.turn(contestant, self.args.steps)
+                row = {"kind": kind, "rate": rate, "round": number, "system": contestant.name}
+                self.rows.append({**row, "s": seconds, "bytes": sent})
+
+    def median(self, key: str, name: str, rate: float | None = None) -> float:
+        """Of what was measured of a system at one rate."""
+        return statistics.median(r[key] for r in self.rows if r["system"] == name and r["rate"] == rate)
+
+    def waiting_rate(self, share: float) -> float:
+        """Where the base system's step takes so much longer than without a limit that it waits for that share of it."""
+        base = next(each for each in self.contestants if each.name == BASE)
+        free, sent = self.median("s", BASE), self.median("bytes", BASE)
+        target = free / (1 - share)
+        rate = sent * 8e-6 / (target - 0.7 * free)  # a part of its own time hides
+        for _ in range(_TRIES):
+            self.limit(rate)
+            self.turn(base, 1)  # the bucket is full of what another rate has left
+            seconds, _ = self.turn(base, max(1, self.args.steps))
+            if abs(seconds / target - 1) < 0.04:
+                break
+            rate *= (seconds - 0.7 * free) / (target - 0.7 * free)
+        return round(rate, 2)
+
+
+def ledger_of(contestant: Contestant) -> dict | None:
+    """Bytes between nodes that this node's ranks have counted so far; None for systems that do not count."""
+    if not contestant.name.startswith("zeropp"):
+        return None
+    report = zeropp.comm_report(contestant.model)
+    found = {f"{row.kind} {row.codec}": 0 for row in report.rows if row.link == "cross"}
+    for row in report.rows:
+        if row.link == "cross":
+            found[f"{row.kind} {row.codec}"] += row.bytes
+    return found
+
+
+def counted(race: Race, contestant: Contestant, steps: int) -> dict | None:
+    """What the ledgers of the first node's ranks say of some steps, a step, beside what its device says."""
+    before = ledger_of(contestant)
+    _, sent = race.turn(contestant, steps)
+    after = ledger_of(contestant)
+    if before is None or after is None:
+        return None
+    tables: list[dict] = [{}] * dist.get_world_size()
+    dist.all_gather_object(tables, {key: value - before.get(key, 0) for key, value in after.items()})
+    ledger = {key: sum(table[key] for table in tables[: race.args.local]) / steps for key in tables[0]}
+    return {"ledger": ledger, "device": sent}
 
 
 def main() -> None:
     args = parse_arguments()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    rates = [None if rate == "none" else float(rate) for rate in args.rates.split(",")]
-    device = torch.device("cpu")
-    batches = Batches(load_text().train, args.batch, args.seq_len, rank, world, args.seed)
-    contestants = [build(name, args, device, batches) for name in args.systems.split(",")]
-    for contestant in contestants:  # the first steps learn, compile and allocate
-        turn(contestant, 2)
-    rows = []
-    for rate in rates:
-        if int(os.environ["LOCAL_RANK"]) == 0:
-            set_rate(rate)
-        for number in range(args.rounds):
-            for contestant in contestants:
-                seconds, sent = turn(contestant, args.steps)
-                rows.append({"rate": rate, "round": number, "system": contestant.name, "s": seconds, "bytes": sent})
-    if int(os.environ["LOCAL_RANK"]) == 0:
-        set_rate(None)
-    measured = {contestant.name: contestant.measured()["losses"] for contestant in contestants}
+    rank = dist.get_rank()
+    race = Race(args)
+    for contestant in race.contestants:  # the first steps learn, compile and allocate
+        race.turn(contestant, args.warm_up)
+    race.run("free", None)
+    bytes_by_codec = {each.name: counted(race, each, 2) for each in race.contestants}
+    found: dict[str, float] = {}
+    for rate in args.rates.split(","):
+        if rate.startswith("wait"):
+            found[rate] = race.waiting_rate(float(rate.removeprefix("wait")) / 100)
+            race.run(rate, found[rate])
+        elif rate != "none":
+            race.run("rate", float(rate))
+    for contestant in race.contestants:
+        if contestant.name in args.equal.split(","):
+            # Where the time on the link is that of the rest, so that each could hide the other.
+            rate = race.median("bytes", contestant.name) * 8e-6 / race.median("s", contestant.name)
+            race.run("equal", round(rate, 2), [contestant])
+    race.limit(None)
+    losses = {contestant.name: contestant.measured()["losses"] for contestant in race.contestants}
     if rank == 0:
-        numel = sum(p.numel() for p in build_plain(args).parameters())
-        Path(args.result).write_text(json.dumps({"rows": rows, "losses": measured, "numel": numel}))
-    meet(device)
+        with torch.device("meta"):
+            model = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
+        measured = {"rows": race.rows, "losses": losses, "counted": bytes_by_codec, "found": found}
+        measured["numel"] = sum(p.numel() for p in model.parameters())
+        Path(args.result).write_text(json.dumps(measured))
+    meet(torch.device("cpu"))
     dist.destroy_process_group()
-
-
-def build_plain(args: argparse.Namespace) -> torch.nn.Module:
-    """The model that every system trains, without values."""
-    from gpt import GPT, GPTConfig
-
-    with torch.device("meta"):
-        return GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
 
 
 if __name__ == "__main__":

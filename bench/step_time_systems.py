@@ -72,6 +72,7 @@ class Contestant:
     device: torch.device
     backward: Callable[[Tensor], None] = torch.Tensor.backward
     precision: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    micro_batches: int = 1  # backwards before each optimizer step
     predicted: dict[str, int] = field(default_factory=dict)  # terms of zeropp.plan.memory, bytes
     step: int = 0
     losses: list[Tensor] = field(default_factory=list)
@@ -103,13 +104,14 @@ class Contestant:
         self.ledger_steps += steps
 
     def one_step(self) -> None:
-        """Forward, backward and optimizer step on the next batch."""
-        x, y = self.batches.at(self.step)
-        with self.precision():
-            loss = self.model(x.to(self.device), y.to(self.device))
-        if self.step == 0 and self.name == "zeropp":
-            self.kept = whole_parameters(self.model)
-        self.backward(loss)
+        """Forward, backward and optimizer step on the next batch, or on several of it."""
+        for micro in range(self.micro_batches):
+            x, y = self.batches.at(self.step * self.micro_batches + micro)
+            with self.precision():
+                loss = self.model(x.to(self.device), y.to(self.device))
+            if self.step == 0 and self.name == "zeropp":
+                self.kept = whole_parameters(self.model)
+            self.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.losses.append(loss.detach())
@@ -157,6 +159,10 @@ def build(name: str, args: argparse.Namespace, device: torch.device, batches: Ba
         return _build_ddp(name, model, args, device, batches)
     if name.startswith("zeropp"):
         return _build_zeropp(name, model, args, device, batches)
+    if name.startswith("deepspeed"):
+        from deepspeed_system import build_deepspeed  # it knows this module
+
+        return build_deepspeed(name, model, args, device, batches)
     return _build_fsdp2(name, model, args, device, batches)
 
 
@@ -203,19 +209,25 @@ def _build_zeropp(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
     half = ranks_per_node(args)
-    placed = zeropp_modes(half)[name]
+    base, _, times = name.partition("_x")
+    zero, own = zeropp_modes(half)[base]
+    micro_batches = int(times or 1)
     config = {
         # Nothing is kept from forward to backward, as in FSDP2; parameters below the default threshold are whole.
-        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **placed},
-        "zeropp": {"local_world_size": half if name != "zeropp" else None},
+        "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **zero},
+        "zeropp": {
+            "local_world_size": half if name != "zeropp" else None, "defer_cross_reduction": micro_batches > 1, **own
+        },
         "bf16": {"enabled": args.dtype == "bf16"},
         "communication_data_type": args.reduce_dtype,
-    }
+        "gradient_accumulation_steps": micro_batches,
+    }  # fmt: skip
     predicted = zeropp.plan.memory(model, config, dist.get_world_size(), half if name != "zeropp" else None).terms
     optimizer = zeropp.ZeroOptimizer(adamw(model), model, config)
     return Contestant(
-        name, model, optimizer, batches, device, backward=optimizer.backward, predicted=dict(predicted)
-    )
+        name, model, optimizer, batches, device, backward=optimizer.backward, predicted=dict(predicted),
+        micro_batches=micro_batches,
+    )  # fmt: skip
 
 
 def ranks_per_node(args: argparse.Namespace) -> int:
@@ -223,21 +235,24 @@ def ranks_per_node(args: argparse.Namespace) -> int:
     return getattr(args, "local", None) or dist.get_world_size() // 2
 
 
-def zeropp_modes(local: int) -> dict[str, dict[str, object]]:
-    """Keys of the zero block for each of our contestants."""
-    quantized = {
-        "zero_quantized_weights": True, "zero_hpz_partition_size": local, "zero_quantized_gradients": True,
-    }  # fmt: skip
+def zeropp_modes(local: int) -> dict[str, tuple[dict[str, object], dict[str, object]]]:
+    """Keys of the zero block and of the zeropp block for each of our contestants; "_x4" behind one accumulates."""
+    hpz = {"zero_hpz_partition_size": local}
+    gradients = {"zero_quantized_gradients": True}
+    quantized = {**hpz, **gradients, "zero_quantized_weights": True}
+    loco = {"zeropp_loco_param": {}}
     return {
-        "zeropp": {},
-        "zeropp_s0": {"stage": 0},
-        "zeropp_s1": {"stage": 1},
-        "zeropp_s2": {"stage": 2},
-        "zeropp_s3": {},
-        "zeropp_hpz": {"zero_hpz_partition_size": local},
-        "zeropp_mics": {"mics_shard_size": local},
-        "zeropp_pp": quantized,
-        "zeropp_pp_loco": {**quantized, "zeropp_loco_param": {}},
+        "zeropp": ({}, {}),
+        "zeropp_s0": ({"stage": 0}, {}),
+        "zeropp_s1": ({"stage": 1}, {}),
+        "zeropp_s2": ({"stage": 2}, {}),
+        "zeropp_s3": ({}, {}),
+        "zeropp_hpz": (hpz, {}),
+        "zeropp_mics": ({"mics_shard_size": local}, {}),
+        "zeropp_pp": (quantized, {}),
+        "zeropp_pp_loco": ({**quantized, **loco}, {}),
+        "zeropp_delta4": ({**hpz, **gradients, **loco}, {"weight_codec": "delta4"}),
+        "zeropp_lossless": ({**hpz, **gradients, **loco}, {"weight_codec": "lossless"}),
     }
 
 

@@ -16,6 +16,8 @@ import contextlib
 import math
 import sys
 import time
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -180,9 +182,28 @@ def plain_precision(
 # -- what a run reports
 
 
-def sent_bytes(model: nn.Module, args: argparse.Namespace) -> int:
-    """Bytes this rank has sent since the model was partitioned."""
-    return 0 if args.plain else zeropp.comm_report(model).total_bytes
+@dataclass(frozen=True)
+class Traffic:
+    """What this rank has sent since the model was partitioned, and how long it waited; or the difference of two."""
+
+    by_hop: Counter[str]  # "kind levels codec" -> bytes
+    total: int
+    between_nodes: int
+    exposed: float  # seconds
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        by_hop = self.by_hop - other.by_hop
+        apart = self.between_nodes - other.between_nodes
+        return Traffic(by_hop, self.total - other.total, apart, self.exposed - other.exposed)
+
+
+def traffic(model: nn.Module, args: argparse.Namespace) -> Traffic:
+    """From the ledger; nothing with ``--plain``."""
+    if args.plain:
+        return Traffic(Counter(), 0, 0, 0.0)
+    ledger = zeropp.comm_report(model)
+    between = ledger.bytes_by_link().get("cross", 0)
+    return Traffic(Counter(ledger.bytes_by_hop()), ledger.total_bytes, between, sum(r.exposed for r in ledger.rows))
 
 
 # -- the three phases
@@ -212,22 +233,30 @@ class Meter:
 
     def restart(self) -> None:
         self.loss_sum.zero_()
-        self.steps, self.sent = 0, sent_bytes(self.model, self.args)
+        self.steps, self.before = 0, traffic(self.model, self.args)
         self.clock = time.perf_counter()
 
-    def skip(self, seconds: float, nbytes: int) -> None:
+    def skip(self, seconds: float, sent: Traffic) -> None:
         """Leave out what validation took."""
         self.clock += seconds
-        self.sent += nbytes
+        before = self.before
+        self.before = Traffic(
+            before.by_hop + sent.by_hop, before.total + sent.total, before.between_nodes + sent.between_nodes,
+            before.exposed + sent.exposed,
+        )  # fmt: skip
 
     def mean_loss(self) -> float:
         return self.loss_sum.item() / self.steps
 
-    def rates(self) -> dict[str, float]:
+    def rates(self) -> dict[str, object]:
         seconds = time.perf_counter() - self.clock
+        sent = traffic(self.model, self.args) - self.before
         return {
             "tokens_per_s": self.tokens_per_step * self.steps / seconds,
-            "sent_bytes_per_step": (sent_bytes(self.model, self.args) - self.sent) // self.steps,
+            "sent_bytes_per_step": sent.total // self.steps,
+            "sent_between_nodes_per_step": sent.between_nodes // self.steps,
+            "sent_bytes_per_step_by_hop": {hop: nbytes // self.steps for hop, nbytes in sent.by_hop.items()},
+            "exposed_s_per_step": sent.exposed / self.steps,
             "memory_bytes": memory_bytes(self.job.device),
         }
 
@@ -270,9 +299,9 @@ def train(
                 metrics.write("interrupted", step=step)
                 return False
             if step % args.validate_every == 0 or step == args.steps:
-                clock, sent = time.perf_counter(), sent_bytes(model, args)
+                clock, before = time.perf_counter(), traffic(model, args)
                 held_out = validate(model, text, job, args)
-                meter.skip(time.perf_counter() - clock, sent_bytes(model, args) - sent)
+                meter.skip(time.perf_counter() - clock, traffic(model, args) - before)
                 metrics.write("validation", step=step, loss=held_out)
                 if job.rank == 0:
                     bar.write(f"step {step}: validation loss {held_out:.3f} nats per byte", file=sys.stderr)
@@ -285,6 +314,8 @@ def describe(record: dict) -> str:
         f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
         f"{record['memory_bytes'] / 2**20:,.0f} MiB peak, "
         f"{record['sent_bytes_per_step'] / 1e6:.1f} MB sent a step"
+        f" ({record['sent_between_nodes_per_step'] / 1e6:.1f} between nodes), "
+        f"waited {1000 * record['exposed_s_per_step']:.0f} ms a step"
     )
 
 

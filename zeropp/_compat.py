@@ -18,6 +18,7 @@ __all__ = [
     "current_graph_task",
     "default_store",
     "is_compiled",
+    "loss_scale",
     "new_group",
     "profiler_enabled",
     "queue_end_of_backward",
@@ -61,6 +62,13 @@ def will_execute(node: Node) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
+    """The factor that a scaler puts on losses, float32 scalar; the host does not wait for it."""
+    scale = scaler._get_scale_async() if scaler.is_enabled() else None
+    value = torch.full((), scaler.get_scale(), device=device) if scale is None else scale.to(device)
+    return value.reshape(())
 
 
 def profiler_enabled() -> bool:

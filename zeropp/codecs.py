@@ -17,7 +17,7 @@ from zeropp.layout import BufferLayout, Slot
 from zeropp_kernels import BlockTable
 from zeropp_kernels.reference import pack_, sum_messages_
 
-__all__ = ["BlockCodec", "Codec", "Feedback", "PlainCodec"]
+__all__ = ["BlockCodec", "Codec", "Feedback", "PlainCodec", "dtype_name"]
 
 
 class Feedback:
@@ -25,15 +25,18 @@ class Feedback:
 
     Attributes:
         state: uint8, codes and scales of the error, a message's groups; see ``zeropp_kernels.state_layout``.
+        scales: bfloat16 [count, groups], those in ``state``.
         beta: share of the old error that is kept.
         fresh: the old error is to count as nothing in the next use.
     """
 
     def __init__(self, numel: int, count: int, bits: int, beta: float, device: torch.device) -> None:
-        nbytes = count * kernels.state_layout(numel, bits).nbytes
-        self.state = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        layout = kernels.state_layout(numel, bits)
+        self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
         self.beta = beta
         self.fresh = False
+        rows = self.state.view(count, layout.nbytes)
+        self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
 
     def saved(self) -> Tensor:
         """A copy of the state as the next use will see it."""
@@ -45,12 +48,21 @@ class Feedback:
         return {"state": self.state, "beta": self.beta, "reset": fresh}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a floating dtype: "bf16", "fp32"."""
+    return "bf16" if dtype == torch.bfloat16 else f"fp{8 * dtype.itemsize}"
+
+
 class Codec(Protocol):
     """How values become messages and messages values.
 
     Attributes:
+        name: in the ledger.
         apart: messages that are summed may lie anywhere, and need not follow each other in memory.
     """
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def apart(self) -> bool: ...
@@ -97,6 +109,11 @@ class PlainCodec:
 
     dtype: torch.dtype
     apart = True
+
+    @property
+    def name(self) -> str:
+        """See :class:`Codec`."""
+        return dtype_name(self.dtype)
 
     def headroom(self, count: int) -> float:
         """See :class:`Codec`."""
@@ -149,6 +166,11 @@ class BlockCodec:
     bits: int
     rotate: bool = False
     apart = False
+
+    @property
+    def name(self) -> str:
+        """See :class:`Codec`."""
+        return f"hadamard(int{self.bits})" if self.rotate else f"int{self.bits}"
 
     def headroom(self, count: int) -> float:
         """See :class:`Codec`; a scale has the range of float32."""

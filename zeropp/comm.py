@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, new_group
-from zeropp.ledger import Ledger
+from zeropp.ledger import Ledger, Way
 from zeropp.members import Members, gather_objects
 from zeropp.placement import HopSpec
 from zeropp.topology import Chain
@@ -43,26 +43,25 @@ class Hop:
         self.size = len(spec.ranks)
         self.index = spec.ranks.index(rank)
 
-    def all_gather(self, out: Tensor, piece: Tensor, unit: str) -> None:
+    def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
         """``out`` becomes the members' pieces in order; ``piece`` is this rank's own part of ``out``."""
-        name = f"{self.spec.outer}->{self.spec.inner}"
-        self.ledger.add(unit, self.kind, name, self.spec.link, (self.size - 1) * piece.nbytes)
+        self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
         if self.pairwise:
             self._swap(list(out.view(self.size, -1).unbind()), [piece] * self.size)
         else:
             all_gather_single(out, piece, group=self.group)
 
-    def exchange(self, message: Tensor, unit: str, *, apart: bool = True) -> list[Tensor]:
+    def exchange(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
         """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
 
         Args:
             message: one part for each member.
-            unit: for the ledger.
+            unit: for the ledger, like ``codec``.
+            codec: what the message is encoded in.
             apart: the parts returned need not follow each other in memory.
         """
-        name = f"{self.spec.inner}->{self.spec.outer}"
         sent = message.nbytes // self.size * (self.size - 1)
-        self.ledger.add(unit, self.kind, name, self.spec.link, sent)
+        self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
         parts = list(message.view(self.size, -1).unbind())
         if self.pairwise and apart:
             received = [torch.empty_like(part) for part in parts]
@@ -77,6 +76,9 @@ class Hop:
         else:
             dist.all_to_all_single(whole, message, group=self.group)
         return received
+
+    def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
+        self.ledger.add(Way(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
     def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> None:
         """Send ``out_of[i]`` to member i and receive ``into[i]`` from it; this rank's own entries stay untouched."""
@@ -143,8 +145,24 @@ class Comm:
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""
         if self.world > 1:
-            self.ledger.add("<boundary>", "control", "all", "all", 2 * (self.world - 1) * tensor.nbytes // self.world)
+            self._note_control("<boundary>", 2 * (self.world - 1) * tensor.nbytes // self.world)
             dist.all_reduce(tensor, group=self.world_group)
+
+    def largest(self, tensor: Tensor, stream: str) -> None:
+        """The largest value of each element over all ranks, in place, on a group that belongs to a stream."""
+        if self.world > 1:
+            self._note_control(f"<{stream}>", 2 * (self.world - 1) * tensor.nbytes // self.world)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.all_ranks(stream))
+
+    def all_ranks(self, stream: str) -> dist.ProcessGroup:
+        """The group of all ranks that belongs to a stream. Collective over the members when first asked for."""
+        key = (stream, self.world, 0)
+        if key not in self._groups:
+            self._groups[key] = self._make(self.ranks, self.backend, f"{stream} all")
+        return self._groups[key]
+
+    def _note_control(self, unit: str, nbytes: int) -> None:
+        self.ledger.add(Way(unit, "control", "all", "all", self.world, "-"), nbytes)
 
     def all_gather_ints(self, values: list[int]) -> list[list[int]]:
         """Every rank's row of integers; blocks the host. For agreement outside the steady state."""
@@ -152,7 +170,7 @@ class Comm:
             return [values] * self.world
         row = torch.tensor(values, dtype=torch.int64)
         rows = torch.empty(self.world * len(values), dtype=torch.int64)
-        self.ledger.add("<agreement>", "control", "all", "all", (self.world - 1) * row.nbytes)
+        self._note_control("<agreement>", (self.world - 1) * row.nbytes)
         all_gather_single(rows, row, group=self.control_group)
         table: list[list[int]] = rows.view(self.world, -1).tolist()
         return table

@@ -26,6 +26,8 @@ class Encoding:
 
     Attributes:
         weights: of gathered weights; None for values as they are.
+        frozen: of frozen weights that exist in codes only; None for values in their own dtype.
+        differences: to what is kept, "delta4" or "lossless", once a step; None for whole values.
         keep_codes: what hpZ keeps are the messages, not the values in them.
         bits: of a gradient element inside a node and between nodes; None for values in the wire dtype.
         rotate: quantized gradients are rotated.
@@ -34,11 +36,17 @@ class Encoding:
     """
 
     weights: BlockCodec | None = None
+    frozen: BlockCodec | None = None
+    differences: str | None = None
     keep_codes: bool = False
     bits: tuple[int, int] | None = None
     rotate: bool = False
     feedback: str | None = None
     beta: float = 0.8
+
+    def weight_codec(self, trainable: bool) -> BlockCodec | None:
+        """For gathers of a buffer."""
+        return self.weights or (None if trainable else self.frozen)
 
     def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[Codec]:
         """For each hop of a whole reduce path; a single one counts as between nodes."""
@@ -71,12 +79,13 @@ class Encoding:
                 total += hop.outer // hop.inner * state_layout(numel // hop.outer, codec.bits).nbytes
         return total
 
-    def secondary_nbytes(self, numel: int, mode: Mode, dtype: torch.dtype) -> int:
+    def secondary_nbytes(self, numel: int, mode: Mode, dtype: torch.dtype, *, trainable: bool) -> int:
         """Of what hpZ keeps of a buffer of [numel]."""
         assert mode.kept is not None
-        if self.weights is None or not self.keep_codes:
+        codec = self.weight_codec(trainable)
+        if codec is None or not self.keep_codes:
             return numel // mode.kept * dtype.itemsize
-        return mode.states // mode.kept * self.weights.nbytes(numel // mode.states)
+        return mode.states // mode.kept * codec.nbytes(numel // mode.states)
 
     @staticmethod
     def _crosses(path: Sequence[HopSpec], hop: HopSpec) -> bool:
@@ -91,10 +100,13 @@ def choose_encoding(config: Config) -> Encoding:
         bits = (8, 4)
         if extension.gradient_bits is not None:
             bits = (extension.gradient_bits.local, extension.gradient_bits.cross)
-    quantized = zero.zero_quantized_weights or extension.weight_codec == "int8"
+    codec = extension.weight_codec
+    quantized = zero.zero_quantized_weights or codec == "int8"
     loco = zero.zeropp_loco_param
     return Encoding(
         weights=BlockCodec(8) if quantized and zero.stage > 0 else None,
+        frozen=BlockCodec(8) if zero.zero_quantized_nontrainable_weights and zero.stage > 0 else None,
+        differences=codec if codec != "int8" and zero.stage > 0 else None,
         keep_codes=extension.secondary == "codes",
         bits=bits,
         rotate=extension.hadamard,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from zeropp._compat import bump_versions
 from zeropp.comm import Comm
+from zeropp.differences import DifferencePath
 from zeropp.gradient import Gradient
 from zeropp.guard import guard, unguard
 from zeropp.layout import BufferLayout, Fragment
@@ -41,12 +42,14 @@ class WeightPaths:
     Attributes:
         main: from the states' level to whole buffers, for state dicts.
         refresh: from the states' level to what is kept between uses; None if nothing is, or if that is the shard.
+        differences: the same way, for a part of the bytes, where what is kept of the last step is right; or None.
         fetch: from what is kept, or else the shard, to whole buffers; None where whole ones are kept.
     """
 
     main: GatherPath
     refresh: GatherPath | None
     fetch: GatherPath | None
+    differences: DifferencePath | None = None
 
     @property
     def none(self) -> bool:
@@ -104,8 +107,7 @@ class FlatBuffer:
         whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
         with torch.no_grad():
             fill(whole)
-            start, stop = self.placement.slice_of(numel, self.placement.mode.states)
-            self.shard = whole if stop - start == numel else whole[start:stop].clone()
+            self.shard = self._take_piece(whole)
             del whole
             shared = self.paths.none
             self.flat = self.shard if shared else torch.empty(numel, dtype=self.compute_dtype, device=self.device)
@@ -118,6 +120,11 @@ class FlatBuffer:
         self.cover()
         if not shared:
             self.shrink()
+
+    def _take_piece(self, whole: Tensor) -> Tensor:
+        """This rank's shard of whole values."""
+        start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
+        return whole if stop - start == whole.numel() else whole[start:stop].clone()
 
     def fill_from_first(self, comm: Comm, whole: Tensor) -> None:
         """Put the values that rank 0 has in its parameters into a whole buffer."""
@@ -133,7 +140,10 @@ class FlatBuffer:
         if refresh is not None:
             if fetch is not None:
                 self.secondary = refresh.empty(self.layout.numel // refresh.inner, self.device)
-            self._refresh_places = refresh.places(self.flat if self.secondary is None else self.secondary)
+            kept = self.flat if self.secondary is None else self.secondary
+            self._refresh_places = refresh.places(kept)
+            if self.paths.differences is not None:
+                self._difference_places = self.paths.differences.places(kept)
 
     @property
     def nbytes(self) -> int:
@@ -163,10 +173,44 @@ class FlatBuffer:
         """Whether weights that are kept between uses are of an older version."""
         return self.paths.refresh is not None and self.kept_version != self.version
 
-    def refresh(self) -> None:
-        """Renew what is kept; on the refresh stream."""
-        assert self.paths.refresh is not None
-        self.paths.refresh.run(self.shard, self._refresh_places, self.unit)
+    @property
+    def kept(self) -> Tensor | None:
+        """What is kept between uses, where it is renewed by differences."""
+        return self._difference_places[-1] if self.paths.differences is not None else None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether what is kept is what the other ranks keep, so that differences to it will do."""
+        return self.paths.differences is not None and self.kept_version >= 0
+
+    def distrust_kept(self) -> None:
+        """What is kept is to be renewed from main weights alone."""
+        self.kept_version = -1
+
+    @property
+    def counts_escapes(self) -> bool:
+        """Whether ranks have to agree on the size of a message of differences."""
+        return self.paths.differences is not None and self.paths.differences.counted is not None
+
+    def count_escapes(self) -> Tensor:
+        """int64 [2]: what that size depends on; on the refresh stream."""
+        assert self.paths.differences is not None and self.paths.differences.counted is not None
+        return self.paths.differences.counted.count(self.shard, self._difference_places[0])
+
+    def take_room(self, room8: int, room16: int) -> bool:
+        """Go by the largest counts of any rank; whether differences take fewer bytes than weights would."""
+        assert self.paths.differences is not None and self.paths.differences.counted is not None
+        numel = self.shard.numel()
+        return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
+
+    def refresh(self, *, differs: bool) -> None:
+        """Renew what is kept, from main weights alone or by what ``differs``; on the refresh stream."""
+        if differs:
+            assert self.paths.differences is not None
+            self.paths.differences.run(self.shard, self._difference_places, self.unit)
+        else:
+            assert self.paths.refresh is not None
+            self.paths.refresh.run(self.shard, self._refresh_places, self.unit)
 
     def uncover(self) -> None:
         """Let the model see the values.
@@ -250,8 +294,11 @@ class FlatBuffer:
                 dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
                 dense.copy_(values)
                 row = dense.as_strided((dense.numel(),), (1,))
-                stop = fragment.offset + fragment.stop - fragment.start
-                self.shard[fragment.offset : stop] = row[fragment.start : fragment.stop]
+                self._put(fragment, row[fragment.start : fragment.stop], values.dtype)
+
+    def _put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
+        """Take new values of a part of a parameter, in the main dtype; they were ``given`` in another, perhaps."""
+        self.shard[fragment.offset : fragment.offset + values.numel()] = values
 
     def fragments(self) -> list[Fragment]:
         """Parts of parameters in this rank's shard."""

@@ -1,49 +1,83 @@
-"""Bytes that a rank sends, per unit, hop and class of link."""
+"""Bytes that a rank sends, per unit, hop, codec and class of link; and how long the model stood still for them."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-__all__ = ["Ledger", "LedgerRow"]
+__all__ = ["Ledger", "LedgerRow", "Way"]
 
 
-@dataclass(frozen=True)
-class LedgerRow:
-    """Traffic of one unit over one hop, as this rank sent it."""
+class Way(NamedTuple):
+    """Over which hop, and how."""
 
     unit: str
     kind: str  # "gather", "refresh" (of weights that are kept), "reduce" or "control"
     hop: str  # "outer->inner" levels in the direction of travel
-    link: str  # "local" or "cross"
+    link: str  # "local" inside a node, "cross" between nodes, "all" for small numbers that every rank gets
+    ranks: int  # that take part
+    codec: str  # "bf16", "int8", "feedback(int4)", "lossless", ...
+
+
+@dataclass(frozen=True)
+class LedgerRow:
+    """Traffic of one unit over one hop in one encoding, as this rank sent it."""
+
+    unit: str
+    kind: str
+    hop: str
+    link: str
+    ranks: int
+    codec: str
     calls: int
     bytes: int  # sent by this rank to others
+    exposed: float  # seconds that the model waited for this kind of the unit's, told with the first of its rows
 
 
 @dataclass
 class Ledger:
-    """Counts bytes this rank sends to others, per unit, hop and link class.
+    """Counts what this rank sends to others, waits for, and comes to know on the way.
 
-    Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange.
+    Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange. Waiting is
+    the host's: on a GPU, where the device waits by itself, it is near zero whatever the network does.
+
+    Attributes:
+        events: (unit, what) -> how often: how weights that are kept were renewed.
     """
 
-    _calls: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
-    _bytes: Counter[tuple[str, str, str, str]] = field(default_factory=Counter)
+    events: Counter[tuple[str, str]] = field(default_factory=Counter)
+    _calls: Counter[Way] = field(default_factory=Counter)
+    _bytes: Counter[Way] = field(default_factory=Counter)
+    _exposed: Counter[tuple[str, str]] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, unit: str, kind: str, hop: str, link: str, nbytes: int) -> None:
+    def add(self, way: Way, nbytes: int) -> None:
         """Count one call."""
-        key = (unit, kind, hop, link)
         with self._lock:
-            self._calls[key] += 1
-            self._bytes[key] += nbytes
+            self._calls[way] += 1
+            self._bytes[way] += nbytes
+
+    def add_wait(self, unit: str, kind: str, seconds: float) -> None:
+        """Count time that nothing else was done."""
+        with self._lock:
+            self._exposed[unit, kind] += seconds  # type: ignore[assignment]  # a Counter of floats
+
+    def note(self, unit: str, what: str) -> None:
+        """Count something else that happened."""
+        with self._lock:
+            self.events[unit, what] += 1
 
     @property
     def rows(self) -> list[LedgerRow]:
-        """One row per unit and hop, in order of name."""
+        """One row per unit, hop and codec, in order of name."""
         with self._lock:
-            return [LedgerRow(*key, self._calls[key], self._bytes[key]) for key in sorted(self._calls)]
+            exposed = dict(self._exposed)
+            return [
+                LedgerRow(*way, self._calls[way], self._bytes[way], exposed.pop((way.unit, way.kind), 0.0))
+                for way in sorted(self._calls)
+            ]
 
     @property
     def total_bytes(self) -> int:
@@ -57,13 +91,29 @@ class Ledger:
             totals[row.link] += row.bytes
         return dict(totals)
 
+    def bytes_by_hop(self) -> dict[str, int]:
+        """Bytes this rank sent of weights and gradients, for each "kind hop codec"."""
+        totals: Counter[str] = Counter()
+        for row in self.rows:
+            if row.kind != "control":
+                totals[f"{row.kind} {row.hop} {row.codec}"] += row.bytes
+        return dict(totals)
+
     def __str__(self) -> str:
-        lines = [f"{'unit':32}{'kind':8}{'hop':10}{'link':7}{'calls':>8}{'bytes sent':>18}"]
-        lines += [f"{r.unit:32}{r.kind:8}{r.hop:10}{r.link:7}{r.calls:>8}{r.bytes:>18,}" for r in self.rows]
-        return "\n".join([*lines, f"{'total':65}{self.total_bytes:>18,}"])
+        columns = f"{'unit':32}{'kind':9}{'hop':10}{'link':7}{'ranks':>5}  {'codec':18}"
+        lines = [f"{columns}{'calls':>8}{'bytes sent':>18}{'exposed s':>11}"]
+        for r in self.rows:
+            way = f"{r.unit:32}{r.kind:9}{r.hop:10}{r.link:7}{r.ranks:>5}  {r.codec:18}"
+            lines.append(f"{way}{r.calls:>8}{r.bytes:>18,}" + (f"{r.exposed:>11.3f}" if r.exposed else ""))
+        lines.append(f"{'total':89}{self.total_bytes:>18,}")
+        totals: Counter[str] = Counter()
+        for (_, what), times in self.events.items():
+            totals[what] += times
+        lines += [f"{what}: {times} times" for what, times in sorted(totals.items())]
+        return "\n".join(lines)
 
     def reset(self) -> None:
         """Forget everything counted so far."""
         with self._lock:
-            self._calls.clear()
-            self._bytes.clear()
+            for counter in (self._calls, self._bytes, self._exposed, self.events):
+                counter.clear()

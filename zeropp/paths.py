@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeropp.codecs import BlockCodec, Codec, Feedback, PlainCodec
+from zeropp.codecs import BlockCodec, Codec, Feedback, PlainCodec, dtype_name
 from zeropp.comm import Hop
 from zeropp.layout import BufferLayout
 from zeropp.placement import Placement
@@ -55,11 +55,11 @@ class GatherPath:
             unit: for the ledger.
         """
         places[0].copy_(own)
-        self._send(places, unit)
+        self._send(places, unit, dtype_name(self.dtype))
 
-    def _send(self, views: list[Tensor], unit: str) -> None:
+    def _send(self, views: list[Tensor], unit: str, codec: str) -> None:
         for index, hop in enumerate(self.hops):
-            hop.all_gather(views[index + 1], views[index], unit)
+            hop.all_gather(views[index + 1], views[index], unit, codec)
 
 
 class CodedGatherPath(GatherPath):
@@ -111,7 +111,7 @@ class CodedGatherPath(GatherPath):
             views[0].copy_(own)
         else:
             self.codec.encode_(views[0], own)
-        self._send(views, unit)
+        self._send(views, unit, self.codec.name)
         if messages is not None:
             self.codec.decode_(messages, places[0], count=self.count)
 
@@ -123,6 +123,11 @@ class Leg:
     hop: Hop
     codec: Codec
     feedback: Feedback | None = None
+
+    @property
+    def name(self) -> str:
+        """Of the encoding, in the ledger."""
+        return self.codec.name if self.feedback is None else f"feedback({self.codec.name})"
 
 
 class ReducePath:
@@ -174,7 +179,7 @@ class ReducePath:
                 message = leg.codec.empty(numel // leg.hop.size, leg.hop.size, out.device)
                 _pass_on(codec, parts, numel, headroom, leg, message, out.dtype)
             codec = leg.codec
-            parts = leg.hop.exchange(message, unit, apart=codec.apart)
+            parts = leg.hop.exchange(message, unit, leg.name, apart=codec.apart)
             numel //= leg.hop.size
         codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 
 from torch import nn
@@ -153,8 +153,13 @@ class Unit:
                 f"unit {self.name!r} keeps weights of old versions, (kept, current) {versions}: no refresh was issued"
             )
 
-    def refresh(self, stream: Stream) -> None:
-        """Queue the renewal of what is kept, where weights have changed."""
+    def refresh(self, stream: Stream, differs: Callable[[FlatBuffer], bool]) -> None:
+        """Queue the renewal of what is kept, where weights have changed.
+
+        Args:
+            stream: to queue it on.
+            differs: on the stream, whether a buffer is renewed by differences.
+        """
         if self.state is UnitState.FULL:
             self.cover()
         stale = [buffer for buffer in self.buffers if buffer.stale]
@@ -165,7 +170,7 @@ class Unit:
 
         def refresh_buffers() -> None:
             for buffer in stale:
-                buffer.refresh()
+                buffer.refresh(differs=differs(buffer))
 
         self._refreshed = stream.run(refresh_buffers)
 

@@ -115,6 +115,10 @@ def test_two_ranks_train_like_one_without_zeropp(tmp_path: Path) -> None:
     losses = [record["loss"] for record in steps]
     assert losses[0] > 5 and losses[-1] < losses[0] - 1.5
     assert all(record["grad_norm"] > 0 and record["skipped_steps"] == 0 for record in steps)
+    for record in steps:
+        by_hop = record["sent_bytes_per_step_by_hop"]
+        assert by_hop and 0.99 < sum(by_hop.values()) / record["sent_bytes_per_step"] <= 1
+        assert record["exposed_s_per_step"] >= 0 == record["sent_between_nodes_per_step"]
     assert all(record["sent_bytes_per_step"] > 0 and record["tokens_per_s"] > 0 for record in steps)
     held_out = [record["loss"] for record in records(two, "validation")]
     assert len(held_out) == 2 and held_out[1] < held_out[0] < 5.5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,12 +54,12 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
     """Time of ``step()``, of the forward after it, and when in it each block began; each refresh takes ``seconds``."""
     model, optimizer = wrapped(settings)
     train(model, optimizer, 3)
-    original: Callable[[FlatBuffer], None] = FlatBuffer.refresh
+    original = FlatBuffer.refresh
     began: list[float] = []
 
-    def refresh(buffer: FlatBuffer) -> None:
+    def refresh(buffer: FlatBuffer, *, differs: bool) -> None:
         time.sleep(seconds)
-        original(buffer)
+        original(buffer, differs=differs)
 
     for block in model.blocks:
         block.register_forward_hook(lambda *_: began.append(time.monotonic()))
@@ -404,3 +403,49 @@ def cleared(settings: dict[str, object]) -> float:
 @pytest.mark.parametrize("name", HOLDING)
 def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
     assert max(run_ranks(4, cleared, HOLDING[name], local_world_size=2)) <= 1e-12
+
+
+class Unknown(torch.optim.AdamW):
+    """Of which nobody knows that it treats each parameter by itself."""
+
+
+def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], dict[str, Tensor], bool]:
+    """What a step does, in order: updates and refreshes; weights after four; whether gradients are all there again."""
+    model = Stack().double()
+    optimizer = zeropp.ZeroOptimizer(kind(model.parameters(), lr=0.1), model, make_config(**settings))
+    train(model, optimizer, 3)
+    optimizer.engine.refresh.settle()
+    done: list[str] = []
+    update, refresh = torch.optim.AdamW.step, FlatBuffer.refresh
+    inner = getattr(update, "__wrapped__", update)
+
+    def step(own: torch.optim.Optimizer, *args: Any) -> None:
+        optimizer.engine.refresh.settle()
+        stepped = [p for group in own.param_groups for p in group["params"] if p.grad is not None]
+        done.append(f"step {sum(p.numel() for p in stepped)}")
+        inner(own, *args)
+
+    def renew(buffer: FlatBuffer, *, differs: bool) -> None:
+        done.append(f"refresh {buffer.unit}")
+        refresh(buffer, differs=differs)
+
+    torch.optim.AdamW.step, FlatBuffer.refresh = step, renew  # type: ignore[method-assign]
+    try:
+        train(model, optimizer, 1)
+        optimizer.engine.refresh.settle()
+    finally:
+        torch.optim.AdamW.step, FlatBuffer.refresh = update, refresh  # type: ignore[method-assign]
+    whole = all(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return done, zeropp.full_state(model), whole
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+def test_first_weights_travel_while_the_last_are_stepped(name: str) -> None:
+    results = run_ranks(4, portions, KEPT[name], torch.optim.AdamW, local_world_size=2)
+    others = run_ranks(4, portions, KEPT[name], Unknown, local_world_size=2)
+    for (done, weights, whole), (at_once, expected, _) in zip(results, others, strict=True):
+        assert [what.split()[0] for what in at_once] == ["step"] + ["refresh"] * 4
+        steps = [index for index, what in enumerate(done) if what.startswith("step")]
+        assert steps == [0, 2, 4] and done[1] == "refresh blocks.0" and done[3] == "refresh blocks.1", done
+        assert len({what for what in done if what.startswith("refresh")}) == 4
+        assert whole and all(torch.equal(value, expected[key]) for key, value in weights.items())

@@ -374,3 +374,28 @@ def resumed(settings: dict[str, object]) -> list[str]:
 def test_a_resumed_run_carries_its_errors_on(settings: dict[str, object]) -> None:
     whole = {**WEIGHTS, **GRADIENTS, "zeropp_loco_param": {}, **settings}
     assert run_ranks(4, resumed, whole, local_world_size=2) == [[]] * 4
+
+
+def scaled(settings: dict[str, object], init: float | None) -> dict[str, Tensor]:
+    """Weights after steps whose losses were scaled by a factor that doubles every second step, or not at all."""
+    model, optimizer = wrapped(make_config(**settings), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=init or 1.0, growth_interval=2, enabled=init is not None)
+    optimizer.grad_scaler = scaler
+    for step in range(7):
+        optimizer.zero_grad()
+        scaler.scale(model(tokens(step, dist.get_rank()))).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+    assert init is None or scaler.get_scale() == init * 8
+    return zeropp.full_state(model)
+
+
+@pytest.mark.parametrize("feedback", ["cross", "both"])
+def test_a_loss_scale_that_changes_does_not_disturb_what_is_carried(feedback: str) -> None:
+    """By powers of two everything scales exactly, so not a bit may differ from no scale at all."""
+    settings = {**GRADIENTS, "zeropp_loco_param": {}, "feedback": feedback}
+    plain = run_ranks(4, scaled, settings, None, local_world_size=2)
+    for found, expected in zip(run_ranks(4, scaled, settings, 4.0, local_world_size=2), plain, strict=True):
+        assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []

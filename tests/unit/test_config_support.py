@@ -90,7 +90,6 @@ def others(model: type[Block], name: str) -> Iterator[object]:
         "grad_accum_dtype": ["bf16", "fp16"],
         "param_dtype": ["fp32", "bf16"],
         "tag_validation": ["FAIL"],
-        "weight_codec": ["delta4", "lossless"],
         "passes": [["prefetch"]],
         "number_checkpoints": [4],
     }
@@ -183,31 +182,28 @@ def test_all_refusals_come_together() -> None:
     config = load_config(
         {
             "zero_optimization": {
-                "zero_quantized_nontrainable_weights": True,
                 "stage3_gather_16bit_weights_on_model_save": True,
                 "offload_optimizer": {"device": "cpu"},
             },
             "fp16": {"enabled": True},
             "optimizer": {"type": "AdamW"},
-            "zeropp": {"weight_codec": "delta4"},
         }
     )
     with pytest.raises(UnsupportedConfigError) as caught:
         config.require_supported()
     assert set(caught.value.problems) == {
-        "zero_optimization.zero_quantized_nontrainable_weights: true is not in this version; leave it at false",
         "zero_optimization.stage3_gather_16bit_weights_on_model_save: true is not in this version; leave it at false",
         'zero_optimization.offload_optimizer.device: "cpu" is not in this version; leave it at "none"',
         "fp16.enabled: true is not in this version; enable bf16 or train in fp32",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "remove it, make the optimizer in your code and pass it in",
-        'zeropp.weight_codec: "delta4" is not in this version; set "int8", or leave it out',
     }
-    assert "what is not in this version, 6 problems:" in str(caught.value)
+    assert "what is not in this version, 4 problems:" in str(caught.value)
 
 
 IDLE_ALONE: dict[str, tuple[dict[str, object], dict[str, object]]] = {
-    "not quantized in stage 0": ({"zero_quantized_weights": True}, {"stage": 3}),
+    "not encoded in stage 0": ({"zero_quantized_weights": True}, {"stage": 3}),
+    "weights are not encoded in": ({"zero_quantized_nontrainable_weights": True}, {"stage": 3}),
     'secondary "codes" has no effect': (
         {"zeropp": {"secondary": "codes"}},
         {"stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": True},

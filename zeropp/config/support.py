@@ -78,7 +78,7 @@ _ZERO = {
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
         "max_reuse_distance module_granularity_threshold overlap_comm ignore_unused_parameters "
         "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather "
-        "zero_quantized_weights zero_quantized_gradients",
+        "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights",
     ),
     **_each(
         IDLE,
@@ -89,7 +89,7 @@ _ZERO = {
     # The last two are errors already when the configuration is loaded.
     **_each(
         LATER,
-        "load_from_fp32_weights zenflow zero_quantized_nontrainable_weights "
+        "load_from_fp32_weights zenflow "
         "pipeline_loading_checkpoint override_module_apply save_muon_momentum_buffer_in_memory "
         "elastic_checkpoint legacy_stage1",
     ),
@@ -142,10 +142,9 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         **_each(
             EFFECT,
             "local_world_size unit_numel unit_min_blocks hang_timeout cast_inputs defer_cross_reduction hadamard "
-            "feedback secondary",
+            "feedback secondary weight_codec",
         ),
         "gradient_bits": BLOCK,
-        "weight_codec": _only(None, "int8", remedy='set "int8", or leave it out'),
     },
     GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
     AioConfig: _all(AioConfig, LATER),
@@ -202,8 +201,9 @@ def _without_company(config: Config) -> Iterator[str]:
         if zero.stage < 3 and getattr(zero, key) > 1:
             yield f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
     quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
-    if quantized and zero.stage == 0:
-        yield "weights are not quantized in stage 0, where they are never sent; set stage 1, 2 or 3"
+    quantized |= zero.zero_quantized_nontrainable_weights
+    if (quantized or own.weight_codec is not None) and zero.stage == 0:
+        yield "weights are not encoded in stage 0, where they are never sent; set stage 1, 2 or 3"
     if own.secondary == "codes" and not (quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1):
         yield (
             'zeropp.secondary "codes" has no effect; it needs stage 3, zero_quantized_weights and '

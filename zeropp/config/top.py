@@ -195,3 +195,23 @@ class Config(OutsideKeys):
         if self.fp16.enabled and self.bf16.enabled:
             raise ValueError("fp16.enabled and bf16.enabled are both true; enable one of them")
         return self
+
+    @model_validator(mode="after")
+    def _differences_need_a_base(self) -> Config:
+        zero, codec = self.zero, self.zeropp.weight_codec
+        if codec not in ("delta4", "lossless"):
+            return self
+        key = f'zeropp.weight_codec "{codec}"'
+        if zero.zero_quantized_weights:
+            raise ValueError(f"{key} and zero_quantized_weights ask for different codecs; leave one of them out")
+        if self.zeropp.secondary == "codes":
+            raise ValueError(
+                f'{key} sends differences to the weights that are kept, and zeropp.secondary "codes" keeps none; leave '
+                'secondary at "weights"'
+            )
+        if zero.stage == 3 and zero.zero_hpz_partition_size < 2:
+            raise ValueError(
+                f"{key} sends differences to weights that are kept between steps, and stage 3 keeps none; set "
+                "zero_hpz_partition_size to the ranks of a node, or stage 1 or 2"
+            )
+        return self

@@ -38,11 +38,20 @@ class Agreement:
         self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
         self._incident = f"{comm.job}/hang"
 
-    def wait(self, wait: Callable[[float], bool], doing: str) -> None:
-        """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed."""
+    def wait(self, wait: Callable[[float], bool], doing: str, exposed: tuple[str, str] | None = None) -> None:
+        """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
+
+        Args:
+            wait: whether what is waited for has come within so many seconds.
+            doing: for the error.
+            exposed: (unit, kind) in the ledger that the time goes to.
+        """
+        start = time.perf_counter()
         with self.watching(doing):
             if not wait(self.hang_timeout):
                 raise self.failure(doing)
+        if exposed is not None:
+            self.comm.ledger.add_wait(*exposed, time.perf_counter() - start)
 
     @contextlib.contextmanager
     def watching(self, *doing: str) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 After the last backward one number tells every rank whether all gradients are finite, before torch's GradScaler looks.
 In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still hold
-gradients on some rank, and whether all ranks issued the same collectives.
+gradients on some rank, whether all ranks issued the same collectives, and now and then whether they keep the same
+weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zeropp.engine.engine import Engine
+from zeropp.engine.holders import Holders
 from zeropp_kernels.reference import squared_norm
 
 __all__ = ["Boundary", "Verdict"]
@@ -48,16 +50,19 @@ class Boundary:
 
     Attributes:
         reads: how many times numbers were read on the host; one for each step.
+        holders: compares what ranks keep.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.reads = 0
+        self.holders = Holders(engine)
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._extremes: Tensor | None = None  # of the gradients after the last backward
         # Places in the vector, behind the norm and three numbers of the hash: a flag for each unit with unsent
-        # gradients, one for strays among them, one for ranks that passed over units, one for each used parameter.
+        # gradients, one for strays among them, one for ranks that passed over units, one for each used parameter; and
+        # checksums at the end.
         self._unsent = 4
         self._stray = self._unsent + len(engine.units)
         self._differed = self._stray + 1
@@ -110,9 +115,23 @@ class Boundary:
                 for index in late:
                     self.engine.reductions.send_again(index)
                 values = self._exchange()
+            self._settle_holders(values)
             self.engine.schedule.settle_differences(values[self._differed] > 0)
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
+
+    def _settle_holders(self, values: list[float]) -> None:
+        """Renew what is kept, from main weights alone, if holders of the same weights have other bits."""
+        used = sum(len(flags) for flags in self.engine.pending.used)
+        if self.holders.due and self.holders.differ(values[self._used + used :]):
+            _log.warning(
+                "ranks that keep the same weights have different bits of them, perhaps since a fault of memory or of a "
+                "link; they are renewed from the main weights. Up to %d steps were computed with them",
+                self.holders.every,
+            )
+            self.engine.comm.ledger.note("<boundary>", "kept weights differ between ranks")
+            self.engine.refresh.distrust()
+        self.holders.count_step()
 
     def _edited(self, late: list[int]) -> bool:
         """Whether gradients were changed on any rank since backward: what comes late cannot be added to them then.
@@ -165,7 +184,11 @@ class Boundary:
         flags.append(float(engine.schedule.differed))
         flags += [float(used) for unit_flags in engine.pending.used for used in unit_flags]
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
-        return torch.cat([squares[None], host.to(engine.device, non_blocking=True)])
+        parts = [squares[None], host.to(engine.device, non_blocking=True)]
+        if self.holders.due:
+            engine.refresh.settle()
+            parts.append(self.holders.sums())
+        return torch.cat(parts)
 
     def _read(self, vector: Tensor) -> list[float]:
         """The one place that reads numbers on the host."""

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from zeropp.codecs import BlockCodec, Feedback
+from zeropp.coded_buffer import CodedBuffer
 from zeropp.comm import Comm
 from zeropp.config import Config
+from zeropp.differences import DifferencePath, make_difference_codec
 from zeropp.encoding import Encoding, choose_encoding
 from zeropp.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.gradient import Gradient, GradientPaths
@@ -103,41 +105,54 @@ class BufferMaker:
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
     ) -> FlatBuffer:
+        encoding, mode = self._encoding, placement.mode
+        coded = encoding.frozen is not None and not key.trainable
+        shared = key.shares(mode) and encoding.weight_codec(key.trainable) is None
+        paths = _weight_paths(self._comm, placement, key, encoding, shared=shared, coded=coded)
+        if coded:
+            assert encoding.frozen is not None
+            states, hops = mode.states, paths.main.hops
+            codes = CodedGatherPath(
+                placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
+            )
+            return CodedBuffer(unit, parameters, layout, key.main_dtype, paths, codes)
         gradient = None
         if key.trainable:
             device = parameters[0].device
-            travels = _gradient_paths(self._comm, placement, layout, key, self._encoding, device)
+            travels = _gradient_paths(self._comm, placement, layout, key, encoding, device)
             gradient = Gradient(unit, parameters, layout, key.main_dtype, travels)
-        shared = key.shares(placement.mode) and self._encoding.weights is None
-        paths = _weight_paths(self._comm, placement, key.dtype, self._encoding, shared=shared)
         return FlatBuffer(unit, parameters, layout, key.main_dtype, paths, gradient)
 
 
 def _weight_paths(
-    comm: Comm, placement: Placement, dtype: torch.dtype, encoding: Encoding, *, shared: bool
+    comm: Comm, placement: Placement, key: BufferKey, encoding: Encoding, *, shared: bool, coded: bool
 ) -> WeightPaths:
-    states, kept = placement.mode.states, placement.mode.kept
-    codec = encoding.weights
+    """Paths of one buffer's weights; ``coded`` if its shard is codes already."""
+    states, kept, dtype = placement.mode.states, placement.mode.kept, key.dtype
+    codec = encoding.weight_codec(key.trainable)
     keep_codes = encoding.keep_codes and kept not in (None, 1)
 
     def path(
-        outer: int, inner: int, stream: str, *, encoded: bool, coded: bool = False, decodes: bool = True
+        outer: int, inner: int, stream: str, *, encoded: bool, coded: bool = coded, decodes: bool = True
     ) -> GatherPath:
         hops = [comm.hop(stream, spec) for spec in placement.gather_path(outer, inner)]
         if codec is None or not encoded:
             return GatherPath(placement, outer, inner, hops, dtype)
-        return CodedGatherPath(
-            placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes
-        )
+        return CodedGatherPath(placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes)
 
-    refresh = fetch = None
+    refresh = fetch = differences = None
     if kept is not None and not shared:
         refresh = path(states, kept, "refresh", encoded=True, decodes=not keep_codes)
+        if encoding.differences is not None and key.trainable and refresh.hops:  # frozen weights change by loads only
+            of = make_difference_codec(encoding.differences)
+            differences = DifferencePath(placement, states, kept, refresh.hops, dtype, of)
+            if differences.counted is not None:
+                comm.all_ranks("refresh")  # made now, by all
     if kept is None:
         fetch = path(states, 1, "gather", encoded=True)
     elif kept > 1:  # what was decoded once goes on as it is: encoding it anew would change it
         fetch = path(kept, 1, "gather", encoded=keep_codes, coded=True)
-    return WeightPaths(path(states, 1, "gather", encoded=False), refresh, fetch)
+    return WeightPaths(path(states, 1, "gather", encoded=coded), refresh, fetch, differences)
 
 
 def _gradient_paths(

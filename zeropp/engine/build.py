@@ -14,8 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp._compat import sharing_versions
+from zeropp.codecs import dtype_name
 from zeropp.comm import Comm, make_comm
 from zeropp.config import Config
+from zeropp.differences import BASES
+from zeropp.encoding import choose_encoding
 from zeropp.engine.buffers import BufferMaker
 from zeropp.engine.engine import Engine
 from zeropp.engine.external import external_parameters
@@ -26,7 +29,7 @@ from zeropp.engine.state import install_state_hooks
 from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
 from zeropp.guard import is_managed, keeper_of, register
 from zeropp.members import Group, find_members, gather_objects, to_process_group, world_group
-from zeropp.placement import choose_mode
+from zeropp.placement import Mode, choose_mode
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
 
@@ -107,7 +110,7 @@ def build_engine(
     members = together(
         group, "finding nodes", lambda: find_members(group, device, extension.local_world_size), same=True
     )
-    mode = together(group, "choosing groups", lambda: choose_mode(config, len(members.ranks), members.local))
+    mode = together(group, "choosing groups", lambda: _choose_mode(config, len(members.ranks), members.local))
     job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
     comm = make_comm(members, mode.chain, extension.hang_timeout, job)
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
@@ -150,6 +153,19 @@ def build_engine(
     return engine
 
 
+def _choose_mode(config: Config, world: int, local: int) -> Mode:
+    mode = choose_mode(config, world, local)
+    codec = choose_encoding(config).differences
+    if codec is not None and mode.kept is None and world > 1:
+        raise ValueError(
+            f'zeropp.weight_codec "{codec}" needs weights that are kept between steps, and with '
+            f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} on {mode.states} ranks there is no second "
+            f"copy; set it to less, such as the {local} ranks of a node if there are several nodes, or leave "
+            "weight_codec out"
+        )
+    return mode
+
+
 def unit_options(config: Config) -> UnitOptions:
     """What the configuration says about the cut into units."""
     zero, leaf = config.zero, config.zero.leaf_module
@@ -186,8 +202,10 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 "plain parameters"
             )
         if is_managed(parameter):
-            state = "is already managed by a ZeroOptimizer" if keeper_of(parameter) else (
-                "was partitioned by a ZeroOptimizer that is gone, and its values with it"
+            state = (
+                "is already managed by a ZeroOptimizer"
+                if keeper_of(parameter)
+                else ("was partitioned by a ZeroOptimizer that is gone, and its values with it")
             )
             raise ValueError(
                 f"parameter {name!r} {state}; wrap a model once, keep the ZeroOptimizer as long as the model, and give "
@@ -226,7 +244,21 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which is partitioned. "
                 "Build it without max_norm, and normalise what it returns"
             )
+    _check_dtypes(model, config)
     return next(iter(devices))
+
+
+def _check_dtypes(model: nn.Module, config: Config) -> None:
+    """Whether the weights' codec can carry what the model computes with."""
+    codec = choose_encoding(config).differences
+    for name, parameter in model.named_parameters():
+        dtype = torch.bfloat16 if config.bf16.enabled else parameter.dtype
+        if codec is not None and parameter.requires_grad and dtype not in BASES[codec]:
+            raise ValueError(
+                f'zeropp.weight_codec "{codec}" sends differences of weights in '
+                f"{' or '.join(map(dtype_name, BASES[codec]))}, and parameter {name!r} is computed with in "
+                f'{dtype_name(dtype)}; set {{"bf16": {{"enabled": true}}}}, or leave weight_codec out'
+            )
 
 
 def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:

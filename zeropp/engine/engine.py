@@ -97,8 +97,8 @@ class Engine:
             self.hooks.reach,
             log_relearning=log_relearning,
         )
-        refresh_stream = make_stream("refresh", device, sends=sends, overlap=overlap)
-        self.refresh = Refresh(self.units, refresh_stream, self.schedule, self.agreement, self.issued)
+        stream = make_stream("refresh", device, sends=sends, overlap=overlap)
+        self.refresh = Refresh(self.units, stream, self.schedule, self.agreement, self.issued, comm)
         self._note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
@@ -334,16 +334,19 @@ class Engine:
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
         self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
 
-    def weights_changed(self, buffers: Iterable[FlatBuffer], *, for_now: bool = False) -> None:
+    def weights_changed(self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, for_now: bool = False) -> None:
         """Main weights are new: what is gathered of them is out of date, what is kept is renewed.
 
         Args:
             buffers: those with new weights.
+            stepped: by an optimizer step, from the ones before; what is kept will do to send differences to.
             for_now: others may still change them before the next forward.
         """
         self.finish_load()
         for buffer in buffers:
             buffer.version += 1
+            if not stepped:
+                buffer.distrust_kept()
         self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights
         self.schedule.drop_held()
@@ -357,8 +360,7 @@ class Engine:
 
     def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Fetch a parameter's unit for the forwards of a module, too."""
-        unit = self._unit_of[id(parameter)]
-        if unit.announced:
+        if (unit := self._unit_of[id(parameter)]).announced:
             self.hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:

@@ -50,7 +50,7 @@ class Reductions:
         self._uses = 0  # whose gathers have been issued in this phase
         self._ready: list[int] = []  # complete on this rank, not issued
         self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
-        self._in_flight: deque[tuple[Event, Tensor]] = deque()
+        self._in_flight: deque[tuple[Event, Tensor, str]] = deque()  # with the message, and whose it is
 
     def note_trained(self) -> None:
         """Look, between passes, which parameters are to have gradients."""
@@ -186,8 +186,8 @@ class Reductions:
     def wait(self, allowed: int) -> None:
         """Wait until at most ``allowed`` messages are on their way."""
         while len(self._in_flight) > allowed:
-            event, _ = self._in_flight[0]
-            self.agreement.wait(event.wait, "waiting for a gradient to be reduced")
+            event, _, unit = self._in_flight[0]
+            self.agreement.wait(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
             self._in_flight.popleft()
 
     def forget(self) -> None:
@@ -236,4 +236,4 @@ class Reductions:
             if message is not None:
                 with self.agreement.watching("reducing", unit.name), span("reduce", unit.name):
                     event = self.stream.run(partial(gradient.reduce, message, self.scale, hold=hold))
-                self._in_flight.append((event, message))
+                self._in_flight.append((event, message, unit.name))

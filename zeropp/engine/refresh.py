@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
+
+from zeropp.comm import Comm
 from zeropp.engine.agreement import Agreement
 from zeropp.engine.schedule import Schedule
 from zeropp.engine.sequence import IssueHash
 from zeropp.engine.spans import span
+from zeropp.flat_buffer import FlatBuffer
 from zeropp.streams import Stream
 from zeropp.unit import Unit
 
 __all__ = ["Refresh"]
 
-_REFRESH = 3  # kind in the issue hash
+_REFRESH, _DIFFERENCES = 3, 4  # kinds in the issue hash
+_ANY = 2**40  # more escapes than a message can hold: for ranks that cannot send differences
 
 
 class Refresh:
-    """Issues refreshes in the order of the next forward; each first use waits for its own."""
+    """Issues refreshes in the order of the next forward; each first use waits for its own.
+
+    Where what is kept will do as a base, only differences to it are sent. Messages that differ in size are agreed on
+    first, all at once; a unit whose differences would take more bytes than its weights is renewed by these.
+    """
 
     def __init__(
-        self, units: Sequence[Unit], stream: Stream, schedule: Schedule, agreement: Agreement, issued: IssueHash
-    ) -> None:
+        self, units: Sequence[Unit], stream: Stream, schedule: Schedule, agreement: Agreement, issued: IssueHash,
+        comm: Comm,
+    ) -> None:  # fmt: skip
         self.stream = stream
         self._units = units
         self._schedule = schedule
         self._agreement = agreement
         self._issued = issued
+        self._comm = comm
         self._put_off = False
 
     def put_off(self) -> None:
@@ -41,11 +52,47 @@ class Refresh:
     def start(self) -> None:
         """Start renewing all that is stale."""
         self._put_off = False
-        for unit in self._schedule.in_forward_order():
-            if unit.stale:
-                self._issued.add(_REFRESH, unit.index, unit.version)
-                with self._agreement.watching("refreshing", unit.name), span("refresh", unit.name):
-                    unit.refresh(self.stream)
+        stale = [unit for unit in self._schedule.in_forward_order() if unit.stale]
+        buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
+        based = {buffer for buffer in buffers if buffer.has_base}
+        differs = self._choose(buffers, based)
+        for unit in stale:
+            kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
+            self._issued.add(kind, unit.index, unit.version)
+            with self._agreement.watching("refreshing", unit.name), span("refresh", unit.name):
+                unit.refresh(self.stream, differs)
+
+    def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
+        """Queue the agreement on what is sent; returns what tells of it, on the stream."""
+        counted = [buffer for buffer in buffers if buffer.counts_escapes]
+        crowded: set[FlatBuffer] = set()
+        if counted:
+
+            def agree() -> None:
+                rows = [b.count_escapes() if b in based else torch.full((2,), _ANY, device=b.device) for b in counted]
+                most = torch.stack(rows)
+                self._comm.largest(most, "refresh")
+                crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
+
+            with self._agreement.watching("agreeing on the sizes of refreshes"):
+                self.stream.run(agree)
+
+        def differs(buffer: FlatBuffer) -> bool:
+            by_differences = buffer in based and buffer not in crowded
+            if buffer.paths.differences is not None:
+                why = "differences" if by_differences else "whole, too much has changed"
+                self._comm.ledger.note(buffer.unit, f"refresh: {why if buffer in based else 'whole'}")
+            return by_differences
+
+        return differs
+
+    def distrust(self) -> None:
+        """Holders of the same weights have other bits: renew them from main weights alone, at the next chance."""
+        for unit in self._units:
+            for buffer in unit.buffers:
+                if buffer.paths.differences is not None:
+                    buffer.distrust_kept()
+        self.put_off()
 
     def settle(self) -> None:
         """Wait until no refresh reads the main weights any more, before they change."""

@@ -135,7 +135,8 @@ class Schedule:
 
     def _show(self, unit: Unit) -> None:
         with span("wait", unit.name):
-            self.agreement.wait(unit.arrive, f"waiting for the gather of unit {unit.name!r}")
+            kind = "refresh" if unit.persistent else "gather"
+            self.agreement.wait(unit.arrive, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
         unit.uncover()
 
     def in_forward_order(self) -> list[Unit]:

@@ -13,13 +13,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from zeropp.coded_buffer import CodedBuffer
 from zeropp.engine.engine import Engine
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of
 from zeropp.ledger import Ledger
+from zeropp.paths import GatherPath
 from zeropp.unit import Unit
 
-__all__ = ["comm_report", "engine_of", "full_state", "gather_main", "install_state_hooks"]
+__all__ = ["comm_report", "engine_of", "full_state", "gather_codes", "gather_main", "install_state_hooks"]
 
 
 def engine_of(model: nn.Module) -> Engine:
@@ -75,11 +77,23 @@ def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer in the main dtype. On the gather stream, whose collectives keep one order."""
     with torch.inference_mode(False):  # the gather stream writes to it, outside the caller's mode
         whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
-    path = buffer.paths.main
+    _gather_whole(engine, buffer, buffer.paths.main, whole)
+    return buffer.layout.views(whole)
+
+
+def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
+    """Messages of all pieces of a buffer that exists in codes; None of any other."""
+    if not isinstance(buffer, CodedBuffer):
+        return None
+    messages = buffer.codes.empty(buffer.layout.numel, buffer.device)
+    _gather_whole(engine, buffer, buffer.codes, messages)
+    return messages
+
+
+def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
         event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.places(whole), buffer.unit))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
-    return buffer.layout.views(whole)
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -190,6 +204,7 @@ class _Loading:
         if self.outermost is None or prefix == "":
             engine.agreement.meet(f"load_state_dict() of a {type(module).__name__}")
             engine.finish_load()
+            engine.refresh.settle()
             self.outermost = module
             engine.loading = True
 

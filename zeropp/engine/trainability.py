@@ -14,10 +14,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from zeropp.coded_buffer import CodedBuffer
 from zeropp.engine.agreement import TRAINED
 from zeropp.engine.buffers import BufferMaker
 from zeropp.engine.engine import Engine
-from zeropp.engine.state import gather_main
+from zeropp.engine.state import gather_codes, gather_main
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.unit import Unit
 
@@ -77,7 +78,7 @@ class Trainability:
 
     def _split(self, engine: Engine, unit: Unit, buffer: FlatBuffer, wanted: dict[str, bool]) -> None:
         """Move what is to be trained out of a frozen buffer; what stays is laid out anew without it."""
-        values = gather_main(engine, buffer)
+        values, codes = gather_main(engine, buffer), gather_codes(engine, buffer)
         parts = []
         for trainable in (False, True):
             indices = [index for index, name in enumerate(buffer.names) if wanted[name] is trainable]
@@ -85,6 +86,8 @@ class Trainability:
                 part = self._maker.part(buffer, indices, trainable=trainable)
                 part.version = buffer.version + 1  # graphs made before know the old storage
                 part.adopt(_copier(part, [values[index] for index in indices]))
+                if isinstance(part, CodedBuffer) and codes is not None:
+                    part.adopt_codes(buffer, codes)
                 parts.append(part)
         first = len(unit.trained)
         unit.replace(buffer, parts)

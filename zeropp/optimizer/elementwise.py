@@ -8,7 +8,7 @@ from collections import OrderedDict, defaultdict
 import torch
 from torch import nn
 
-__all__ = ["check_elementwise"]
+__all__ = ["check_elementwise", "treats_each_alone"]
 
 _ELEMENTWISE = frozenset(
     {
@@ -46,7 +46,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} {_WHOLE_MATRIX[cls.__name__]}, and zeropp gives optimizers slices of "
                 "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, RMSprop"
             )
-    if type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):
+    if treats_each_alone(optimizer):
         return
     try:
         same = _steps_alike(optimizer)
@@ -60,6 +60,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"a trial step of {type(optimizer).__name__} on a matrix differs from its steps on two slices of it, so it "
             "is not elementwise, and zeropp gives optimizers slices of parameters. Use an elementwise optimizer"
         )
+
+
+def treats_each_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is one of torch's own whose step on some parameters does not depend on the others."""
+    return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
 
 
 def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:

@@ -6,8 +6,10 @@ import warnings
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from zeropp._compat import loss_scale
 from zeropp.codecs import Feedback
 from zeropp.engine.engine import Engine
 
@@ -26,6 +28,17 @@ class CarriedErrors:
         self._engine = engine
         self._reset = reset
         self._steps = 0  # since they were cleared
+        self._scale: Tensor | None = None  # of the losses that they are errors of
+
+    def follow(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Bring the errors to the scale that the next losses have; exact where that changes by powers of two."""
+        if scaler is None:
+            return
+        scale, before = loss_scale(scaler, self._engine.device), self._scale
+        self._scale = scale.clone()
+        found = [feedback.scales for feedback in self._named().values()]
+        if before is not None and found:
+            torch._foreach_mul_(found, (scale / before).to(torch.bfloat16))
 
     def _named(self) -> dict[str, Feedback]:
         found: dict[str, Feedback] = {}
@@ -51,7 +64,8 @@ class CarriedErrors:
 
     def state_dict(self) -> dict[str, Any]:
         """Steps since they were cleared, and the errors of this rank."""
-        return {"steps": self._steps, "errors": {name: each.saved() for name, each in self._named().items()}}
+        errors = {name: each.saved() for name, each in self._named().items()}
+        return {"steps": self._steps, "errors": errors, "scale": None if self._scale is None else float(self._scale)}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
         """Take saved errors back; those that do not fit are cleared, with a warning. Losing them costs little."""
@@ -65,7 +79,9 @@ class CarriedErrors:
                 stacklevel=3,
             )
             return
-        self._steps = saved["steps"] if saved is not None else 0
+        assert saved is not None  # else the errors would not have fitted
+        self._steps, scale = saved["steps"], saved["scale"]
+        self._scale = None if scale is None else torch.tensor(scale, device=self._engine.device)
         for name, feedback in here.items():
             feedback.state.copy_(errors[name])
             feedback.fresh = False

@@ -28,6 +28,7 @@ from zeropp.optimizer.checks import (
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import agree_on_group
+from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_layout, layout_id, load_main_weights, main_weights
 
@@ -44,6 +45,8 @@ class ZeroOptimizer(Optimizer):
         grad_norm: gradient norm over the whole model at the last step, after averaging, before configured clipping.
         skipped_steps: steps not taken because a gradient was not finite.
         step_was_skipped: whether the last one was.
+        grad_scaler: torch's, if one scales the losses and errors are carried over (``zeropp_loco_param``): they follow
+            its scale. Without it a change of the scale disturbs them for a step.
     """
 
     def __init__(
@@ -112,6 +115,7 @@ class ZeroOptimizer(Optimizer):
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = False
+        self.grad_scaler: torch.amp.GradScaler | None = None
 
     # The optimizer's own surface.
 
@@ -226,15 +230,22 @@ class ZeroOptimizer(Optimizer):
         if self.config.gradient_clipping > 0:
             self._scale_gradients(norm, self.config.gradient_clipping)
         self.engine.refresh.settle()
-        try:
-            # Past the profiling wrapper of torch, whose hooks already run around this method.
-            getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)(self.inner)
-        finally:  # what fails half-way has changed weights, too; and hooks that run after this may edit them
-            self.engine.weights_changed(self.engine.trainable, for_now=bool(self._optimizer_step_post_hooks))
+        self._update()
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self._count_backwards(0)
         return loss
+
+    def _update(self) -> None:
+        """Let the wrapped optimizer step, and new weights travel where they are kept."""
+        # Past the profiling wrapper of torch, whose hooks already run around step.
+        step = getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)
+        later = bool(self._optimizer_step_post_hooks)  # they may edit weights
+        step_by_portions(
+            choose_portions(self.engine, self.inner, self._slices.stepped),
+            lambda: step(self.inner),
+            lambda buffers: self.engine.weights_changed(buffers, stepped=True, for_now=later),
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients. Memory of the shards stays, whatever ``set_to_none`` says."""
@@ -322,6 +333,7 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     def _before_backward(self) -> None:
         self._take_edits()
+        self._carried.follow(self.grad_scaler)
 
     def _count_backwards(self, count: int) -> None:
         """Note how many have run since the last step, and so whether the next is the last, as far as one can know."""

@@ -36,9 +36,9 @@ class MemoryPlan:
 
     Attributes:
         terms: what is owned at all times: ``main_weights`` (float32 or float64 shards of trainable parameters),
-            ``gradients`` (the same), ``frozen_weights`` (shards in their own dtype), ``secondary_weights`` (what hpZ
-            keeps, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where the main
-            weights are that), ``feedback`` (errors of quantized gradients).
+            ``gradients`` (the same), ``frozen_weights`` (shards in their own dtype, or in codes), ``secondary_weights``
+            (what hpZ keeps, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where
+            the main weights are that), ``feedback`` (errors of quantized gradients).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
     """
 
@@ -103,10 +103,14 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                 message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
                 terms["feedback"] += encoding.feedback_nbytes(path, layout.numel)
             else:
-                terms["frozen_weights"] += layout.numel // own.states * key.main_dtype.itemsize
-            if own.kept == 1 and not (key.shares(own) and encoding.weights is None):
+                numel = layout.numel // own.states
+                coded = encoding.frozen
+                terms["frozen_weights"] += coded.nbytes(numel) if coded else numel * key.main_dtype.itemsize
+            if own.kept == 1 and not (key.shares(own) and encoding.weight_codec(key.trainable) is None):
                 terms["persistent_weights"] += layout.numel * key.dtype.itemsize
             elif own.kept is not None and own.kept > 1:
-                terms["secondary_weights"] += encoding.secondary_nbytes(layout.numel, own, key.dtype)
+                terms["secondary_weights"] += encoding.secondary_nbytes(
+                    layout.numel, own, key.dtype, trainable=key.trainable
+                )
         units.append(UnitMemory(spec.name, own.kept == 1, gathered, message, held))
     return MemoryPlan(dict(terms), tuple(units))

@@ -8,31 +8,48 @@ import torch
 from torch import Tensor
 
 from ..wire import BLOCK, LosslessLayout, blocks_of, lossless_layout
-from .blocks import TILE
+from .blocks import TILE, scratch
 
 __all__ = ["lossless_count_", "lossless_decode_", "lossless_encode_"]
 
 _ROW = 128
+_NAN = 0x7FC0  # the one NaN that float32 values round to
+_EACH_BYTE = 0x0101010101010101
 
 
-def _bits(values: Tensor) -> Tensor:
-    """int32 [n]: bits of bfloat16 values, or of float32 values rounded to bfloat16 with one NaN for all."""
+def _row(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+    """[numel] of this thread's scratch."""
+    return scratch(name, 1, numel, dtype).view(-1)
+
+
+def _turn_(keys: Tensor) -> Tensor:
+    """Bits of bfloat16 values to order-preserving integers, int16 in place (a bijection, and its own inverse)."""
+    flips = torch.bitwise_right_shift(keys, 15, out=_row("flips", keys.numel(), torch.int16))
+    return keys.bitwise_xor_(flips.bitwise_and_(0x7FFF))
+
+
+def _keys(values: Tensor, name: str) -> Tensor:
+    """int16 [n]: keys of bfloat16 values, or of float32 values rounded to bfloat16 with one NaN for all."""
+    keys = _row(name, values.numel(), torch.int16)
     if values.dtype == torch.float32:
-        wide = values.view(torch.int32)
-        rounded = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16) & 0xFFFF
-        return torch.where((wide & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
-    return values.view(torch.int16).to(torch.int32) & 0xFFFF
-
-
-def _key(bits: Tensor) -> Tensor:
-    """Order-preserving integer of bfloat16 bits (a bijection of 16 bits, and its own inverse)."""
-    return bits ^ torch.where((bits & 0x8000) != 0, 0x7FFF, 0)
+        keys.view(torch.bfloat16).copy_(values)
+        missing = values != values
+        if missing.any():
+            keys.masked_fill_(missing, _NAN)
+    else:
+        keys.copy_(values.view(torch.int16))
+    return _turn_(keys)
 
 
 def _differences(values: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
-    """(bits, differences of keys in [-32768, 32767]), int32 [n]."""
-    bits = _bits(values)
-    return bits, (_key(bits) - _key(_bits(reference))).to(torch.int16).to(torch.int32)
+    """(keys, differences of keys modulo 2^16), int16 [n]."""
+    keys = _keys(values, "keys")
+    return keys, torch.sub(keys, _keys(reference, "others"), out=_row("differences", values.numel(), torch.int16))
+
+
+def _outside(differences: Tensor, most: int) -> Tensor:
+    """bool [n]: those whose size is more than ``most``."""
+    return (differences > most).bitwise_or_(differences < -most)
 
 
 def _tiles(numel: int) -> Iterator[slice]:
@@ -43,9 +60,13 @@ def _tiles(numel: int) -> Iterator[slice]:
 
 def _per_block(flags: Tensor) -> Tensor:
     """int64 [blocks]: how many of each 256 flags are set."""
-    padded = flags.new_zeros(blocks_of(flags.numel()) * BLOCK)
-    padded[: flags.numel()] = flags
-    return padded.view(-1, BLOCK).sum(1)
+    if flags.numel() % BLOCK:
+        padded = flags.new_zeros(blocks_of(flags.numel()) * BLOCK)
+        padded[: flags.numel()] = flags
+        flags = padded
+    # Eight flags are bytes of one integer, and sums of sixteen such do not carry from one byte to the next.
+    sums = flags.view(torch.int64).view(-1, 2, BLOCK // 16).sum(2)
+    return (sums.mul_(_EACH_BYTE) >> 56).bitwise_and_(0xFF).sum(1)
 
 
 def _running_sum(offsets: Tensor) -> None:
@@ -57,10 +78,10 @@ def _running_sum(offsets: Tensor) -> None:
 def lossless_count_(values: Tensor, reference: Tensor, offsets: Tensor) -> None:
     """See :func:`zeropp_kernels.lossless_count_`."""
     for piece in _tiles(values.numel()):
-        size = _differences(values[piece], reference[piece])[1].abs()
+        difference = _differences(values[piece], reference[piece])[1]
         own = slice(1 + piece.start // BLOCK, 1 + blocks_of(piece.stop))
-        offsets[0, own] = _per_block(size > 7)
-        offsets[1, own] = _per_block(size > 127)
+        offsets[0, own] = _per_block(_outside(difference, 7))
+        offsets[1, own] = _per_block(_outside(difference, 127))
     _running_sum(offsets)
 
 
@@ -92,15 +113,20 @@ def lossless_encode_(
     codes, wide, exact = _rooms(message, layout)
     end8 = end16 = 0
     for piece in _tiles(layout.numel):
-        bits, difference = _differences(values[piece], reference[piece])
-        escapes, far = difference.abs() > 7, difference.abs() > 127
-        nibbles = bits.new_zeros(blocks_of(bits.numel()) * BLOCK)
-        nibbles[: bits.numel()] = torch.where(escapes, 8, difference & 15)
+        keys, difference = _differences(values[piece], reference[piece])
+        numel = keys.numel()
+        escapes = _outside(difference, 7)
+        nibbles = _row("nibbles", blocks_of(numel) * BLOCK, torch.uint8)
+        nibbles[numel:] = 0
+        nibbles[:numel].copy_(difference).bitwise_and_(15).masked_fill_(escapes, 8)
         lower, upper = nibbles.view(-1, 2, _ROW // 2).unbind(1)
         first = piece.start // _ROW
-        codes[first : first + lower.shape[0]] = lower | (upper << 4)
-        end8 = _append(wide, end8, torch.where(far, -128, difference)[escapes])
-        end16 = _append(exact, end16, bits[far])
+        torch.bitwise_or(lower, upper << 4, out=codes[first : first + lower.shape[0]])
+        places = escapes.nonzero().squeeze(1)
+        beyond = difference[places]
+        far = _outside(beyond, 127)
+        end8 = _append(wide, end8, beyond.to(torch.int8).masked_fill_(far, -128))
+        end16 = _append(exact, end16, _turn_(keys[places[far]]))
     if offsets[:, -1].tolist() != [end8, end16]:
         raise ValueError(
             f"offsets end at {offsets[:, -1].tolist()} and the values have {[end8, end16]} escapes; call "
@@ -108,16 +134,16 @@ def lossless_encode_(
         )
 
 
-def _take(room: Tensor, begin: int, where: Tensor, target: Tensor) -> int:
-    """Put what the room holds from ``begin`` on to the places that ``where`` marks, zeros where it ends too soon.
+def _take(room: Tensor, begin: int, where: Tensor, count: int, target: Tensor) -> int:
+    """Put what the room holds from ``begin`` on to the ``count`` places that ``where`` marks, zeros where it ends.
 
     Returns where the room would be read next.
     """
-    places = where.nonzero().squeeze(1)
-    found = room[begin : begin + places.numel()]
-    target[places] = 0
-    target[places[: found.numel()]] = found.to(target.dtype)
-    return begin + places.numel()
+    found = room[begin : begin + count].to(target.dtype)
+    if found.numel() < count:
+        found = torch.cat([found, found.new_zeros(count - found.numel())])
+    target.masked_scatter_(where, found)
+    return begin + count
 
 
 def lossless_decode_(
@@ -130,16 +156,20 @@ def lossless_decode_(
         held, target = (each[index * layout.numel : (index + 1) * layout.numel] for each in (reference, out))
         end8 = end16 = 0
         for piece in _tiles(layout.numel):
+            numel = piece.stop - piece.start
             packed = codes[piece.start // _ROW : 2 * blocks_of(piece.stop)]
-            nibbles = torch.stack((packed & 15, packed >> 4), 1).view(-1)[: piece.stop - piece.start].to(torch.int32)
-            escapes = nibbles == 8
-            difference = nibbles - ((nibbles & 8) << 1)
-            end8 = _take(wide, end8, escapes, difference)
-            far = escapes & (difference == -128)
+            nibbles = _row("nibbles", packed.shape[0] * _ROW, torch.uint8).view(-1, 2, _ROW // 2)
+            torch.bitwise_and(packed, 15, out=nibbles[:, 0])
+            torch.bitwise_right_shift(packed, 4, out=nibbles[:, 1])
+            code = nibbles.view(-1)[:numel]
+            escapes = code == 8
+            difference = _row("differences", numel, torch.int16).copy_(code).bitwise_xor_(8).sub_(8)
             own = slice(1 + piece.start // BLOCK, 1 + blocks_of(piece.stop))
-            offsets[index, 0, own] = _per_block(escapes)
-            offsets[index, 1, own] = _per_block(far)
-            bits = _key((_key(_bits(held[piece])) + difference) & 0xFFFF)
-            end16 = _take(exact, end16, far, bits)
+            offsets[index, 0, own] = counts = _per_block(escapes)
+            end8 = _take(wide, end8, escapes, int(counts.sum()), difference)
+            far = difference == -128
+            offsets[index, 1, own] = counts = _per_block(far)
+            bits = _turn_(_keys(held[piece], "keys").add_(difference))
+            end16 = _take(exact, end16, far, int(counts.sum()), bits)
             target[piece].view(torch.int16).copy_(bits)
     _running_sum(offsets)

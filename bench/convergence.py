@@ -1,0 +1,135 @@
+"""Does quantized communication cost anything in training? Arms and seeds in pairs, on virtual ranks in one process.
+
+    python bench/convergence.py --jobs 2                 # all arms and seeds; a second call goes on where one stopped
+    python bench/convergence.py --jobs 2 --save          # also docs/convergence.{md,png} and bench/results/
+    python bench/convergence.py --quick                  # a minute: does it run at all?
+    python bench/convergence.py --device cuda --compute bf16 --layers 12 --d-model 768 --heads 12 --seq-len 512 \
+        --batch 4 --steps 3000 --seeds 3 --name 100m --save
+
+Every rank of 2 nodes x 2 has its own micro-batch; its gradient travels through the engine's own paths and codecs, one
+thread a rank (convergence_ranks.py). Measured is what Adam sees: the relative error of its average of gradients against
+the exact mean on the same weights; then the loss of held-out text, as differences to the plain arm of the same seed.
+
+A finished run is a file in --runs; an interrupted one goes on from its last checkpoint. Names of files tell settings
+apart, not versions of zeropp: after a change to the code take another folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+# Before torch starts: one thread a run, or runs side by side fight over cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+ROOT = Path(__file__).resolve().parents[1]
+for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
+    sys.path.insert(0, str(_source))
+
+from convergence_arms import ARMS, DEFAULT_ARMS, SEEDS, Settings  # noqa: E402 (the path above comes first)
+
+QUICK = Settings(steps=12, layers=2, d_model=64, heads=2, seq_len=32, warmup=2, sample=2, windows=8, validate_every=6)
+QUICK_ARMS = ("plain", "zeropp", "hadamard-loco", "delta4")
+
+
+def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, Settings]:
+    """The command line, and the settings it stands for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a tiny model, few steps, two seeds, four arms")
+    parser.add_argument("--arms", help=f"comma-separated, of {','.join(ARMS)}")
+    parser.add_argument("--seeds", type=int, help=f"how many of {SEEDS}")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one core each; 1: in this process")
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "convergence", help="where runs are kept")
+    parser.add_argument("--checkpoint-every", type=int, default=250, help="steps")
+    parser.add_argument("--save", action="store_true", help="write docs/<page>.{md,png} and bench/results/")
+    parser.add_argument("--name", default="", help="of what is saved, if it is not the comparison of the docs")
+    parser.add_argument("--one", metavar="ARM:SEED", help=argparse.SUPPRESS)  # what a child runs
+    group = parser.add_argument_group("settings (defaults: as documented)")
+    for field in fields(Settings):
+        group.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), metavar=str(field.default))
+    args = parser.parse_args(argv)
+    given = {f.name: getattr(args, f.name) for f in fields(Settings) if getattr(args, f.name) is not None}
+    settings = replace(QUICK if args.quick else Settings(), **given)
+    chosen = args.arms.split(",") if args.arms else QUICK_ARMS if args.quick else DEFAULT_ARMS
+    args.arms = tuple(dict.fromkeys(("plain", *chosen)))  # differences are to it
+    args.seeds = args.seeds or (2 if args.quick else len(SEEDS))
+    unknown = sorted(set(args.arms) - set(ARMS))
+    if unknown:
+        parser.error(f"--arms: unknown {unknown}, known are {list(ARMS)}")
+    if not 2 <= args.seeds <= len(SEEDS):
+        parser.error(f"--seeds {args.seeds}: expected 2 to {len(SEEDS)}, an interval needs two at least")
+    if args.jobs < 1 or args.checkpoint_every < 1 or settings.steps < 1:
+        parser.error("--jobs, --checkpoint-every and --steps must be at least 1")
+    return args, settings
+
+
+def supervise(args: argparse.Namespace, settings: Settings) -> None:
+    """Run what has no result yet, ``--jobs`` at a time.
+
+    Raises:
+        SystemExit: a run failed; the others' results stay.
+    """
+    # Seed by seed: an early look has whole pairs.
+    wanted = [(arm, seed) for seed in SEEDS[: args.seeds] for arm in args.arms]
+    waiting = [(arm, seed) for arm, seed in wanted if not (args.runs / f"{settings.stem(arm, seed)}.json").exists()]
+    print(f"{len(wanted) - len(waiting)} of {len(wanted)} runs are done, in {args.runs}", flush=True)
+    if args.jobs == 1:
+        from convergence_run import run
+
+        for arm, seed in waiting:
+            run(arm, seed, settings, args.runs, args.checkpoint_every)
+        return
+    running: dict[subprocess.Popen, tuple[str, int, float]] = {}
+    failed: list[str] = []
+    try:
+        while waiting or running:
+            while waiting and len(running) < args.jobs and not failed:
+                arm, seed = waiting.pop(0)
+                running[subprocess.Popen(_command(args, settings, arm, seed))] = (arm, seed, time.monotonic())
+            for child in [child for child in running if child.poll() is not None]:
+                arm, seed, start = running.pop(child)
+                if child.returncode:
+                    failed.append(f"{arm}, seed {seed}: exit code {child.returncode}")
+                    waiting = []
+                print(f"{arm:16} seed {seed:3}  {time.monotonic() - start:6.0f} s  {len(waiting)} waiting", flush=True)
+            time.sleep(0.1)
+    finally:
+        for child in running:
+            child.terminate()
+    if failed:
+        raise SystemExit("failed: " + "; ".join(failed))
+
+
+def _command(args: argparse.Namespace, settings: Settings, arm: str, seed: int) -> list[str]:
+    words = [sys.executable, str(Path(__file__).resolve()), f"--one={arm}:{seed}", f"--runs={args.runs}"]
+    words += [f"--checkpoint-every={args.checkpoint_every}"]
+    return words + [f"--{f.name.replace('_', '-')}={getattr(settings, f.name)}" for f in fields(Settings)]
+
+
+def main() -> None:
+    args, settings = parse_arguments()
+    if args.one:
+        from convergence_run import run
+
+        arm, seed = args.one.split(":")
+        run(arm, int(seed), settings, args.runs, args.checkpoint_every)
+        return
+    import convergence_report as report
+
+    supervise(args, settings)
+    stems = [settings.stem(arm, seed) for arm in args.arms for seed in SEEDS[: args.seeds]]
+    runs = [json.loads((args.runs / f"{stem}.json").read_text()) for stem in stems]
+    print(report.table(runs), end="")
+    if args.save:
+        for path in report.save(runs, ROOT, args.name):
+            print("written:", path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

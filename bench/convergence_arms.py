@@ -1,0 +1,102 @@
+"""What is compared, and on which model: the arms, the seeds, and the settings of a comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+
+SEEDS = (11, 23, 37, 53, 71)
+"""Initial weights and order of data; the same over all arms, so that differences are paired."""
+
+_WEIGHTS = {"zero_quantized_weights": True}
+_GRADIENTS = {"zero_quantized_gradients": True}
+_PP = {**_WEIGHTS, **_GRADIENTS}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to communicate.
+
+    Attributes:
+        label: for tables.
+        zero: keys of the block ``zero_optimization``.
+        own: keys of the block ``zeropp``.
+        weights: "config"; or "delta4" or "lossless", which virtual ranks, that keep no copies of their own, do apart.
+    """
+
+    label: str
+    zero: dict[str, object] = field(default_factory=dict)
+    own: dict[str, object] = field(default_factory=dict)
+    weights: str = "config"
+
+    def config(self, wire: str) -> dict[str, object]:
+        """As a user would give it to zeropp; every parameter partitioned, ``wire`` the dtype of plain gradients."""
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **self.zero}
+        return {"zero_optimization": zero, "zeropp": dict(self.own), "communication_data_type": wire}
+
+
+_LOCO = {"zeropp_loco_param": {}}  # err_beta 0.8, as DeepSpeed's
+_HALF = {"zeropp_loco_param": {"err_beta": 0.5}}
+_FULL = {"zeropp_loco_param": {"err_beta": 0.0}}  # all that was lost goes with the next gradient
+_INT4 = {"gradient_bits": {"local": 4, "cross": 4}}
+_ROTATED = {"hadamard": True}
+
+ARMS = {
+    "plain": Arm("plain, or lossless weights", weights="lossless"),
+    "zeropp": Arm("ZeRO++", _PP),
+    "loco": Arm("ZeRO++, LoCo cross", {**_PP, **_LOCO}),
+    "loco-both": Arm("ZeRO++, LoCo both", {**_PP, **_LOCO}, {"feedback": "both"}),
+    "loco-half": Arm("ZeRO++, LoCo cross, err_beta 0.5", {**_PP, **_HALF}),
+    "loco-0": Arm("ZeRO++, LoCo cross, err_beta 0", {**_PP, **_FULL}),
+    "hadamard": Arm("ZeRO++, hadamard", _PP, _ROTATED),
+    "hadamard-loco": Arm("ZeRO++, hadamard, LoCo cross", {**_PP, **_LOCO}, _ROTATED),
+    "hadamard-loco-half": Arm("ZeRO++, hadamard, LoCo cross, err_beta 0.5", {**_PP, **_HALF}, _ROTATED),
+    "hadamard-loco-0": Arm("ZeRO++, hadamard, LoCo cross, err_beta 0", {**_PP, **_FULL}, _ROTATED),
+    "int4": Arm("ZeRO++, int4 on both hops", _PP, _INT4),
+    "delta4": Arm("delta4 weights, plain gradients", weights="delta4"),
+    "delta4-loco": Arm(
+        "delta4 weights, hadamard, LoCo cross, err_beta 0", {**_GRADIENTS, **_FULL}, _ROTATED, weights="delta4"
+    ),
+}
+"""Gradients of ZeRO++ are int8 inside nodes and int4 between them, unless said otherwise."""
+
+DEFAULT_ARMS = (
+    "plain", "zeropp", "loco", "loco-both", "loco-half", "hadamard", "hadamard-loco-half", "int4", "delta4",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one comparison. The model is examples/gpt.py, the text the standard library's sources.
+
+    Attributes:
+        batch: windows of ``seq_len`` bytes a virtual rank and step.
+        warmup: steps over which the learning rate grows; it falls as a cosine to a tenth of ``lr`` at the end.
+        sample: steps from one measurement of gradients to the next.
+        windows: of validation text, at the end; an eighth of them on the way.
+        compute: dtype of the model's arithmetic; its weights have bfloat16 values in either.
+        wire: dtype of gradients that are not quantized.
+    """
+
+    steps: int = 1500
+    layers: int = 4
+    d_model: int = 192
+    heads: int = 4
+    seq_len: int = 64
+    batch: int = 1
+    nodes: int = 2
+    local: int = 2
+    lr: float = 1e-3
+    warmup: int = 100
+    sample: int = 5
+    windows: int = 512
+    validate_every: int = 250
+    device: str = "cpu"
+    compute: str = "fp32"
+    wire: str = "bf16"
+
+    def stem(self, arm: str, seed: int) -> str:
+        """Name of a run's files, which tells it from runs of other settings and from an arm that was another then."""
+        text = json.dumps([asdict(self), asdict(ARMS[arm])], sort_keys=True)
+        return f"{arm}-{seed}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

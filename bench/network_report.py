@@ -1,0 +1,184 @@
+"""From what network.py measured to a table and a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from datetime import date
+from pathlib import Path
+
+import torch
+
+__all__ = ["markdown", "save"]
+
+BASE = "zeropp_s3"
+
+
+class Measured:
+    """One run's rows, by rate and system."""
+
+    def __init__(self, found: dict, settings: dict) -> None:
+        self.found = found
+        self.settings = settings
+        nodes = settings["nodes"]
+        self.unit = 2 * found["numel"] * (nodes - 1) / nodes  # M (n-1)/n, M the bytes of the weights in bf16
+        self.tokens = nodes * settings["local"] * settings["batch"] * settings["seq_len"]
+        self.kinds = dict.fromkeys((r["kind"], r["rate"]) for r in found["rows"] if r["kind"] != "equal")
+
+    def values(self, key: str, kind: str, rate: float | None, system: str) -> list[float]:
+        return [r[key] for r in self.found["rows"] if (r["kind"], r["rate"], r["system"]) == (kind, rate, system)]
+
+    def step(self, kind: str, rate: float | None, system: str) -> float:
+        return statistics.median(self.values("s", kind, rate, system))
+
+    def micro_batches(self, system: str) -> int:
+        return int(system.partition("_x")[2] or 1)
+
+    def systems(self, kind: str, rate: float | None) -> list[str]:
+        return list(dict.fromkeys(r["system"] for r in self.found["rows"] if (r["kind"], r["rate"]) == (kind, rate)))
+
+
+def _rate_name(kind: str, rate: float | None) -> str:
+    if rate is None:
+        return "no limit"
+    share = f", where {BASE} waits {kind.removeprefix('wait')} % of its step" if kind.startswith("wait") else ""
+    return f"{rate:g} Mbit/s{share}"
+
+
+def _speed_table(measured: Measured, kind: str, rate: float | None) -> list[str]:
+    lines = [
+        "", f"## {_rate_name(kind, rate)}", "",
+        "| system | step s (min, max) | tokens/s | / zeropp_s3 | by round (min, max) | bytes |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    base = measured.values("s", kind, rate, BASE)
+    for name in measured.systems(kind, rate):
+        seconds = measured.values("s", kind, rate, name)
+        step, times = statistics.median(seconds), measured.micro_batches(name)
+        sent = statistics.median(measured.values("bytes", kind, rate, name)) / measured.unit
+        cells = [name, f"{step:.2f} ({min(seconds):.2f}, {max(seconds):.2f})", f"{times * measured.tokens / step:.0f}"]
+        if base:
+            ratios = [times * one / own for one, own in zip(base, seconds, strict=True)]
+            cells.append(f"{times * statistics.median(base) / step:.2f}")
+            cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f})")
+        else:
+            cells += ["-", "-"]
+        lines.append("| " + " | ".join([*cells, f"{sent:.3f}"]) + " |")
+    return lines
+
+
+def _equal_table(measured: Measured) -> list[str]:
+    rows = [r for r in measured.found["rows"] if r["kind"] == "equal"]
+    if not rows:
+        return []
+    lines = [
+        "", "## Where the time on the link equals the time of the rest", "",
+        "Each system at a rate of its own, at which its bytes take as long as its step does without a limit.", "",
+        "| system | Mbit/s | step without a limit s | step s (min, max) | / max(compute, communication) |",
+        "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, rate in dict.fromkeys((r["system"], r["rate"]) for r in rows):
+        seconds = [r["s"] for r in rows if r["system"] == name]
+        sent = statistics.median(r["bytes"] for r in rows if r["system"] == name)
+        free = measured.step("free", None, name)
+        most = max(free, sent * 8e-6 / rate)
+        step = statistics.median(seconds)
+        lines.append(
+            f"| {name} | {rate:g} | {free:.2f} | {step:.2f} ({min(seconds):.2f}, {max(seconds):.2f}) "
+            f"| {step / most:.2f} |"
+        )
+    return lines
+
+
+def _bytes_table(measured: Measured) -> list[str]:
+    lines = [
+        "", "## Bytes between nodes, ledger and device", "",
+        "What the ledgers of the first node's ranks count a step, in units; the device counts headers, "
+        "acknowledgements and small control messages, too.", "",
+        "| system | ledger | device | device / ledger | of which |", "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for name, each in measured.found["counted"].items():
+        if each is not None:
+            total = sum(each["ledger"].values())
+            parts = ", ".join(f"{what} {n / measured.unit:.3f}" for what, n in each["ledger"].items())
+            lines.append(
+                f"| {name} | {total / measured.unit:.3f} | {each['device'] / measured.unit:.3f} "
+                f"| {each['device'] / total:.4f} | {parts} |"
+            )
+    return lines
+
+
+def _loss_table(measured: Measured) -> list[str]:
+    lines = ["", "## Losses", "", "| system | steps | first | last |", "|---|---|---|---|"]
+    for name, losses in measured.found["losses"].items():
+        times = measured.micro_batches(name)
+        lines.append(f"| {name} | {len(losses) // times} | {losses[0]:.4f} | {losses[-1]:.4f} |")
+    return lines
+
+
+def markdown(found: dict, settings: dict) -> str:
+    """The results for people."""
+    measured = Measured(found, settings)
+    s = settings
+    lines = [
+        f"# Training over slow links, {date.today()}: {s['nodes']} nodes of {s['local']} ranks, {s['dtype']}",
+        "",
+        f"GPT, {s['layers']} layers, width {s['d_model']}, {found['numel'] / 1e6:.1f} M parameters, {s['batch']} x "
+        f"{s['seq_len']} bytes a rank; {s['rounds']} rounds of {s['steps']} steps, systems in turn. All ranks share "
+        f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. torch "
+        f"{torch.__version__}, {platform.processor() or platform.machine()}.",
+        "",
+        "Bytes: what the first node's device sent to other nodes in a step, headers of 9000-byte frames included, in "
+        f"units of M (n-1)/n = {measured.unit / 1e6:.2f} MB (M: the weights in bf16).",
+    ]
+    for kind, rate in measured.kinds:
+        lines += _speed_table(measured, kind, rate)
+    lines += [*_equal_table(measured), *_bytes_table(measured), *_loss_table(measured)]
+    return "\n".join(lines) + "\n"
+
+
+def _plot(found: dict, settings: dict, path: Path) -> bool:
+    """Bytes as bars, tokens a second over rates as lines; False without matplotlib."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measured = Measured(found, settings)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
+    names = measured.systems("free", None)
+    sent = [statistics.median(measured.values("bytes", "free", None, name)) / measured.unit for name in names]
+    bars = left.barh(names[::-1], sent[::-1], color="#4878a8")
+    left.bar_label(bars, fmt="%.2f", padding=2)
+    left.set_xlabel("bytes a node sends in a step, units of M (n-1)/n")
+    left.margins(x=0.12)
+    limited = sorted((rate, kind) for kind, rate in measured.kinds if rate is not None)
+    for name in names:
+        points = [(rate, measured.step(kind, rate, name)) for rate, kind in limited]
+        speeds = [measured.micro_batches(name) * measured.tokens / step for _, step in points]
+        right.plot([rate for rate, _ in points], speeds, marker="o", label=name)
+    right.set_xscale("log")
+    right.set_yscale("log")
+    right.set_xlabel("Mbit/s between nodes")
+    right.set_ylabel("tokens a second, all ranks")
+    right.legend(fontsize=7)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"{settings['nodes']} nodes of {settings['local']} ranks, {settings['dtype']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def save(found: dict, settings: dict, text: str, folder: Path, name: str) -> list[Path]:
+    """Write <date>_network-<name>.md, .json and, with matplotlib, .png; returns their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{date.today()}_network-{name}"
+    paths = [stem.with_suffix(suffix) for suffix in (".md", ".json", ".png")]
+    paths[0].write_text(text)
+    paths[1].write_text(json.dumps({"settings": settings, **found}, indent=1) + "\n")
+    return paths if _plot(found, settings, paths[2]) else paths[:2]

@@ -1,0 +1,254 @@
+"""Weights renewed by differences: exact ones change nothing, four bits what they should, and no fault stays unseen."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+import zeropp_kernels as kernels
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.shapes import make_config
+from tests.distributed.test_quantized import Model, tokens
+from zeropp.engine.engine import Engine
+
+BF16 = {"bf16": {"enabled": True}}
+HPZ: dict[str, object] = {**BF16, "zero_hpz_partition_size": 2}
+PLACED: dict[str, dict[str, object]] = {
+    "hpz": HPZ,
+    "hpz, most parameters persistent": {**HPZ, "persist": 2000},
+    "hpz, accumulation": {**HPZ, "gradient_accumulation_steps": 2, "defer_cross_reduction": True},
+    "hpz, quantized gradients": {**HPZ, "zero_quantized_gradients": True, "zeropp_loco_param": {}},
+    "mics with hpz": {**HPZ, "mics_shard_size": 4},
+    "stage 1": {**BF16, "stage": 1},
+    "stage 2, no overlap": {**BF16, "stage": 2, "overlap_comm": False},
+}
+
+
+def wrapped(settings: dict[str, object], lr: float) -> tuple[Model, zeropp.ZeroOptimizer]:
+    model = Model()
+    return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=lr), model, make_config(**settings))
+
+
+def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, fault: bool = False) -> float:
+    """One step's loss.
+
+    Args:
+        model, optimizer: wrapped.
+        step: number of the data.
+        spoilt: the last rank has a gradient that is not finite.
+        fault: a bit of what the last rank keeps flips between backward and boundary.
+    """
+    optimizer.zero_grad()
+    loss = torch.zeros(())
+    for micro in range(optimizer.config.gradient_accumulation_steps or 1):
+        loss = model(tokens(100 * step + micro, dist.get_rank()))
+        bad = spoilt and dist.get_rank() == dist.get_world_size() - 1
+        optimizer.backward(loss * (float("nan") if bad else 1.0))
+    if fault:
+        flip_a_bit(optimizer.engine)
+    optimizer.step()
+    assert optimizer.step_was_skipped is spoilt
+    return loss.item()
+
+
+def flip_a_bit(engine: Engine) -> None:
+    engine.refresh.settle()
+    if engine.comm.rank == engine.comm.world - 1:
+        kept = next(buffer.kept for buffer in engine.buffers if buffer.kept is not None)
+        kept.view(torch.int16)[300] ^= 4
+
+
+def refreshes(engine: Engine) -> dict[str, int]:
+    """How what is kept was renewed, by manner."""
+    engine.refresh.settle()
+    found: Counter[str] = Counter()
+    for (_, what), times in engine.comm.ledger.events.items():
+        found[what] += times
+    return dict(found)
+
+
+DIFFERENCES, WHOLE, CROWDED = "refresh: differences", "refresh: whole", "refresh: whole, too much has changed"
+FAULT = "kept weights differ between ranks"
+
+
+# Exact differences.
+
+
+def eventful(settings: dict[str, object], steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, int], int]:
+    """Losses and weights of a run with everything in it that touches weights; how they were renewed; buffers."""
+    model, optimizer = wrapped(settings, lr=1e-3)
+    engine, losses, faults = optimizer.engine, [], 0
+    optimizer.boundary.holders.every = steps // 3
+    skipped, evaluated, loaded, edited, resumed = (steps * k // 10 for k in range(1, 6))
+    for step in range(steps):
+        fault = step > steps // 2 and faults == 0 and optimizer.boundary.holders.due
+        faults += fault
+        losses.append(train(model, optimizer, step, spoilt=step == skipped, fault=fault))
+        if step == evaluated:
+            model.eval()
+            with torch.no_grad():
+                losses.append(float(model(tokens(7, dist.get_rank()))))
+            model.train()
+        if step == loaded:
+            model.load_state_dict({key: value + 0.01 for key, value in model.state_dict().items()})
+        if step == edited:
+            with zeropp.zero.GatheredParameters(model.head.weight, modifier_rank=0), torch.no_grad():
+                model.head.weight.mul_(0.5)
+        if step == resumed:
+            state = copy.deepcopy(optimizer.state_dict())
+            losses.append(train(model, optimizer, 999))
+            optimizer.load_state_dict(state)
+    kept = [buffer.kept for buffer in engine.buffers if buffer.kept is not None]
+    return losses, zeropp.full_state(model), refreshes(engine), len(kept)
+
+
+def both(settings: dict[str, object], steps: int) -> tuple[list[str], dict[str, int], int]:
+    """What differs between a run with exact differences and one without."""
+    losses, weights, _, _ = eventful(settings, steps)
+    found, others, renewed, buffers = eventful({**settings, "weight_codec": "lossless"}, steps)
+    wrong = [f"loss {index}" for index, pair in enumerate(zip(losses, found, strict=True)) if pair[0] != pair[1]]
+    wrong += [name for name, value in weights.items() if not torch.equal(value, others[name])]
+    return wrong, renewed, buffers
+
+
+STEPS = [(name, 200 if name == "hpz" else 40) for name in PLACED]
+STEPS += [pytest.param(name, 200, marks=pytest.mark.campaign) for name in PLACED if name != "hpz"]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "steps"), STEPS)
+def test_exact_differences_change_no_bit(name: str, steps: int) -> None:
+    """Through evaluation, a skipped step, a load, an edit, a resumption, and a bit that flips on one rank."""
+    for wrong, renewed, buffers in run_ranks(4, both, PLACED[name], steps, local_world_size=2, timeout=280):
+        assert wrong == []
+        assert renewed[FAULT] == 1, "the fault was not seen, or seen more than once"
+        # Whole weights at the start, after a load, a resumption and the fault, and of the one buffer that was edited.
+        assert renewed[WHOLE] == 4 * buffers + 1
+        # One step was skipped, one taken back.
+        assert renewed[DIFFERENCES] + renewed.get(CROWDED, 0) == (steps - 1) * buffers
+        assert renewed.get(CROWDED, 0) < 0.05 * steps * buffers
+
+
+def crowd(settings: dict[str, object]) -> tuple[list[str], dict[str, int]]:
+    """What differs after steps so large that differences take more than weights; how weights were sent."""
+    results = []
+    for codec in ({}, {"weight_codec": "lossless"}):
+        model, optimizer = wrapped({**settings, **codec}, lr=0.5)
+        losses = [train(model, optimizer, step) for step in range(6)]
+        results.append((losses, zeropp.full_state(model), refreshes(optimizer.engine)))
+    (losses, weights, _), (others, found, renewed) = results
+    wrong = [name for name, value in weights.items() if not torch.equal(value, found[name])]
+    return wrong + ["losses"] * (losses != others), renewed
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 1"])
+def test_where_too_much_has_changed_all_ranks_send_weights(name: str) -> None:
+    for wrong, renewed in run_ranks(4, crowd, PLACED[name], local_world_size=2):
+        assert wrong == []
+        assert renewed[CROWDED] >= 6, "nothing was crowded"
+
+
+# Four bits.
+
+
+def followed(settings: dict[str, object]) -> list[str]:
+    """Parameters that differ, in a forward or backward, from a base that gained each step's difference in four bits."""
+    model, optimizer = wrapped({**settings, "weight_codec": "delta4"}, lr=1e-2)
+    wrong: list[str] = []
+    bases = {name: value.bfloat16() for name, value in zeropp.full_state(model).items()}
+
+    def look(module: nn.Module, *_: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            with torch.no_grad():
+                if not torch.equal(parameter, bases[f"{names[module]}.{name}"]):
+                    wrong.append(f"{names[module]}.{name}")
+
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
+            module.register_forward_hook(look)
+            module.register_full_backward_pre_hook(look)
+    for step in range(5):
+        train(model, optimizer, step)
+        if step == 3:  # what was carried is gone: the base is set anew
+            model.load_state_dict(model.state_dict())
+        for name, value in zeropp.full_state(model).items():
+            if step == 3:
+                bases[name] = value.bfloat16()
+                continue
+            flat, base = value.reshape(-1), bases[name].reshape(-1)
+            message = torch.empty(kernels.message_layout(flat.numel(), 4).nbytes, dtype=torch.uint8)
+            kernels.delta_encode_(flat, base, message, update=False)
+            kernels.delta_apply_(message, base)
+            bases[name] = base.view(value.shape)
+    return wrong
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", PLACED)
+def test_four_bit_differences_reach_every_rank_and_what_they_lose_is_carried(world: int, name: str) -> None:
+    settings = PLACED[name]
+    if world == 2 and "zero_hpz_partition_size" in settings:
+        settings = {**settings, "zero_hpz_partition_size": 1, "stage": 2}
+    if world == 2:
+        settings = {**settings, "mics_shard_size": -1}
+    assert run_ranks(world, followed, settings, local_world_size=2) == [[]] * world
+
+
+# Bytes, memory, what is refused.
+
+
+def sent(settings: dict[str, object]) -> tuple[dict[tuple[str, str, str], float], dict[str, int]]:
+    """Bytes a call of each refresh, by unit, hop and codec; elements of each unit."""
+    model, optimizer = wrapped(settings, lr=1e-4)
+    engine = optimizer.engine
+    for step in range(4):
+        engine.refresh.settle()
+        dist.barrier()
+        engine.comm.ledger.reset()
+        train(model, optimizer, step)
+    engine.refresh.settle()
+    rows = {(r.unit, r.hop, r.codec): r.bytes / r.calls for r in engine.comm.ledger.rows if r.kind == "refresh"}
+    return rows, {unit.name: unit.numel for unit in engine.units}
+
+
+@pytest.mark.parametrize("codec", ["delta4", "lossless"])
+@pytest.mark.parametrize("placed", [{**HPZ}, {**BF16, "stage": 1}], ids=str)
+def test_bytes_are_those_of_differences(codec: str, placed: dict[str, object]) -> None:
+    for rows, numels in run_ranks(4, sent, {**placed, "weight_codec": codec}, local_world_size=2):
+        hops = {"4->2": 1} if "zero_hpz_partition_size" in placed else {"4->2": 1, "2->1": 2}
+        assert set(rows) == {(unit, hop, codec) for unit in numels for hop in hops}
+        if codec == "delta4":
+            for (unit, hop, _), nbytes in rows.items():
+                assert nbytes == hops[hop] * kernels.message_layout(numels[unit] // 4, 4).nbytes
+        else:
+            bare = sum(hops[hop] * kernels.lossless_layout(numels[unit] // 4, 0, 0).nbytes for unit, hop, _ in rows)
+            assert bare < sum(rows.values()) < 1.5 * bare, "differences of a small step take 4 bits and little more"
+
+
+def refused(settings: dict[str, object]) -> None:
+    wrapped(settings, lr=0.1)
+
+
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"zero_hpz_partition_size": 2}, "is computed with in fp32; set"),
+    ({**HPZ, "zero_quantized_weights": True}, "ask for different codecs"),
+    ({**HPZ, "secondary": "codes"}, "keeps none; leave secondary"),
+    (BF16, "stage 3 keeps none; set zero_hpz_partition_size"),
+    ({**BF16, "zero_hpz_partition_size": 4}, "there is no second copy"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@pytest.mark.parametrize("codec", ["delta4", "lossless"])
+def test_differences_that_have_no_base_are_refused(codec: str, settings: dict[str, object], message: str) -> None:
+    failures = run_ranks(4, refused, {**settings, "weight_codec": codec}, local_world_size=2, catch=True)
+    for failure in failures:
+        assert isinstance(failure, RankFailure) and message in failure.message

@@ -1,0 +1,67 @@
+"""bench/network.py: nodes that are namespaces, links of a chosen rate, bytes from the device; gone when it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "network.py"
+SMALL = ["--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--batch=1", "--rounds=1", "--steps=1"]
+pytestmark = pytest.mark.root
+
+
+def namespaces() -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return [line.split()[0] for line in listed.splitlines() if line.startswith("zeropp-")]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_figures_of_a_small_model(nodes: int) -> None:
+    command = [sys.executable, str(SCRIPT), f"--nodes={nodes}", "--systems=zeropp_s3,zeropp_pp", "--rates=20", *SMALL]
+    done = subprocess.run([*command, "--equal=zeropp_pp"], capture_output=True, text=True, timeout=220)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert namespaces() == []
+    sections = dict(re.findall(r"^## (.+)\n\n((?:.|\n)+?)(?=\n## |\Z)", done.stdout, re.MULTILINE))
+    assert set(sections) >= {"no limit", "20 Mbit/s", "Bytes between nodes, ledger and device", "Losses"}
+    sent = {row.split("|")[1].strip(): float(row.split("|")[-2]) for row in sections["no limit"].splitlines()[2:4]}
+    # So small that all weights are persistent: once a step, as the gradients. Headers, acknowledgements and control
+    # messages weigh more than in a model of some size.
+    assert 1.98 < sent["zeropp_s3"] < 2.4 and 0.75 < sent["zeropp_pp"] < 1.1, sent
+    free, limited = (
+        float(next(row for row in sections[title].splitlines() if row.startswith("| zeropp_s3")).split()[3])
+        for title in ("no limit", "20 Mbit/s")
+    )
+    assert limited > free, "the link was not limited"
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_an_interruption(number: signal.Signals) -> None:
+    command = [sys.executable, str(SCRIPT), "--systems=zeropp_s3", "--rates=1", "--rounds=1000", *SMALL[:-2]]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    running: list[str] = []
+    while not running and time.monotonic() < until:
+        time.sleep(0.2)
+        for name in namespaces():
+            running += subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+    assert running, "no ranks came up"
+    time.sleep(3)  # they are importing torch
+    process.send_signal(number)
+    assert process.wait(timeout=40) != 0
+    assert namespaces() == []
+    assert not [pid for pid in running if Path(f"/proc/{pid}/status").exists() and "zombie" not in state(pid)]
+
+
+def state(pid: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return "zombie"

@@ -1,0 +1,84 @@
+"""An optimizer step in portions, so that the first new weights are on their way while the last are computed.
+
+Only where weights that are kept between uses have to travel after a step, and with optimizers known to treat each
+parameter by itself: parameters without a gradient are passed over, as torch's optimizers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch.optim import Optimizer
+
+from zeropp.engine.engine import Engine
+from zeropp.flat_buffer import FlatBuffer
+from zeropp.optimizer.elementwise import treats_each_alone
+from zeropp.optimizer.slices import Slice
+
+__all__ = ["Portion", "choose_portions", "step_by_portions"]
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What is stepped at once: slices, and the buffers whose weights are new then."""
+
+    slices: list[Slice]
+    buffers: list[FlatBuffer]
+
+
+def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice]) -> list[Portion]:
+    """Units in the order of the next forward: one, one, two, four, ...; all at once where little travels after a step.
+
+    Equal on every rank but for the slices.
+    """
+    units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable]
+    travelling = sum(b.layout.numel for b in engine.trainable if b.paths.refresh is not None and b.paths.refresh.hops)
+    little = 2 * travelling < sum(buffer.layout.numel for buffer in engine.trainable)
+    if little or not treats_each_alone(optimizer):
+        return [Portion(list(slices), engine.trainable)]
+    by_unit: dict[int, list[Slice]] = {}
+    for piece in slices:
+        by_unit.setdefault(piece.unit, []).append(piece)
+    portions, start = [], 0
+    while start < len(units):
+        chosen = units[start : start + max(1, start)]
+        start += len(chosen)
+        found = [piece for unit in chosen for piece in by_unit.get(unit.index, [])]
+        portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable]))
+    portions[0].slices.extend(by_unit.get(-1, []))  # a stand-in
+    return portions
+
+
+def step_by_portions(
+    portions: Sequence[Portion], step: Callable[[], None], changed: Callable[[Sequence[FlatBuffer]], None]
+) -> None:
+    """Step portion by portion.
+
+    Args:
+        portions: all there is to step.
+        step: of the optimizer, over what has a gradient.
+        changed: told of buffers with new weights; of all that are left if a step fails, which may have changed them.
+    """
+    waiting = list(portions)
+    gradients = [(piece.parameter, piece.parameter.grad) for portion in portions for piece in portion.slices]
+    try:
+        if len(portions) > 1:
+            for parameter, _ in gradients:
+                parameter.grad = None
+        own = iter(gradients)
+        for portion in portions:
+            shown = [next(own) for _ in portion.slices]
+            for parameter, gradient in shown:
+                parameter.grad = gradient
+            step()
+            if len(portions) > 1:
+                for parameter, _ in shown:
+                    parameter.grad = None
+            waiting.remove(portion)
+            changed(portion.buffers)
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        if waiting:
+            changed([buffer for portion in waiting for buffer in portion.buffers])

@@ -1,0 +1,189 @@
+"""Bytes that a step will send over each hop, and how many tokens a rank needs for computing to hide them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from zeropp.codecs import BlockCodec, Codec, PlainCodec
+from zeropp.config import ConfigSource, load_config
+from zeropp.differences import make_difference_codec
+from zeropp.encoding import Encoding, choose_encoding
+from zeropp.engine.buffers import BufferKey, planned_buffers
+from zeropp.engine.build import unit_options
+from zeropp.layout import BufferLayout
+from zeropp.ledger import Way
+from zeropp.placement import HopSpec, Placement, choose_mode
+from zeropp.topology import ranks_per_node
+from zeropp.units import form_units
+
+__all__ = ["TrafficPlan", "TrafficRow", "traffic"]
+
+_LOSSLESS_BITS = 4.6  # an element, measured; the size depends on the weights
+_FLOPS = 4e14
+_BANDWIDTHS = (12.5e9, 50e9, 350e9)
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """What a rank sends of one unit over one hop."""
+
+    way: Way
+    nbytes: int  # each time
+    times: int  # in an optimizer step
+    phase: str  # that it can hide behind: "forward" or "backward"
+
+
+@dataclass(frozen=True)
+class TrafficPlan:
+    """What each rank sends in an optimizer step; messages of "lossless" are estimated.
+
+    Every gather is counted in forward and in backward; reuse between them saves some.
+
+    Attributes:
+        rows: by unit and hop.
+        local: ranks per node.
+        world: ranks.
+        numel: parameters, and those that are trained.
+        micro_batches: backwards before each optimizer step.
+    """
+
+    rows: tuple[TrafficRow, ...]
+    local: int
+    world: int
+    numel: tuple[int, int]
+    micro_batches: int
+
+    def sent(self, link: str | None = None, phase: str | None = None) -> int:
+        """Bytes that a rank sends in a step, over a class of links ("local", "cross") and in a phase, or all."""
+        return sum(
+            row.nbytes * row.times
+            for row in self.rows
+            if link in (None, row.way.link) and phase in (None, row.phase)
+        )  # fmt: skip
+
+    @property
+    def between_nodes(self) -> int:
+        """Bytes that a node sends to others in a step."""
+        return self.local * self.sent("cross")
+
+    def tokens_to_hide(self, flops: float, bandwidth: float) -> float:
+        """Tokens per rank and micro-batch from which computing takes longer than what crosses nodes.
+
+        Args:
+            flops: floating-point operations per second that a device really achieves.
+            bandwidth: bytes per second that a node can send.
+        """
+        every, trained = self.numel
+        work = {"forward": 2 * every, "backward": 2 * (every + trained)}  # operations a token
+        return max(
+            self.local * self.sent("cross", phase) / bandwidth * flops / (work[phase] * self.micro_batches)
+            for phase in work
+        )
+
+    def __str__(self) -> str:
+        totals: Counter[str] = Counter()
+        for row in self.rows:
+            totals[f"{row.way.kind} {row.way.hop} {row.way.link} {row.way.codec}"] += row.nbytes * row.times
+        lines = [f"{name:44}{nbytes:>18,} bytes a rank and step" for name, nbytes in sorted(totals.items())]
+        lines.append(f"{'between nodes':44}{self.between_nodes:>18,} bytes a node and step")
+        if self.world > self.local:
+            lines += [
+                f"at {_FLOPS:.0e} operations and {bandwidth / 1e9:g} GB/s a node: hidden from "
+                f"{self.tokens_to_hide(_FLOPS, bandwidth):,.0f} tokens a rank and micro-batch on"
+                for bandwidth in _BANDWIDTHS
+            ]
+            lines.append("where that is below what you train with, quantizing buys nothing but the time of its kernels")
+        return "\n".join(lines)
+
+
+def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | None = None) -> TrafficPlan:
+    """Predict what each of ``world`` ranks will send.
+
+    Args:
+        model: not wrapped; meta parameters will do.
+        config: as given to ZeroOptimizer.
+        world: ranks to partition over.
+        local: ranks per node; None for a single node.
+
+    Raises:
+        ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
+    """
+    if world < 1:
+        raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
+    settings = load_config(config)
+    parameters = dict(model.named_parameters())
+    local = ranks_per_node(range(world), local or world)
+    mode, encoding = choose_mode(settings, world, local), choose_encoding(settings)
+    micro_batches = settings.resolve_batch(world)[2] or 1
+    rows: list[TrafficRow] = []
+    for spec in form_units(model, world, unit_options(settings)):
+        placement = Placement(mode.of(spec.persistent), 0, local)
+        for key, _, layout in planned_buffers(parameters, spec, settings, world):
+            rows += _weights(spec.name, placement, key, layout, encoding, micro_batches)
+            if key.trainable:
+                rows += _gradients(spec.name, placement, key, layout, encoding, micro_batches)
+    every = sum(p.numel() for p in parameters.values())
+    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
+    return TrafficPlan(tuple(rows), local, world, (every, trained), micro_batches)
+
+
+def _weights(
+    unit: str, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding, micro_batches: int
+) -> Iterator[TrafficRow]:
+    states, kept = placement.mode.states, placement.mode.kept
+    piece = layout.numel // states
+    codec: Codec = encoding.weight_codec(key.trainable) or PlainCodec(key.dtype)
+    name, nbytes = codec.name, codec.nbytes(piece)
+    if kept is not None and key.trainable:
+        if encoding.differences == "lossless":
+            yield from _hops(unit, "refresh", "lossless", placement.gather_path(states, kept), states,
+                             int(piece * _LOSSLESS_BITS / 8), 1)  # fmt: skip
+        elif encoding.differences is not None:
+            of = make_difference_codec(encoding.differences)
+            yield from _hops(
+                unit, "refresh", of.name, placement.gather_path(states, kept), states, of.nbytes(piece), 1
+            )
+        else:
+            yield from _hops(unit, "refresh", name, placement.gather_path(states, kept), states, nbytes, 1)
+    if kept != 1:
+        if kept is not None and not encoding.keep_codes:
+            name, nbytes = PlainCodec(key.dtype).name, PlainCodec(key.dtype).nbytes(piece)
+        path = placement.gather_path(kept or states, 1)
+        for phase in ("forward", "backward"):
+            yield from _hops(unit, "gather", name, path, states, nbytes, micro_batches, phase)
+
+
+def _hops(
+    unit: str, kind: str, codec: str, path: Sequence[HopSpec], states: int, nbytes: int, times: int,
+    phase: str = "forward",
+) -> Iterator[TrafficRow]:  # fmt: skip
+    """Messages of a piece of the states each, brought together hop by hop."""
+    for hop in path:
+        way = Way(unit, kind, f"{hop.outer}->{hop.inner}", hop.link, len(hop.ranks), codec)
+        yield TrafficRow(way, (len(hop.ranks) - 1) * (states // hop.outer) * nbytes, times, phase)
+
+
+def _gradients(
+    unit: str, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding, micro_batches: int
+) -> Iterator[TrafficRow]:
+    mode, world = placement.mode, placement.chain.world
+    path = placement.reduce_path(1, world)
+    for hop, codec in zip(path, encoding.gradient_codecs(path, key.wire_dtype), strict=True):
+        coded = isinstance(codec, BlockCodec)
+        name = f"feedback({codec.name})" if coded and encoding.feeds_back(path, hop) else codec.name
+        way = Way(unit, "reduce", f"{hop.inner}->{hop.outer}", hop.link, len(hop.ranks), name)
+        once = mode.sums and hop.outer > mode.held
+        nbytes = (len(hop.ranks) - 1) * codec.nbytes(layout.numel // hop.outer)
+        yield TrafficRow(way, nbytes, 1 if once else micro_batches, "backward")
+    if mode.states != world:
+        quantized = encoding.bits is not None and min(encoding.bits) < 16
+        back: Codec = BlockCodec(8, encoding.rotate) if quantized else PlainCodec(key.wire_dtype)
+        nbytes = back.nbytes(layout.numel // world)
+        replicas = placement.gather_path(world, mode.states)
+        times = 1 if mode.sums else micro_batches
+        yield from _hops(unit, "reduce", back.name, replicas, world, nbytes, times, "backward")
+
