@@ -177,10 +177,11 @@ def gathered(settings: dict[str, Any], most_calls: int, pairwise: bool) -> list[
     if not pairwise:
         whole_collectives(*gather.routes[group].hops)
     for size in SIZES:
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            shards = buffers(size, dtype)[0]
+        dtypes = (torch.float32, torch.bfloat16, torch.float16)
+        for dtype in dtypes if settings["weights"] else (*dtypes, torch.uint8):
+            shards = buffers(size, torch.float32)[0].abs().to(dtype)
             out = gather.allocate((world * size,), dtype=dtype, device=torch.device("cpu"))
-            out.fill_(float("nan"))
+            out.fill_(77)
             own = out[rank * size : (rank + 1) * size]
             own.copy_(shards[rank])
             assert gather(output_tensor=out, input_tensor=own, group=group) is None
@@ -569,7 +570,7 @@ def test_plain_hops_are_fsdp2_up_to_the_order_of_sums(reshard: bool | int, dtype
 # Bytes.
 
 
-Rows = dict[tuple[str, str, str, str], tuple[int, int]]  # unit, kind, hop, link -> calls, bytes
+Rows = dict[tuple[str, str, str, str], tuple[int, int, str]]  # unit, kind, hop, link -> calls, bytes, codec
 
 
 def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str, tuple[int, int]]]:
@@ -586,13 +587,14 @@ def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str,
     model(tokens(0, dist.get_rank())).backward()
     text = str(adapter)
     assert all(unit in text for unit in cut) and f"{adapter.ledger.total_bytes:,}" in text
-    return {(r.unit, r.kind, r.hop, r.link): (r.calls, r.bytes) for r in adapter.ledger.rows}, sizes
+    return {(r.unit, r.kind, r.hop, r.link): (r.calls, r.bytes, r.codec) for r in adapter.ledger.rows}, sizes
 
 
 @pytest.mark.parametrize("reshard", [True, 2])
 @pytest.mark.parametrize("settings", [{}, PLAIN, {"secondary": "codes"}, {"gather_hops": 1}], ids=str)
 def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshard: bool | int) -> None:
     plain = settings is PLAIN
+    weight = "fp32" if plain else "int8"
     for rows, sizes in run_ranks(4, sent, settings, reshard, local_world_size=2):
         wanted = {}
         for unit, (numel, trained) in sizes.items():
@@ -600,20 +602,20 @@ def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshar
             # FSDP2's root is gathered once, unless told otherwise; its blocks anew in backward.
             times = 2 if reshard is True else 1
             if settings.get("gather_hops") == 1:
-                wanted[unit, "gather", "4->1", "cross"] = (times, times * 3 * shard)
+                wanted[unit, "gather", "4->1", "cross"] = (times, times * 3 * shard, weight)
             else:
-                wanted[unit, "gather", "4->2", "cross"] = (times, times * shard)
-                wanted[unit, "gather", "2->1", "local"] = (2 * times, times * 2 * shard)  # one call a node
+                wanted[unit, "gather", "4->2", "cross"] = (times, times * shard, weight)
+                wanted[unit, "gather", "2->1", "local"] = (2 * times, times * 2 * shard, weight)  # one call a node
             if reshard == 2:
                 coded = settings.get("secondary") == "codes"
                 nbytes = kernels.message_layout(2 * numel, 8).nbytes if coded else 4 * 2 * numel
-                wanted[unit, "second", "2->1", "local"] = (1, nbytes)
+                wanted[unit, "second", "2->1", "local"] = (1, nbytes, "int8" if coded else "fp32")
             piece = -(-trained // 256) * 256
             pair = (8 * trained, 4 * trained)
             if not plain:
                 pair = (kernels.message_layout(2 * piece, 8).nbytes, kernels.message_layout(piece, 4).nbytes)
-            wanted[unit, "reduce", "1->2", "local"] = (1, pair[0])
-            wanted[unit, "reduce", "2->4", "cross"] = (1, pair[1])
+            wanted[unit, "reduce", "1->2", "local"] = (1, pair[0], "fp32" if plain else "int8")
+            wanted[unit, "reduce", "2->4", "cross"] = (1, pair[1], "fp32" if plain else "int4")
         assert rows == wanted
 
 

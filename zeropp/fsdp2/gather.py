@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.codecs import BlockCodec
+from zeropp.codecs import BlockCodec, dtype_name
 from zeropp.comm import Hop
 from zeropp.fsdp2.shards import AllGather
 from zeropp.layout import BLOCK
@@ -37,17 +37,18 @@ class GatherRoute:
 
     def run(self, whole: Tensor, own: Tensor, unit: str) -> None:
         """Fill ``whole`` [ranks * n], any dtype, from ``own`` [n], this rank's part in it."""
+        name = _name_of(self.codec, whole.dtype)
         if len(self.hops) == 1:
-            self.hops[0].all_gather(whole, own, unit)
+            self.hops[0].all_gather(whole, own, unit, name)
             return
         cross, local = self.hops
         grid = whole.view(cross.size, local.size, -1)
         column = grid.new_empty(cross.size, grid.size(2))  # a collective cannot write where others' parts lie between
         column[cross.index].copy_(own)
-        cross.all_gather(column.view(-1), column[cross.index], unit)
+        cross.all_gather(column.view(-1), column[cross.index], unit, name)
         grid[:, local.index].copy_(column)
         for node in grid.unbind():
-            local.all_gather(node.view(-1), node[local.index], unit)
+            local.all_gather(node.view(-1), node[local.index], unit, name)
 
 
 class GatherComm(AllGather):
@@ -98,6 +99,13 @@ class GatherComm(AllGather):
         route.run(messages, own, self.unit)
         _decode_(codec, messages, output_tensor, world)
         return None
+
+
+def _name_of(codec: BlockCodec | None, dtype: torch.dtype) -> str:
+    """In the ledger. FSDP2 sends bytes where one buffer has parameters of several dtypes."""
+    if codec is not None:
+        return codec.name
+    return dtype_name(dtype) if dtype.is_floating_point else "bytes"
 
 
 def _decode_(codec: BlockCodec, messages: Tensor, out: Tensor, count: int) -> None:
