@@ -23,7 +23,10 @@ sys.path.insert(0, str(ROOT / "bench"))
 import network_report as report  # noqa: E402 (the path above comes first)
 from network_links import DEVICE, nodes, unavailable  # noqa: E402
 
-SYSTEMS = "ddp,fsdp2,hsdp,zeropp_s3,zeropp_hpz,zeropp_pp,zeropp_pp_loco,zeropp_delta4,zeropp_lossless,zeropp_pp_x4"
+SYSTEMS = (
+    "ddp,fsdp2,hsdp,fsdp2_two_hop,fsdp2_pp,zeropp_s3,zeropp_hpz,zeropp_pp,zeropp_pp_loco,zeropp_delta4,zeropp_lossless,"
+    "zeropp_pp_x4"
+)
 PORT = "29500"  # nobody else has ports in the namespaces
 
 

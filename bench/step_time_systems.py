@@ -26,6 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
+import zeropp.fsdp2
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
@@ -202,6 +203,10 @@ def _build_fsdp2(
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
+    if name == "fsdp2_two_hop":  # plain values, over our hops
+        zeropp.fsdp2.apply(model, weights=None, gradient_bits=None, local_world_size=half)
+    if name == "fsdp2_pp":
+        zeropp.fsdp2.apply(model, local_world_size=half)
     return Contestant(name, model, adamw(model), batches, device)
 
 
