@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeropp
 from zeropp._compat import all_gather_single
-from zeropp.streams import InlineStream, Stream, ThreadStream
+from zeropp.streams import InlineStream, Lanes, ThreadStream
 
 PARAMETERS = 12
 TARGET_US = 60
@@ -88,12 +88,12 @@ def wrapped(world: int, local: int, blocks: int) -> tuple[nn.Module, zeropp.Zero
     return model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CONFIG)
 
 
-def cycle(unit: Any, stream: Stream) -> None:
+def cycle(unit: Any, lanes: Lanes) -> None:
     """Fetch and release one unit."""
-    unit.gather(stream)
+    unit.gather(lanes)
     unit.arrive(10.0)
     unit.uncover()
-    unit.release(stream)
+    unit.release(lanes)
 
 
 def microseconds(work: Callable[[], object], repeats: int, rounds: int = 15) -> float:
@@ -123,7 +123,7 @@ def collectives(unit: Any) -> None:
 def count(unit: Any) -> dict[str, Any]:
     """Operators of one fetch and release."""
     with Calls() as calls:
-        cycle(unit, InlineStream())
+        cycle(unit, Lanes(lambda link: InlineStream()))
     hops = len(unit.buffers[0].paths.fetch.hops)
     return {"aten": calls.of("aten"), "collectives": calls.of("c10d"), "hops": hops, "operators": dict(calls.names)}
 
@@ -142,7 +142,8 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
     try:
         unit = optimizer.engine.units[blocks // 2]
         result: dict[str, Any] = {"world": world, "local": local, "parameters": len(unit.parameters), **count(unit)}
-        inline, thread = InlineStream(), ThreadStream("host cost")
+        inline = Lanes(lambda link: InlineStream())
+        thread = Lanes(lambda link: ThreadStream(f"host cost {link}"))
         result["unit_us"] = microseconds(lambda: cycle(unit, inline), repeats)
         result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
         thread.close()

@@ -144,14 +144,19 @@ class DifferencePath(GatherPath):
         self.count = outer // inner
 
     def places(self, whole: Tensor) -> list[Tensor]:
-        """This rank's own part of a result, and all of it."""
+        """This rank's own part of the last result, and all of it."""
         return [self._views(whole)[0], whole]
 
-    def run(self, own: Tensor, places: list[Tensor], unit: str) -> None:
-        """See :class:`GatherPath`; ``places`` hold the last result."""
-        own_base, base = places
-        messages = torch.empty(self.count * self.codec.nbytes(own.numel()), dtype=torch.uint8, device=own.device)
-        views = self._views(messages)
-        self.codec.encode_(views[0], own, own_base)
-        self._send(views, unit, self.codec.name)
-        self.codec.decode_(messages, base, count=self.count)
+    @property
+    def codec_name(self) -> str:
+        """See :class:`GatherPath`."""
+        return self.codec.name
+
+    def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+        nbytes = self.count * self.codec.nbytes(own.numel())
+        views = self._views(torch.empty(nbytes, dtype=torch.uint8, device=own.device))
+        self.codec.encode_(views[0], own, places[0])
+        return views
+
+    def _end(self, whole: Tensor, places: list[Tensor]) -> None:
+        self.codec.decode_(whole, places[-1], count=self.count)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from zeropp.gradient import Gradient
 from zeropp.guard import guard, unguard
 from zeropp.layout import BufferLayout, Fragment
 from zeropp.paths import GatherPath
+from zeropp.streams import Stage
 
 __all__ = ["FlatBuffer", "WeightPaths"]
 
@@ -163,10 +165,11 @@ class FlatBuffer:
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
 
-    def gather(self) -> None:
-        """Bring the values together; on the gather stream."""
+    def gather_stages(self) -> list[Stage]:
+        """What brings the values together."""
         assert self.paths.fetch is not None  # whole weights that are kept are only refreshed
-        self.paths.fetch.run(self.shard if self.secondary is None else self.secondary, self._fetch_places, self.unit)
+        own = self.shard if self.secondary is None else self.secondary
+        return self.paths.fetch.stages(own, self._fetch_places, self.unit)
 
     @property
     def stale(self) -> bool:
@@ -193,7 +196,7 @@ class FlatBuffer:
         return self.paths.differences is not None and self.paths.differences.counted is not None
 
     def count_escapes(self) -> Tensor:
-        """int64 [2]: what that size depends on; on the refresh stream."""
+        """int64 [2]: what that size depends on; on a lane of refreshes."""
         assert self.paths.differences is not None and self.paths.differences.counted is not None
         return self.paths.differences.counted.count(self.shard, self._difference_places[0])
 
@@ -203,14 +206,24 @@ class FlatBuffer:
         numel = self.shard.numel()
         return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
 
-    def refresh(self, *, differs: bool) -> None:
-        """Renew what is kept, from main weights alone or by what ``differs``; on the refresh stream."""
+    def refresh_stages(self, differs: Callable[[FlatBuffer], bool]) -> list[Stage]:
+        """What renews what is kept, from main weights alone or, if that is the answer when it runs, by differences."""
+        assert self.paths.refresh is not None
+        works: list[Callable[[], None]] = []
+
+        def work(number: int) -> None:
+            if number == 0:
+                works.extend(work for _, work in self._refresh_by(differs=differs(self)))
+            works[number]()
+
+        return [(link, partial(work, number)) for number, link in enumerate(self.paths.refresh.links)]
+
+    def _refresh_by(self, *, differs: bool) -> list[Stage]:
         if differs:
             assert self.paths.differences is not None
-            self.paths.differences.run(self.shard, self._difference_places, self.unit)
-        else:
-            assert self.paths.refresh is not None
-            self.paths.refresh.run(self.shard, self._refresh_places, self.unit)
+            return self.paths.differences.stages(self.shard, self._difference_places, self.unit)
+        assert self.paths.refresh is not None
+        return self.paths.refresh.stages(self.shard, self._refresh_places, self.unit)
 
     def uncover(self) -> None:
         """Let the model see the values.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from zeropp.codecs import BlockCodec, Feedback
 from zeropp.layout import BufferLayout, Fragment
 from zeropp.paths import GatherPath, ReducePath
+from zeropp.streams import Stage, used_here
 from zeropp_kernels import block_table
 from zeropp_kernels.reference import sum_messages_
 
@@ -37,6 +39,11 @@ class GradientPaths:
     def held(self) -> int:
         """Level at which gradients are held."""
         return self.hold.outer
+
+    @property
+    def links(self) -> list[str]:
+        """Of the stages of a reduction."""
+        return [*self.straight.links, *(self.replicas.links if self.replicas is not None else ())]
 
 
 class Gradient:
@@ -119,25 +126,43 @@ class Gradient:
             torch._foreach_add_([view for view, _ in present], [g.to(self.dtype) for _, g in present])
         return self.held
 
-    # From messages to a sum; on the reduce stream.
+    # From messages to a sum; on the lanes of reductions.
 
-    def reduce(self, message: Tensor | None, scale: float, *, hold: bool) -> None:
-        """Sum every rank's message, with what is held, into the shard; or into what is held."""
-        if message is None:
-            return
+    def stages(self, message: Tensor, scale: float, *, hold: bool) -> list[Stage]:
+        """What sums every rank's message, with what is held, into the shard; or into what is held.
+
+        Which of it is to be done is known when it runs: a backward before may still be on its way.
+        """
+        links = self.paths.links
+        left: list[Stage] = []
+
+        def work(number: int) -> None:
+            if number == 0:
+                left.extend(self._choose(message, scale, hold=hold))
+            while left and left[0][0] == links[number]:
+                left.pop(0)[1]()
+
+        return [(link, partial(work, number)) for number, link in enumerate(links)]
+
+    def reduce(self, message: Tensor, scale: float, *, hold: bool) -> None:
+        """All stages, one after the other."""
+        for _, work in self.stages(message, scale, hold=hold):
+            work()
+
+    def _choose(self, message: Tensor, scale: float, *, hold: bool) -> list[Stage]:
         paths = self.paths
+        if hold or self.held is not None:
+            self._hold(message)
         if hold:
-            self._hold(message)
-        elif self.held is None:
-            self._finish(paths.straight, message, self.layout.numel, scale)
-        else:
-            self._hold(message)
-            headroom = paths.straight.codec.headroom(self._holds * paths.held)
-            numel = self.held.numel()
-            message = paths.rest.empty(numel, self.device)
-            paths.rest.encode_(message, self.held if headroom == 1.0 else self.held * headroom)
-            self.held, self._holds = None, 0
-            self._finish(paths.rest, message, numel, scale / headroom)
+            return []
+        if self.held is None:
+            return self._finish(paths.straight, message, self.layout.numel, scale)
+        headroom = paths.straight.codec.headroom(self._holds * paths.held)
+        numel = self.held.numel()
+        message = paths.rest.empty(numel, self.device)
+        paths.rest.encode_(message, self.held if headroom == 1.0 else self.held * headroom)
+        self.held, self._holds = None, 0
+        return self._finish(paths.rest, message, numel, scale / headroom)
 
     def _hold(self, message: Tensor) -> None:
         fresh = self.held is None
@@ -147,18 +172,28 @@ class Gradient:
         path.run(message, numel, self.held, scale=1.0, accumulate=not fresh, unit=self.unit)
         self._holds += 1
 
-    def _finish(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> None:
+    def _finish(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> list[Stage]:
         """The last hops, and back from pieces to the level of the states where there are replicas."""
-        replicas = self.paths.replicas
+        replicas, unit = self.paths.replicas, self.unit
         if replicas is None:
-            path.run(message, numel, self.shard, scale=scale, accumulate=self.arrived, unit=self.unit)
-        else:
-            piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
-            headroom = path.codec.headroom(self.layout.world)
-            path.run(message, numel, piece, scale=headroom, accumulate=False, unit=self.unit)
-            whole = replicas.empty(self.shard.numel(), self.device)
-            replicas.run(piece, replicas.places(whole), self.unit)
+            stages = path.stages(
+                message, numel, self.shard, scale=scale, accumulate=lambda: self.arrived, unit=unit
+            )  # fmt: skip
+            return [*stages, (stages[-1][0], self._arrive)]
+        piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
+        whole = replicas.empty(self.shard.numel(), self.device)
+        headroom = path.codec.headroom(self.layout.world)
+
+        def add() -> None:
             sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
+            self._arrive()
+
+        there = path.stages(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
+        back = replicas.stages(piece, replicas.places(whole), unit)
+        kept = [(link, partial(_also, work, (piece, whole))) for link, work in [*there, *back]]
+        return [*kept, (back[-1][0], add)]
+
+    def _arrive(self) -> None:
         self.arrived = True
 
     # What is there, and forgetting it.
@@ -198,3 +233,10 @@ class Gradient:
 
     def _fragments(self, level: int) -> list[Fragment]:
         return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, level), level)
+
+
+def _also(work: Callable[[], None], tensors: Sequence[Tensor]) -> None:
+    """Work that uses memory which another stage has allocated."""
+    for tensor in tensors:
+        used_here(tensor)
+    work()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -12,9 +14,16 @@ from zeropp.codecs import BlockCodec, Codec, Feedback, PlainCodec, dtype_name
 from zeropp.comm import Hop
 from zeropp.layout import BufferLayout
 from zeropp.placement import Placement
+from zeropp.streams import Stage, used_here
 from zeropp_kernels import BlockTable
 
 __all__ = ["CodedGatherPath", "GatherPath", "Leg", "ReducePath"]
+
+
+def _segments(hops: Sequence[Hop]) -> list[tuple[str, list[int]]]:
+    """(class of links, numbers of the hops) for each run of hops over such links; one of none where there are none."""
+    found = [(link, list(numbers)) for link, numbers in groupby(range(len(hops)), lambda i: hops[i].spec.link)]
+    return found or [("local", [])]
 
 
 class GatherPath:
@@ -22,6 +31,9 @@ class GatherPath:
 
     Every hop works in place: a rank casts its slice to where it belongs in the result, and each hop fills what is
     around it.
+
+    Attributes:
+        links: of its stages.
     """
 
     def __init__(self, placement: Placement, outer: int, inner: int, hops: Sequence[Hop], dtype: torch.dtype) -> None:
@@ -30,13 +42,15 @@ class GatherPath:
         self.inner = inner
         self.hops = hops
         self.dtype = dtype
+        self._segments = _segments(hops)
+        self.links = [link for link, _ in self._segments]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """Memory for a result of [numel] elements."""
         return torch.empty(numel, dtype=self.dtype, device=device)
 
     def places(self, whole: Tensor) -> list[Tensor]:
-        """Parts of a result that :meth:`run` will fill: this rank's own, then what it has after each hop."""
+        """Parts of a result that :meth:`stages` will fill: this rank's own, then what it has after each hop."""
         return self._views(whole)
 
     def _views(self, whole: Tensor) -> list[Tensor]:
@@ -46,20 +60,47 @@ class GatherPath:
             views.append(whole[start:stop])
         return views
 
-    def run(self, own: Tensor, places: list[Tensor], unit: str) -> None:
-        """Fill a result from every rank's slice at ``outer``.
+    def stages(self, own: Tensor, places: list[Tensor], unit: str) -> list[Stage]:
+        """What fills a result from every rank's slice at ``outer``, a stage for each class of links on the way.
 
         Args:
             own: this rank's.
             places: of the result, from :meth:`places`.
             unit: for the ledger.
         """
-        places[0].copy_(own)
-        self._send(places, unit, dtype_name(self.dtype))
+        views: list[Tensor] = []
+        last = len(self._segments) - 1
 
-    def _send(self, views: list[Tensor], unit: str, codec: str) -> None:
-        for index, hop in enumerate(self.hops):
-            hop.all_gather(views[index + 1], views[index], unit, codec)
+        def work(number: int) -> None:
+            if number == 0:
+                views.extend(self._begin(own, places))
+            elif views[-1] is not places[-1]:
+                used_here(views[-1])
+            for index in self._segments[number][1]:
+                self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name)
+            if number == last:
+                self._end(views[-1], places)
+                views.clear()
+
+        return [(link, partial(work, number)) for number, link in enumerate(self.links)]
+
+    def run(self, own: Tensor, places: list[Tensor], unit: str) -> None:
+        """All stages, one after the other."""
+        for _, work in self.stages(own, places, unit):
+            work()
+
+    @property
+    def codec_name(self) -> str:
+        """Of what travels, in the ledger."""
+        return dtype_name(self.dtype)
+
+    def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+        """Put this rank's slice where hops begin; returns what it has there, and will have after each hop."""
+        places[0].copy_(own)
+        return places
+
+    def _end(self, whole: Tensor, places: list[Tensor]) -> None:
+        """Make the result of what the last hop has brought."""
 
 
 class CodedGatherPath(GatherPath):
@@ -92,6 +133,11 @@ class CodedGatherPath(GatherPath):
         self.coded = coded
         self.decodes = decodes
 
+    @property
+    def codec_name(self) -> str:
+        """See :class:`GatherPath`."""
+        return self.codec.name
+
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """See :class:`GatherPath`; the messages of [numel] elements, if that is the result."""
         return super().empty(numel, device) if self.decodes else self._messages(numel, device)
@@ -103,17 +149,17 @@ class CodedGatherPath(GatherPath):
         """See :class:`GatherPath`."""
         return [whole] if self.decodes else self._views(whole)
 
-    def run(self, own: Tensor, places: list[Tensor], unit: str) -> None:
-        """See :class:`GatherPath`."""
-        messages = self._messages(places[0].numel(), own.device) if self.decodes else None
-        views = places if messages is None else self._views(messages)
+    def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+        views = self._views(self._messages(places[0].numel(), own.device)) if self.decodes else places
         if self.coded:
             views[0].copy_(own)
         else:
             self.codec.encode_(views[0], own)
-        self._send(views, unit, self.codec.name)
-        if messages is not None:
-            self.codec.decode_(messages, places[0], count=self.count)
+        return views
+
+    def _end(self, whole: Tensor, places: list[Tensor]) -> None:
+        if self.decodes:
+            self.codec.decode_(whole, places[0], count=self.count)
 
 
 @dataclass(frozen=True)
@@ -135,6 +181,9 @@ class ReducePath:
 
     Summing in the accumulation dtype after an exchange costs the same bytes as a ring reduce-scatter, rounds less on a
     16-bit wire, and halves what gloo's own reduce-scatter sends.
+
+    Attributes:
+        links: of its stages.
     """
 
     def __init__(self, placement: Placement, outer: int, legs: Sequence[Leg], dtype: torch.dtype) -> None:
@@ -143,9 +192,11 @@ class ReducePath:
         self.legs = legs
         self.codec = legs[0].codec if legs else PlainCodec(dtype)
         self.count = legs[0].hop.size if legs else 1
+        self._segments = _segments([leg.hop for leg in legs])
+        self.links = [link for link, _ in self._segments]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for what :meth:`run` sends of a slice of [numel]."""
+        """Memory for what :meth:`stages` send of a slice of [numel]."""
         return self.codec.empty(numel // self.count, self.count, device)
 
     def pack_(
@@ -156,41 +207,63 @@ class ReducePath:
         self.codec.pack_(message, gradients, layout, table, count=self.count, feedback=feedback)
 
     def encode_(self, message: Tensor, values: Tensor) -> None:
-        """Write a slice of [numel] as :meth:`run` wants it."""
+        """Write a slice of [numel] as :meth:`stages` wants it."""
         feedback = self.legs[0].feedback if self.legs else None
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 
-    def run(self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        """``out`` becomes, or gains, ``scale`` times the sum of all ranks' parts.
+    def stages(
+        self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: Callable[[], bool], unit: str
+    ) -> list[Stage]:
+        """What makes ``out``, or adds to it, ``scale`` times the sum of all ranks' parts, one stage a class of links.
 
         Args:
             message: this rank's slice at the path's first level, from :meth:`encode_`.
             numel: of that slice.
             out: float32 or float64, this rank's slice at the last one.
             scale: applied once, in the last sum.
-            accumulate: add to ``out``.
+            accumulate: asked at the end, whether to add to ``out``.
             unit: for the ledger.
         """
-        parts, codec = [message], self.codec
-        for index, leg in enumerate(self.legs):
-            if index:
-                headroom = codec.headroom(len(parts))
-                scale /= headroom
-                message = leg.codec.empty(numel // leg.hop.size, leg.hop.size, out.device)
-                _pass_on(codec, parts, numel, headroom, leg, message, out.dtype)
-            codec = leg.codec
-            parts = leg.hop.exchange(message, unit, leg.name, apart=codec.apart)
-            numel //= leg.hop.size
-        codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate)
+        going = _Going(message, numel, scale)
+
+        def work(number: int) -> None:
+            used_here(going.message)
+            for index in self._segments[number][1]:
+                leg = self.legs[index]
+                parts = leg.hop.exchange(going.message, unit, leg.name, apart=leg.codec.apart)
+                going.numel //= leg.hop.size
+                if index + 1 < len(self.legs):
+                    going.pass_on(leg.codec, parts, self.legs[index + 1], out.dtype)
+                else:
+                    leg.codec.decode_sum_(parts, out, scale=going.scale, accumulate=accumulate())
+            if not self.legs:
+                self.codec.decode_sum_([going.message], out, scale=going.scale, accumulate=accumulate())
+
+        return [(link, partial(work, number)) for number, link in enumerate(self.links)]
+
+    def run(self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
+        """All stages, one after the other."""
+        for _, work in self.stages(message, numel, out, scale=scale, accumulate=lambda: accumulate, unit=unit):
+            work()
 
 
-def _pass_on(
-    codec: Codec, parts: Sequence[Tensor], numel: int, headroom: float, leg: Leg, message: Tensor, dtype: torch.dtype
-) -> None:
-    """Sum what has come over one hop, and encode the sum for the next."""
-    if isinstance(codec, BlockCodec) and isinstance(leg.codec, BlockCodec):
-        leg.codec.encode_sum_(codec, parts, numel, message, leg.hop.size, leg.feedback)
-        return
-    partial = torch.empty(numel, dtype=dtype, device=message.device)
-    codec.decode_sum_(parts, partial, scale=headroom)
-    leg.codec.encode_(message, partial, count=leg.hop.size, feedback=leg.feedback)
+@dataclass
+class _Going:
+    """What one reduction carries from hop to hop: a message of [numel], and the factor that is still to come."""
+
+    message: Tensor
+    numel: int
+    scale: float
+
+    def pass_on(self, codec: Codec, parts: Sequence[Tensor], leg: Leg, dtype: torch.dtype) -> None:
+        """Sum what has come over one hop, and encode the sum for the next."""
+        headroom = codec.headroom(len(parts))
+        self.scale /= headroom
+        count, device = leg.hop.size, parts[0].device
+        self.message = leg.codec.empty(self.numel // count, count, device)
+        if isinstance(codec, BlockCodec) and isinstance(leg.codec, BlockCodec):
+            leg.codec.encode_sum_(codec, parts, self.numel, self.message, count, leg.feedback)
+            return
+        partial_sum = torch.empty(self.numel, dtype=dtype, device=device)
+        codec.decode_sum_(parts, partial_sum, scale=headroom)
+        leg.codec.encode_(self.message, partial_sum, count=count, feedback=leg.feedback)

@@ -11,13 +11,18 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-__all__ = ["CudaStream", "Event", "InlineStream", "Stream", "ThreadStream", "make_stream"]
+__all__ = [
+    "CudaStream", "Event", "InlineStream", "Lanes", "Stage", "Stream", "ThreadStream", "after", "make_stream",
+    "used_here",
+]  # fmt: skip
 
 
 class Event(Protocol):
@@ -235,3 +240,54 @@ def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) 
     if device.type == "cuda":
         return CudaStream(device)
     return ThreadStream(name) if sends else InlineStream()
+
+
+Stage = tuple[str, Callable[[], None]]
+"""A part of some work, and the class of links it keeps busy: "local" inside a node, "cross" between nodes."""
+
+
+class Lanes:
+    """A stream for each class of links: one unit's hop inside a node runs beside another's between nodes.
+
+    Every rank gives the same work in the same order, so the collectives of each process group keep one order, too.
+
+    Args:
+        make: a new stream for a class of links.
+    """
+
+    def __init__(self, make: Callable[[str], Stream]) -> None:
+        self._make = make
+        self._streams: dict[str, Stream] = {}
+
+    def stream(self, link: str) -> Stream:
+        """The stream of one class of links."""
+        if link not in self._streams:
+            self._streams[link] = self._make(link)
+        return self._streams[link]
+
+    def run(self, stages: Sequence[Stage]) -> Event:
+        """Queue stages, each after the one before; the event of the last."""
+        event: Event = _DONE
+        for number, (link, work) in enumerate(stages):
+            event = self.stream(link).run(partial(after, event, work) if number else work)
+        return event
+
+    def close(self) -> None:
+        """Finish all of them."""
+        for stream in self._streams.values():
+            stream.close()
+
+
+def after(event: Event, work: Callable[[], None]) -> None:
+    """Do some work on a stream once that of another is done."""
+    event.wait(threading.TIMEOUT_MAX)  # whoever waits for the last stage has a shorter patience
+    work()
+
+
+def used_here(tensor: Tensor) -> None:
+    """Say, inside a later stage, that memory an earlier one has allocated is in use on this stream, too.
+
+    Temporaries are freed when the last stage has been queued, which on a GPU is before it has run.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 
 from torch import nn
 
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
-from zeropp.streams import Event, Stream
+from zeropp.streams import Event, Lanes, Stage, after
 
 __all__ = ["TERMS", "Unit", "UnitState"]
 
@@ -121,25 +121,23 @@ class Unit:
                 position += 1
         return None
 
-    def gather(self, stream: Stream) -> None:
+    def gather(self, lanes: Lanes) -> None:
         """Queue the gather. A unit that is full joins without effect: the same values are written again.
 
         Raises:
             RuntimeError: what is kept is of an older version.
         """
         self._check_kept()
+        stages = _together([buffer.gather_stages() for buffer in self.buffers])
+        home = lanes.stream(stages[0][0])
         for buffer in self.buffers:
-            stream.allocate(buffer.grow)
-        self._gathered = stream.run(self._gather_buffers)
+            home.allocate(buffer.grow)
+        if self._refreshed is not None:
+            (link, work), refreshed = stages[0], self._refreshed
+            stages[0] = link, partial(after, refreshed, work)
+        self._gathered = lanes.run(stages)
         if self.state is UnitState.SHARDED:
             self.state = UnitState.GATHERING
-
-    def _gather_buffers(self) -> None:
-        refreshed = self._refreshed  # the main thread may forget it meanwhile
-        if refreshed is not None:
-            refreshed.wait(threading.TIMEOUT_MAX)  # whoever waits for this gather has a shorter patience
-        for buffer in self.buffers:
-            buffer.gather()
 
     @property
     def stale(self) -> bool:
@@ -153,26 +151,22 @@ class Unit:
                 f"unit {self.name!r} keeps weights of old versions, (kept, current) {versions}: no refresh was issued"
             )
 
-    def refresh(self, stream: Stream, differs: Callable[[FlatBuffer], bool]) -> None:
+    def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> None:
         """Queue the renewal of what is kept, where weights have changed.
 
         Args:
-            stream: to queue it on.
-            differs: on the stream, whether a buffer is renewed by differences.
+            lanes: to queue it on.
+            differs: asked there, whether a buffer is renewed by differences.
         """
         if self.state is UnitState.FULL:
             self.cover()
         stale = [buffer for buffer in self.buffers if buffer.stale]
+        stages = _together([buffer.refresh_stages(differs) for buffer in stale])
         for buffer in stale:
             if self.persistent:
-                stream.allocate(buffer.grow)
+                lanes.stream(stages[0][0]).allocate(buffer.grow)
             buffer.kept_version = buffer.version
-
-        def refresh_buffers() -> None:
-            for buffer in stale:
-                buffer.refresh(differs=differs(buffer))
-
-        self._refreshed = stream.run(refresh_buffers)
+        self._refreshed = lanes.run(stages)
 
     def arrive(self, timeout: float) -> bool:
         """Wait for values on their way; False if they did not come in ``timeout`` seconds."""
@@ -212,10 +206,21 @@ class Unit:
             for buffer in self.buffers:
                 stack.callback(buffer.cover)  # every one, also after one that complains of an edit
 
-    def release(self, stream: Stream) -> None:
+    def release(self, lanes: Lanes) -> None:
         """Free the gathered values; they have arrived."""
         if self.state is UnitState.FULL:
             self.cover()
         self.state = UnitState.SHARDED
         for buffer in self.buffers:
-            stream.free(buffer.shrink)
+            assert buffer.paths.fetch is not None
+            lanes.stream(buffer.paths.fetch.links[0]).free(buffer.shrink)
+
+
+def _together(buffers: Sequence[list[Stage]]) -> list[Stage]:
+    """Stages of several buffers, which take the same way, as those of one."""
+    return [(stages[0][0], partial(_all, [work for _, work in stages])) for stages in zip(*buffers, strict=True)]
+
+
+def _all(works: Sequence[Callable[[], None]]) -> None:
+    for work in works:
+        work()

@@ -17,6 +17,7 @@ from tests.distributed.parity import assert_close
 from tests.distributed.shapes import Block, make_config
 from zeropp.engine.refresh import Refresh
 from zeropp.flat_buffer import FlatBuffer
+from zeropp.streams import Stage
 
 KEPT: dict[str, dict[str, object]] = {
     "hpz": {"zero_hpz_partition_size": 2},
@@ -54,18 +55,18 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
     """Time of ``step()``, of the forward after it, and when in it each block began; each refresh takes ``seconds``."""
     model, optimizer = wrapped(settings)
     train(model, optimizer, 3)
-    original = FlatBuffer.refresh
+    original = FlatBuffer._refresh_by
     began: list[float] = []
 
-    def refresh(buffer: FlatBuffer, *, differs: bool) -> None:
+    def refresh(buffer: FlatBuffer, *, differs: bool) -> list[Stage]:
         time.sleep(seconds)
-        original(buffer, differs=differs)
+        return original(buffer, differs=differs)
 
     for block in model.blocks:
         block.register_forward_hook(lambda *_: began.append(time.monotonic()))
     optimizer.zero_grad()
     model(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
-    FlatBuffer.refresh = refresh  # type: ignore[method-assign]
+    FlatBuffer._refresh_by = refresh  # type: ignore[method-assign]
     try:
         start = time.monotonic()
         optimizer.step()
@@ -75,7 +76,7 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
             model(torch.ones(2, 16, dtype=torch.float64))
         done = time.monotonic()
     finally:
-        FlatBuffer.refresh = original  # type: ignore[method-assign]
+        FlatBuffer._refresh_by = original  # type: ignore[method-assign]
         optimizer.engine.refresh.settle()
     return stepped - start, done - stepped, [moment - stepped for moment in began]
 
@@ -416,7 +417,7 @@ def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], d
     train(model, optimizer, 3)
     optimizer.engine.refresh.settle()
     done: list[str] = []
-    update, refresh = torch.optim.AdamW.step, FlatBuffer.refresh
+    update, refresh = torch.optim.AdamW.step, FlatBuffer._refresh_by
     inner = getattr(update, "__wrapped__", update)
 
     def step(own: torch.optim.Optimizer, *args: Any) -> None:
@@ -425,16 +426,16 @@ def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], d
         done.append(f"step {sum(p.numel() for p in stepped)}")
         inner(own, *args)
 
-    def renew(buffer: FlatBuffer, *, differs: bool) -> None:
+    def renew(buffer: FlatBuffer, *, differs: bool) -> list[Stage]:
         done.append(f"refresh {buffer.unit}")
-        refresh(buffer, differs=differs)
+        return refresh(buffer, differs=differs)
 
-    torch.optim.AdamW.step, FlatBuffer.refresh = step, renew  # type: ignore[method-assign]
+    torch.optim.AdamW.step, FlatBuffer._refresh_by = step, renew  # type: ignore[method-assign]
     try:
         train(model, optimizer, 1)
         optimizer.engine.refresh.settle()
     finally:
-        torch.optim.AdamW.step, FlatBuffer.refresh = update, refresh  # type: ignore[method-assign]
+        torch.optim.AdamW.step, FlatBuffer._refresh_by = update, refresh  # type: ignore[method-assign]
     whole = all(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     return done, zeropp.full_state(model), whole
 

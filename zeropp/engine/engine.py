@@ -1,7 +1,7 @@
 """The engine of one model: phases, and who holds which unit.
 
 The way of one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
-(`schedule`), which has usually issued the gather already; the unit (`zeropp.unit`) runs its path (`zeropp.comm`).
+(`schedule`), which has usually issued the gather already; the unit (`zeropp.unit`) runs its path (`zeropp.paths`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zeropp.engine.touched import Touched
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
 from zeropp.placement import Mode
-from zeropp.streams import make_stream
+from zeropp.streams import Lanes, make_stream
 from zeropp.unit import Unit, UnitState
 
 __all__ = ["Engine", "Phase"]
@@ -83,13 +83,15 @@ class Engine:
         self.agreement = Agreement(comm, hang_timeout)
         self.issued = IssueHash()
         sends = comm.world > 1 and comm.backend != "fake"
-        self.gather_stream = make_stream("gather", device, sends=sends, overlap=overlap)
-        self.reduce_stream = make_stream("reduce", device, sends=sends, overlap=overlap)
-        self.reductions = Reductions(self.units, self.reduce_stream, self.agreement, self.issued, scale)
+        def lanes(kind: str) -> Lanes:
+            return Lanes(lambda link: make_stream(f"{kind} {link}", device, sends=sends, overlap=overlap))
+
+        self.gather_lanes, self.reduce_lanes = lanes("gather"), lanes("reduce")
+        self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)
         self.hooks = SiteHooks(self)
         self.schedule = Schedule(
             self.units,
-            self.gather_stream,
+            self.gather_lanes,
             self.reductions,
             self.agreement,
             self.issued,
@@ -97,8 +99,7 @@ class Engine:
             self.hooks.reach,
             log_relearning=log_relearning,
         )
-        stream = make_stream("refresh", device, sends=sends, overlap=overlap)
-        self.refresh = Refresh(self.units, stream, self.schedule, self.agreement, self.issued, comm)
+        self.refresh = Refresh(self.units, lanes("refresh"), self.schedule, self.agreement, self.issued, comm)
         self._note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
@@ -170,9 +171,9 @@ class Engine:
 
     def _begin_forward(self, site: Site, training: bool) -> None:
         grad = torch.is_grad_enabled()
-        if self.flipped and grad:  # no others are concerned
-            self.settle_trained(self)
-        if grad:
+        if grad:  # no other forwards are concerned
+            if self.flipped:
+                self.settle_trained(self)
             self.refuse_to_train()
         key: PhaseKey = ("forward", site.path, training, grad)
         outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
@@ -384,9 +385,8 @@ class Engine:
         for action in self._closing:
             action()
         self._closing.clear()
-        self.gather_stream.close()
-        self.refresh.stream.close()
-        self.reduce_stream.close()
+        for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
+            lanes.close()
         self.comm.close()
 
     # What the optimizer works on.

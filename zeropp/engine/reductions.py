@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as SequenceOf
-from functools import partial
 
 from torch import Tensor
 
 from zeropp.engine.agreement import Agreement
 from zeropp.engine.sequence import IssueHash, Sequence
 from zeropp.engine.spans import span
-from zeropp.streams import Event, Stream
+from zeropp.streams import Event, Lanes
 from zeropp.unit import Unit
 
 __all__ = ["Reductions"]
@@ -30,10 +29,10 @@ class Reductions:
     """Gradients of one engine, backward by backward."""
 
     def __init__(
-        self, units: SequenceOf[Unit], stream: Stream, agreement: Agreement, issued: IssueHash, scale: float
+        self, units: SequenceOf[Unit], lanes: Lanes, agreement: Agreement, issued: IssueHash, scale: float
     ) -> None:
         self.units = units
-        self.stream = stream
+        self.lanes = lanes
         self.agreement = agreement
         self.issued = issued
         self.scale = scale
@@ -235,5 +234,5 @@ class Reductions:
                 message = gradient.pack(hold=hold)
             if message is not None:
                 with self.agreement.watching("reducing", unit.name), span("reduce", unit.name):
-                    event = self.stream.run(partial(gradient.reduce, message, self.scale, hold=hold))
+                    event = self.lanes.run(gradient.stages(message, self.scale, hold=hold))
                 self._in_flight.append((event, message, unit.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,7 +13,7 @@ from zeropp.engine.schedule import Schedule
 from zeropp.engine.sequence import IssueHash
 from zeropp.engine.spans import span
 from zeropp.flat_buffer import FlatBuffer
-from zeropp.streams import Stream
+from zeropp.streams import Event, Lanes
 from zeropp.unit import Unit
 
 __all__ = ["Refresh"]
@@ -26,32 +27,35 @@ class Refresh:
 
     Where what is kept will do as a base, only differences to it are sent. Messages that differ in size are agreed on
     first, all at once; a unit whose differences would take more bytes than its weights is renewed by these.
+
+    Attributes:
+        is_put_off: something is stale, and waits for the next step or forward.
     """
 
     def __init__(
-        self, units: Sequence[Unit], stream: Stream, schedule: Schedule, agreement: Agreement, issued: IssueHash,
+        self, units: Sequence[Unit], lanes: Lanes, schedule: Schedule, agreement: Agreement, issued: IssueHash,
         comm: Comm,
     ) -> None:  # fmt: skip
-        self.stream = stream
+        self.lanes = lanes
         self._units = units
         self._schedule = schedule
         self._agreement = agreement
         self._issued = issued
         self._comm = comm
-        self._put_off = False
+        self.is_put_off = False
 
     def put_off(self) -> None:
         """Main weights have changed and may yet change once more: start with the next forward."""
-        self._put_off = True
+        self.is_put_off = True
 
     def start_put_off(self) -> None:
         """Start what was put off."""
-        if self._put_off:
+        if self.is_put_off:
             self.start()
 
     def start(self) -> None:
         """Start renewing all that is stale."""
-        self._put_off = False
+        self.is_put_off = False
         stale = [unit for unit in self._schedule.in_forward_order() if unit.stale]
         buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
         based = {buffer for buffer in buffers if buffer.has_base}
@@ -60,12 +64,13 @@ class Refresh:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)
             with self._agreement.watching("refreshing", unit.name), span("refresh", unit.name):
-                unit.refresh(self.stream, differs)
+                unit.refresh(self.lanes, differs)
 
     def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
-        """Queue the agreement on what is sent; returns what tells of it, on the stream."""
+        """Queue the agreement on what is sent; returns what tells of it, on any lane."""
         counted = [buffer for buffer in buffers if buffer.counts_escapes]
         crowded: set[FlatBuffer] = set()
+        agreed: Event | None = None
         if counted:
 
             def agree() -> None:
@@ -75,9 +80,11 @@ class Refresh:
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
-                self.stream.run(agree)
+                agreed = self.lanes.run([("cross", agree)])
 
         def differs(buffer: FlatBuffer) -> bool:
+            if agreed is not None:
+                agreed.wait(threading.TIMEOUT_MAX)  # whoever waits for the refresh has a shorter patience
             by_differences = buffer in based and buffer not in crowded
             if buffer.paths.differences is not None:
                 why = "differences" if by_differences else "whole, too much has changed"

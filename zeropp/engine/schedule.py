@@ -21,7 +21,7 @@ from zeropp.engine.prefetch import Limits, Plan, make_plan
 from zeropp.engine.reductions import Reductions
 from zeropp.engine.sequence import IssueHash, PhaseKey, Sequence, Sequences
 from zeropp.engine.spans import span
-from zeropp.streams import Stream
+from zeropp.streams import Lanes
 from zeropp.unit import Unit, UnitState
 
 __all__ = ["Schedule"]
@@ -42,7 +42,7 @@ class Schedule:
     def __init__(
         self,
         units: SequenceOf[Unit],
-        stream: Stream,
+        lanes: Lanes,
         reductions: Reductions,
         agreement: Agreement,
         issued: IssueHash,
@@ -52,7 +52,7 @@ class Schedule:
         log_relearning: bool,
     ) -> None:
         self.units = units
-        self.stream = stream
+        self.lanes = lanes
         self.reductions = reductions
         self.agreement = agreement
         self.issued = issued
@@ -152,7 +152,7 @@ class Schedule:
         kept = unit.index in self.held or unit.index in self._kept or unit.holds > 0 or unit.persistent
         if not kept and unit.state is not UnitState.SHARDED:
             self.agreement.wait(unit.arrive, f"releasing unit {unit.name!r}")
-            unit.release(self.stream)
+            unit.release(self.lanes)
 
     def end(self) -> None:
         """Finish a phase: join what only others needed."""
@@ -301,7 +301,7 @@ class Schedule:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.watching("gathering", unit.name), span("gather", unit.name):
-            unit.gather(self.stream)
+            unit.gather(self.lanes)
         self.held.add(index)
 
     # Learning.

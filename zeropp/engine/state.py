@@ -74,8 +74,8 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
 
 
 def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
-    """Every parameter of a buffer in the main dtype. On the gather stream, whose collectives keep one order."""
-    with torch.inference_mode(False):  # the gather stream writes to it, outside the caller's mode
+    """Every parameter of a buffer in the main dtype. On the lanes of gathers, whose collectives keep one order."""
+    with torch.inference_mode(False):  # lanes of gathers write to it, outside the caller's mode
         whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
     _gather_whole(engine, buffer, buffer.paths.main, whole)
     return buffer.layout.views(whole)
@@ -92,7 +92,7 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
-        event = engine.gather_stream.run(lambda: path.run(buffer.shard, path.places(whole), buffer.unit))
+        event = engine.gather_lanes.run(path.stages(buffer.shard, path.places(whole), buffer.unit))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 
 

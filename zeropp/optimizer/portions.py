@@ -30,12 +30,13 @@ class Portion:
 def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice]) -> list[Portion]:
     """Units in the order of the next forward: one, one, two, four, ...; all at once where little travels after a step.
 
-    Equal on every rank but for the slices.
+    All at once, too, where units are stale already: their renewal would begin before they are stepped. Equal on every
+    rank but for the slices.
     """
     units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable]
     travelling = sum(b.layout.numel for b in engine.trainable if b.paths.refresh is not None and b.paths.refresh.hops)
     little = 2 * travelling < sum(buffer.layout.numel for buffer in engine.trainable)
-    if little or not treats_each_alone(optimizer):
+    if little or engine.refresh.is_put_off or not treats_each_alone(optimizer):
         return [Portion(list(slices), engine.trainable)]
     by_unit: dict[int, list[Slice]] = {}
     for piece in slices:
