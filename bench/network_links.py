@@ -62,7 +62,7 @@ def nodes(count: int) -> Iterator[list[Node]]:
     prefix = f"zeropp-{os.getpid()}"
     hub = f"{prefix}-hub"
     found = [Node(f"{prefix}-{index}", f"10.213.7.{index + 1}") for index in range(count)]
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
     try:
         _make(hub)
         _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
@@ -76,6 +76,8 @@ def nodes(count: int) -> Iterator[list[Node]]:
             _run("ip", "-n", node.name, "link", "set", DEVICE, "mtu", _MTU, "up")
         yield found
     finally:
+        for number in before:  # whoever is impatient, and `timeout`, sends several
+            signal.signal(number, signal.SIG_IGN)
         for name in [node.name for node in found] + [hub]:
             _remove(name)
         for number, handler in before.items():

@@ -16,19 +16,21 @@ SMALL = ["--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--batch=1",
 pytestmark = pytest.mark.root
 
 
-def namespaces() -> list[str]:
+def namespaces(pid: int) -> list[str]:
+    """Those that a process has made."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    return [line.split()[0] for line in listed.splitlines() if line.startswith("zeropp-")]
+    return [line.split()[0] for line in listed.splitlines() if line.startswith(f"zeropp-{pid}-")]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_figures_of_a_small_model(nodes: int) -> None:
     command = [sys.executable, str(SCRIPT), f"--nodes={nodes}", "--systems=zeropp_s3,zeropp_pp", "--rates=20", *SMALL]
-    done = subprocess.run([*command, "--equal=zeropp_pp"], capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert namespaces() == []
-    sections = dict(re.findall(r"^## (.+)\n\n((?:.|\n)+?)(?=\n## |\Z)", done.stdout, re.MULTILINE))
+    done = subprocess.Popen([*command, "--equal=zeropp_pp"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    output, errors = done.communicate(timeout=220)
+    assert done.returncode == 0, output + errors
+    assert namespaces(done.pid) == []
+    sections = dict(re.findall(r"^## (.+)\n\n((?:.|\n)+?)(?=\n## |\Z)", output, re.MULTILINE))
     assert set(sections) >= {"no limit", "20 Mbit/s", "Bytes between nodes, ledger and device", "Losses"}
     sent = {row.split("|")[1].strip(): float(row.split("|")[-2]) for row in sections["no limit"].splitlines()[2:4]}
     # So small that all weights are persistent: once a step, as the gradients. Headers, acknowledgements and control
@@ -50,13 +52,15 @@ def test_nothing_is_left_after_an_interruption(number: signal.Signals) -> None:
     running: list[str] = []
     while not running and time.monotonic() < until:
         time.sleep(0.2)
-        for name in namespaces():
+        for name in namespaces(process.pid):
             running += subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
     assert running, "no ranks came up"
     time.sleep(3)  # they are importing torch
     process.send_signal(number)
+    time.sleep(0.05)
+    process.send_signal(number)  # one more, while it cleans up
     assert process.wait(timeout=40) != 0
-    assert namespaces() == []
+    assert namespaces(process.pid) == []
     assert not [pid for pid in running if Path(f"/proc/{pid}/status").exists() and "zombie" not in state(pid)]
 
 

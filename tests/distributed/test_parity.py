@@ -27,6 +27,7 @@ from tests.distributed.parity import (
     train_zero,
 )
 from zeropp.paths import ReducePath
+from zeropp.streams import Stage
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2)}  # ranks, nodes
 DEFAULT_PERSISTENCE: dict[str, object] = {"stage3_param_persistence_threshold": 100_000}
@@ -125,16 +126,16 @@ def test_one_process_without_process_group() -> None:
 
 def train_unevenly_scaled(recipe: Recipe, factor: float) -> Trained:
     """Sabotage: gradients come out a little too large."""
-    original = ReducePath.run
+    original = ReducePath.stages
 
-    def run(self: ReducePath, *args: Any, scale: float, **kwargs: Any) -> None:
-        original(self, *args, scale=scale * factor, **kwargs)
+    def stages(self: ReducePath, *args: Any, scale: float, **kwargs: Any) -> list[Stage]:
+        return original(self, *args, scale=scale * factor, **kwargs)
 
-    ReducePath.run = run  # type: ignore[method-assign]
+    ReducePath.stages = stages  # type: ignore[method-assign]
     try:
         return train_zero(recipe)
     finally:
-        ReducePath.run = original  # type: ignore[method-assign]
+        ReducePath.stages = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
