@@ -45,7 +45,8 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     parser.add_argument("--arms", help=f"comma-separated, of {','.join(ARMS)}")
     parser.add_argument("--seeds", type=int, help=f"how many of {SEEDS}")
     parser.add_argument("--jobs", type=int, default=1, help="runs side by side, one core each; 1: in this process")
-    parser.add_argument("--runs", type=Path, default=ROOT / "bench" / "results" / "convergence", help="where runs are kept")
+    runs = ROOT / "bench" / "results" / "convergence"
+    parser.add_argument("--runs", type=Path, default=runs, help="where runs are kept")
     parser.add_argument("--checkpoint-every", type=int, default=250, help="steps")
     parser.add_argument("--save", action="store_true", help="write docs/<page>.{md,png} and bench/results/")
     parser.add_argument("--name", default="", help="of what is saved, if it is not the comparison of the docs")
