@@ -17,6 +17,7 @@ import zeropp_kernels as kernels
 from zeropp.comm import Hop
 from zeropp.paths import GatherPath
 from zeropp.placement import Placement
+from zeropp.streams import used_here
 
 __all__ = ["BASES", "Delta4", "DifferenceCodec", "DifferencePath", "Lossless", "make_difference_codec"]
 
@@ -91,6 +92,7 @@ class Lossless:
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
         """See :class:`DifferenceCodec`."""
         assert self._offsets is not None
+        used_here(self._offsets)  # counting may have run on another stream
         room8, room16 = self.room
         kernels.lossless_encode_(values, base, self._offsets, message, room8=room8, room16=room16)
         self._offsets = None

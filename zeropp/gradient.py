@@ -138,7 +138,7 @@ class Gradient:
 
         def work(number: int) -> None:
             if number == 0:
-                left.extend(self._choose(message, scale, hold=hold))
+                self._choose(left, message, scale, hold=hold)
             while left and left[0][0] == links[number]:
                 left.pop(0)[1]()
 
@@ -149,28 +149,38 @@ class Gradient:
         for _, work in self.stages(message, scale, hold=hold):
             work()
 
-    def _choose(self, message: Tensor, scale: float, *, hold: bool) -> list[Stage]:
+    def _choose(self, left: list[Stage], message: Tensor, scale: float, *, hold: bool) -> None:
+        """Add to ``left`` what is to be done."""
         paths = self.paths
-        if hold or self.held is not None:
-            self._hold(message)
-        if hold:
-            return []
-        if self.held is None:
-            return self._finish(paths.straight, message, self.layout.numel, scale)
-        headroom = paths.straight.codec.headroom(self._holds * paths.held)
-        numel = self.held.numel()
-        message = paths.rest.empty(numel, self.device)
-        paths.rest.encode_(message, self.held if headroom == 1.0 else self.held * headroom)
-        self.held, self._holds = None, 0
-        return self._finish(paths.rest, message, numel, scale / headroom)
-
-    def _hold(self, message: Tensor) -> None:
+        if not hold and self.held is None:
+            left.extend(self._finish(paths.straight, message, self.layout.numel, scale))
+            return
         fresh = self.held is None
         if self.held is None:
-            self.held = torch.empty(self.layout.numel // self.paths.held, dtype=self.dtype, device=self.device)
-        path, numel = self.paths.hold, self.layout.numel
-        path.run(message, numel, self.held, scale=1.0, accumulate=not fresh, unit=self.unit)
-        self._holds += 1
+            self.held = torch.empty(self.layout.numel // paths.held, dtype=self.dtype, device=self.device)
+        held = self.held
+
+        def go_on() -> None:
+            used_here(held)
+            self._holds += 1
+            if not hold:
+                left.extend(self._send_on(held, scale))
+
+        left.extend(
+            paths.hold.stages(
+                message, self.layout.numel, held, scale=1.0, accumulate=lambda: not fresh, unit=self.unit
+            )
+        )  # fmt: skip
+        left.append((paths.hold.links[-1], go_on))
+
+    def _send_on(self, held: Tensor, scale: float) -> list[Stage]:
+        """What is held goes the rest of the way."""
+        paths = self.paths
+        headroom = paths.straight.codec.headroom(self._holds * paths.held)
+        message = paths.rest.empty(held.numel(), self.device)
+        paths.rest.encode_(message, held if headroom == 1.0 else held * headroom)
+        self.held, self._holds = None, 0
+        return self._finish(paths.rest, message, held.numel(), scale / headroom)
 
     def _finish(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> list[Stage]:
         """The last hops, and back from pieces to the level of the states where there are replicas."""

@@ -107,8 +107,9 @@ class Ledger:
             lines.append(f"{way}{r.calls:>8}{r.bytes:>18,}" + (f"{r.exposed:>11.3f}" if r.exposed else ""))
         lines.append(f"{'total':89}{self.total_bytes:>18,}")
         totals: Counter[str] = Counter()
-        for (_, what), times in self.events.items():
-            totals[what] += times
+        with self._lock:
+            for (_, what), times in self.events.items():
+                totals[what] += times
         lines += [f"{what}: {times} times" for what, times in sorted(totals.items())]
         return "\n".join(lines)
 

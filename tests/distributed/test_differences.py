@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from typing import Any
@@ -252,3 +253,62 @@ def test_differences_that_have_no_base_are_refused(codec: str, settings: dict[st
     failures = run_ranks(4, refused, {**settings, "weight_codec": codec}, local_world_size=2, catch=True)
     for failure in failures:
         assert isinstance(failure, RankFailure) and message in failure.message
+
+
+def half_a_step(settings: dict[str, object], how: str) -> list[str]:
+    """What is wrong after one rank alone failed inside a portion, or has a hook after its steps."""
+    model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3)
+    plain, other = wrapped(settings, lr=1e-3)
+    for each, own in ((model, optimizer), (plain, other)):
+        for step in range(3):
+            train(each, own, step)
+        calls = [0]
+        if how == "hook" and dist.get_rank() == 1:
+            own.register_step_post_hook(lambda *_: None)
+        if how == "error":
+            update = torch.optim.AdamW.step
+            inner = getattr(update, "__wrapped__", update)
+
+            def failing(self: Any, *args: Any, inner: Any = inner, calls: list[int] = calls) -> None:
+                inner(self, *args)
+                calls[0] += 1
+                if calls[0] == 2 and dist.get_rank() == 1:
+                    raise KeyboardInterrupt("in the middle")
+
+            torch.optim.AdamW.step = failing  # type: ignore[method-assign]
+            try:
+                with contextlib.suppress(KeyboardInterrupt):
+                    train(each, own, 3)
+            finally:
+                torch.optim.AdamW.step = update  # type: ignore[method-assign]
+        for step in range(4, 7):
+            train(each, own, step)
+        with torch.no_grad():
+            each(tokens(7, dist.get_rank()))  # where a rank with a hook begins its last renewal
+    weights, expected = zeropp.full_state(model), zeropp.full_state(plain)
+    return [name for name, value in expected.items() if not torch.equal(value, weights[name])]
+
+
+@pytest.mark.parametrize("how", ["error", "hook"])
+@pytest.mark.parametrize("name", ["hpz", "stage 1"])
+def test_ranks_that_start_refreshes_in_other_cuts_agree_all_the_same(name: str, how: str) -> None:
+    assert run_ranks(4, half_a_step, PLACED[name], how, local_world_size=2) == [[]] * 4
+
+
+def unfrozen(settings: dict[str, object]) -> list[float]:
+    """Losses of a bfloat16 model whose frozen float32 norms are trained later: no base for differences."""
+    model = Model(torch.bfloat16)
+    for block in model.blocks:
+        block[1].float().requires_grad_(False)
+        block.forward = lambda x, block=block: block[1](block[0](x).float()).bfloat16()  # type: ignore[method-assign]
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model, make_config(**settings))
+    losses = [train(model, optimizer, 0)]
+    for block in model.blocks:
+        block[1].requires_grad_(True)
+    return losses + [train(model, optimizer, step) for step in range(1, 4)]
+
+
+def test_a_parameter_of_another_dtype_that_is_trained_later_travels_whole() -> None:
+    settings: dict[str, object] = {"stage": 1}
+    plain = run_ranks(4, unfrozen, settings, local_world_size=2)
+    assert run_ranks(4, unfrozen, {**settings, "weight_codec": "lossless"}, local_world_size=2) == plain

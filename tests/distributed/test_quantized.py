@@ -6,6 +6,7 @@ checked by itself, with SGD, so that no optimizer hides a factor.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -399,3 +400,19 @@ def test_a_loss_scale_that_changes_does_not_disturb_what_is_carried(feedback: st
     plain = run_ranks(4, scaled, settings, None, local_world_size=2)
     for found, expected in zip(run_ranks(4, scaled, settings, 4.0, local_world_size=2), plain, strict=True):
         assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def old_state(settings: dict[str, object]) -> bool:
+    """Whether a state of a run that carried nothing loads, with a warning where there is something to carry."""
+    _model, optimizer = wrapped(make_config(**settings), 0.1)
+    state = optimizer.state_dict()
+    del state["zeropp"]["carried"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(state)
+    return any("carried errors" in str(each.message) for each in caught)
+
+
+def test_a_state_that_carries_nothing_loads() -> None:
+    assert run_ranks(2, old_state, {}) == [False] * 2
+    assert run_ranks(2, old_state, {**GRADIENTS, "zeropp_loco_param": {}}) == [True] * 2

@@ -12,7 +12,7 @@ from zeropp.codecs import BlockCodec, Feedback
 from zeropp.coded_buffer import CodedBuffer
 from zeropp.comm import Comm
 from zeropp.config import Config
-from zeropp.differences import DifferencePath, make_difference_codec
+from zeropp.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.encoding import Encoding, choose_encoding
 from zeropp.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.gradient import Gradient, GradientPaths
@@ -143,7 +143,8 @@ def _weight_paths(
     refresh = fetch = differences = None
     if kept is not None and not shared:
         refresh = path(states, kept, "refresh", encoded=True, decodes=not keep_codes)
-        if encoding.differences is not None and key.trainable and refresh.hops:  # frozen weights change by loads only
+        changes = key.trainable and bool(refresh.hops)  # frozen weights change by loads only
+        if encoding.differences is not None and changes and dtype in BASES[encoding.differences]:
             of = make_difference_codec(encoding.differences)
             differences = DifferencePath(placement, states, kept, refresh.hops, dtype, of)
             if differences.counted is not None:

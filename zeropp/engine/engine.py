@@ -85,7 +85,6 @@ class Engine:
         sends = comm.world > 1 and comm.backend != "fake"
         def lanes(kind: str) -> Lanes:
             return Lanes(lambda link: make_stream(f"{kind} {link}", device, sends=sends, overlap=overlap))
-
         self.gather_lanes, self.reduce_lanes = lanes("gather"), lanes("reduce")
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)
         self.hooks = SiteHooks(self)
@@ -223,6 +222,7 @@ class Engine:
             return
         self.require_idle("backward")
         self.before_backward()
+        self.refresh.start_put_off()
         self.phase = Phase.BACKWARD
         queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)

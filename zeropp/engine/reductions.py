@@ -167,6 +167,7 @@ class Reductions:
 
     def send_late(self) -> dict[int, int]:
         """Send again, on every rank, what any rank has got since it was sent; see :meth:`parameter_counts`."""
+        self.wait(0)  # what is on its way settles what is held
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
         late = list(dict.fromkeys(index for units in lists for index in units))
         for index in late:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import torch
 
@@ -16,10 +17,19 @@ from zeropp.flat_buffer import FlatBuffer
 from zeropp.streams import Event, Lanes
 from zeropp.unit import Unit
 
-__all__ = ["Refresh"]
+__all__ = ["Refresh", "portion_of"]
 
 _REFRESH, _DIFFERENCES = 3, 4  # kinds in the issue hash
 _ANY = 2**40  # more escapes than a message can hold: for ranks that cannot send differences
+
+
+def portion_of(position: int) -> int:
+    """Units are stepped and renewed in portions of one, one, two, four, ... in the order of the next forward.
+
+    Args:
+        position: among those that have something to train.
+    """
+    return position.bit_length()
 
 
 class Refresh:
@@ -54,9 +64,17 @@ class Refresh:
             self.start()
 
     def start(self) -> None:
-        """Start renewing all that is stale."""
+        """Start renewing all that is stale, portion by portion; so a rank may start several at once, and others not."""
         self.is_put_off = False
-        stale = [unit for unit in self._schedule.in_forward_order() if unit.stale]
+        position, stale = 0, []
+        for unit in self._schedule.in_forward_order():
+            if unit.stale:
+                stale.append((portion_of(position), unit))
+            position += bool(unit.trainable)
+        for _, numbered in groupby(stale, lambda each: each[0]):
+            self._start([unit for _, unit in numbered])
+
+    def _start(self, stale: Sequence[Unit]) -> None:
         buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
         based = {buffer for buffer in buffers if buffer.has_base}
         differs = self._choose(buffers, based)

@@ -33,6 +33,9 @@ class CarriedErrors:
     def follow(self, scaler: torch.amp.GradScaler | None) -> None:
         """Bring the errors to the scale that the next losses have; exact where that changes by powers of two."""
         if scaler is None:
+            if self._scale is not None:  # they are of losses that somebody scaled
+                self._scale = None
+                self.clear()
             return
         scale, before = loss_scale(scaler, self._engine.device), self._scale
         self._scale = scale.clone()
@@ -79,8 +82,9 @@ class CarriedErrors:
                 stacklevel=3,
             )
             return
-        assert saved is not None  # else the errors would not have fitted
-        self._steps, scale = saved["steps"], saved["scale"]
+        if saved is None:
+            return
+        self._steps, scale = saved["steps"], saved.get("scale")
         self._scale = None if scale is None else torch.tensor(scale, device=self._engine.device)
         for name, feedback in here.items():
             feedback.state.copy_(errors[name])

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch.optim import Optimizer
 
 from zeropp.engine.engine import Engine
+from zeropp.engine.refresh import portion_of
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.optimizer.elementwise import treats_each_alone
 from zeropp.optimizer.slices import Slice
@@ -41,10 +43,9 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
     by_unit: dict[int, list[Slice]] = {}
     for piece in slices:
         by_unit.setdefault(piece.unit, []).append(piece)
-    portions, start = [], 0
-    while start < len(units):
-        chosen = units[start : start + max(1, start)]
-        start += len(chosen)
+    portions = []
+    for _, numbered in groupby(enumerate(units), lambda each: portion_of(each[0])):
+        chosen = [unit for _, unit in numbered]
         found = [piece for unit in chosen for piece in by_unit.get(unit.index, [])]
         portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable]))
     portions[0].slices.extend(by_unit.get(-1, []))  # a stand-in
@@ -81,5 +82,5 @@ def step_by_portions(
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        if waiting:
-            changed([buffer for portion in waiting for buffer in portion.buffers])
+        for portion in waiting:
+            changed(portion.buffers)
