@@ -13,6 +13,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
 from tests.distributed.test_quantized import Model, decoded, tokens
+from tests.distributed.watch import watch_weights
 from zeropp.engine.owned import owned_bytes
 
 CODED = {"zero_quantized_nontrainable_weights": True}
@@ -56,18 +57,11 @@ def frozen_seen(settings: dict[str, object]) -> list[str]:
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
     wrong = [b.unit for b in optimizer.engine.buffers if not b.trainable and b.shard.dtype != torch.uint8]
 
-    def look(module: nn.Module, *_: object) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            whole = f"{names[module]}.{name}"
-            with torch.no_grad():
-                if whole in original and not torch.equal(parameter, decoded(original[whole]).to(dtype)):
-                    wrong.append(whole)
+    def look(name: str, parameter: nn.Parameter, _: bool) -> None:
+        if name in original and not torch.equal(parameter, decoded(original[name]).to(dtype)):
+            wrong.append(name)
 
-    names = {module: name for name, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            module.register_forward_hook(look)
-            module.register_full_backward_pre_hook(look)
+    watch_weights(model, look)
     for step in range(2):
         train(model, optimizer, step)
     state = zeropp.full_state(model)

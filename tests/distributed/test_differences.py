@@ -17,6 +17,7 @@ import zeropp_kernels as kernels
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import make_config
 from tests.distributed.test_quantized import Model, tokens
+from tests.distributed.watch import watch_weights
 from zeropp.engine.engine import Engine
 
 BF16 = {"bf16": {"enabled": True}}
@@ -165,17 +166,11 @@ def followed(settings: dict[str, object]) -> list[str]:
     wrong: list[str] = []
     bases = {name: value.bfloat16() for name, value in zeropp.full_state(model).items()}
 
-    def look(module: nn.Module, *_: object) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            with torch.no_grad():
-                if not torch.equal(parameter, bases[f"{names[module]}.{name}"]):
-                    wrong.append(f"{names[module]}.{name}")
+    def look(name: str, parameter: nn.Parameter, _: bool) -> None:
+        if not torch.equal(parameter, bases[name]):
+            wrong.append(name)
 
-    names = {module: name for name, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
-            module.register_forward_hook(look)
-            module.register_full_backward_pre_hook(look)
+    watch_weights(model, look)
     for step in range(5):
         train(model, optimizer, step)
         if step == 3:  # what was carried is gone: the base is set anew

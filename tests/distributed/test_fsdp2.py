@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zeropp_kernels as kernels
 from tests.distributed.fsdp2_oracle import Net, bound, half_scales, rounded, table_of, tensors_of, tokens, total
 from tests.distributed.harness import run_ranks
+from tests.distributed.watch import watch_weights
 from zeropp import fsdp2
 
 PLAIN: dict[str, Any] = {"weights": None, "gradient_bits": None}
@@ -418,18 +419,12 @@ def weights_seen(reshard: bool | int, dtype: str, secondary: str) -> list[str]:
     fsdp2.apply(model, secondary=secondary)
     expected: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def look(module: nn.Module, backward: bool) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            key = f"{names[module]}.{name}".removeprefix(".")
-            once, twice = expected[key]
-            if not torch.equal(parameter.detach().float(), twice if backward and secondary == "codes" else once):
-                wrong.append(f"{key}, {'backward' if backward else 'forward'}")
+    def look(name: str, parameter: nn.Parameter, backward: bool) -> None:
+        once, twice = expected[name]
+        if not torch.equal(parameter.float(), twice if backward and secondary == "codes" else once):
+            wrong.append(f"{name}, {'backward' if backward else 'forward'}")
 
-    names = {module: name for name, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
-            module.register_forward_hook(lambda module, *_: look(module, False))
-            module.register_full_backward_pre_hook(lambda module, *_: look(module, True))
+    watch_weights(model, look)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     values = dict(model.named_parameters())
     for step in range(2):

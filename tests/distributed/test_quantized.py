@@ -18,6 +18,7 @@ import zeropp
 import zeropp_kernels as kernels
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
+from tests.distributed.watch import watch_weights
 from zeropp.engine.owned import owned_bytes
 
 WEIGHTS = {"zero_quantized_weights": True}
@@ -75,18 +76,11 @@ def weights_seen(settings: dict[str, object]) -> list[str]:
     dtype = torch.bfloat16 if "bf16" in settings else torch.float32
     expected: dict[str, Tensor] = {}
 
-    def look(module: nn.Module, *_: object) -> None:
-        for name, parameter in module.named_parameters(recurse=False):
-            whole = f"{names[module]}.{name}"
-            with torch.no_grad():
-                if parameter.is_contiguous() and not torch.equal(parameter, expected[whole].to(dtype)):
-                    wrong.append(whole)
+    def look(name: str, parameter: nn.Parameter, _: bool) -> None:
+        if parameter.is_contiguous() and not torch.equal(parameter, expected[name].to(dtype)):
+            wrong.append(name)
 
-    names = {module: name for name, module in model.named_modules()}
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
-            module.register_forward_hook(look)
-            module.register_full_backward_pre_hook(look)
+    watch_weights(model, look)
     for step in range(3):
         expected.update({name: decoded(value) for name, value in zeropp.full_state(model).items()})
         optimizer.zero_grad()

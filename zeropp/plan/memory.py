@@ -7,14 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeropp.config import ConfigSource, load_config
-from zeropp.encoding import choose_encoding
-from zeropp.engine.buffers import planned_buffers
-from zeropp.engine.build import unit_options
-from zeropp.placement import Placement, choose_mode
-from zeropp.topology import ranks_per_node
+from zeropp.config import ConfigSource
+from zeropp.plan.planned import plan_units
 from zeropp.unit import TERMS
-from zeropp.units import form_units
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
 
@@ -82,19 +77,15 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
-    if world < 1:
-        raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
-    settings = load_config(config)
-    parameters = dict(model.named_parameters())
+    planned = plan_units(model, config, world, local)
+    encoding = planned.encoding
     terms: Counter[str] = Counter(dict.fromkeys(TERMS, 0))
-    local = ranks_per_node(range(world), local or world)
-    mode, encoding = choose_mode(settings, world, local), choose_encoding(settings)
     units = []
-    for spec in form_units(model, world, unit_options(settings)):
+    for unit in planned.units:
         gathered = message = held = 0
-        own = mode.of(spec.persistent)
-        path = Placement(own, 0, local).reduce_path(1, world)
-        for key, _, layout in planned_buffers(parameters, spec, settings, world):
+        own = unit.placement.mode
+        path = unit.placement.reduce_path(1, world)
+        for key, layout in unit.buffers:
             gathered += layout.numel * key.dtype.itemsize
             if key.trainable:
                 terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
@@ -112,5 +103,5 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                 terms["secondary_weights"] += encoding.secondary_nbytes(
                     layout.numel, own, key.dtype, trainable=key.trainable
                 )
-        units.append(UnitMemory(spec.name, own.kept == 1, gathered, message, held))
+        units.append(UnitMemory(unit.name, own.kept == 1, gathered, message, held))
     return MemoryPlan(dict(terms), tuple(units))

@@ -9,16 +9,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeropp.codecs import BlockCodec, Codec, PlainCodec
-from zeropp.config import ConfigSource, load_config
+from zeropp.config import ConfigSource
 from zeropp.differences import make_difference_codec
-from zeropp.encoding import Encoding, choose_encoding
-from zeropp.engine.buffers import BufferKey, planned_buffers
-from zeropp.engine.build import unit_options
+from zeropp.encoding import Encoding
+from zeropp.engine.buffers import BufferKey
 from zeropp.layout import BufferLayout
 from zeropp.ledger import Way
-from zeropp.placement import HopSpec, Placement, choose_mode
-from zeropp.topology import ranks_per_node
-from zeropp.units import form_units
+from zeropp.placement import HopSpec, Placement
+from zeropp.plan.planned import plan_units
 
 __all__ = ["TrafficPlan", "TrafficRow", "traffic"]
 
@@ -112,23 +110,17 @@ def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | Non
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
-    if world < 1:
-        raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
-    settings = load_config(config)
-    parameters = dict(model.named_parameters())
-    local = ranks_per_node(range(world), local or world)
-    mode, encoding = choose_mode(settings, world, local), choose_encoding(settings)
-    micro_batches = settings.resolve_batch(world)[2] or 1
+    planned = plan_units(model, config, world, local)
+    micro_batches = planned.settings.resolve_batch(world)[2] or 1
     rows: list[TrafficRow] = []
-    for spec in form_units(model, world, unit_options(settings)):
-        placement = Placement(mode.of(spec.persistent), 0, local)
-        for key, _, layout in planned_buffers(parameters, spec, settings, world):
-            rows += _weights(spec.name, placement, key, layout, encoding, micro_batches)
+    for unit in planned.units:
+        for key, layout in unit.buffers:
+            rows += _weights(unit.name, unit.placement, key, layout, planned.encoding, micro_batches)
             if key.trainable:
-                rows += _gradients(spec.name, placement, key, layout, encoding, micro_batches)
-    every = sum(p.numel() for p in parameters.values())
-    trained = sum(p.numel() for p in parameters.values() if p.requires_grad)
-    return TrafficPlan(tuple(rows), local, world, (every, trained), micro_batches)
+                rows += _gradients(unit.name, unit.placement, key, layout, planned.encoding, micro_batches)
+    every = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return TrafficPlan(tuple(rows), planned.local, world, (every, trained), micro_batches)
 
 
 def _weights(

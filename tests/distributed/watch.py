@@ -1,0 +1,28 @@
+"""Looking at the weights that modules compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+
+def watch_weights(model: nn.Module, look: Callable[[str, nn.Parameter, bool], None]) -> None:
+    """Call ``look(name, parameter, in_backward)`` whenever a layer is used, for each parameter of its own.
+
+    Of linear layers, norms and embeddings: what they leave as output is a tensor, whose gradient starts their backward.
+    """
+
+    def tell(path: str, module: nn.Module, in_backward: bool) -> None:
+        with torch.no_grad():
+            for name, parameter in module.named_parameters(recurse=False):
+                look(f"{path}.{name}".removeprefix("."), parameter, in_backward)
+
+    def watch(path: str, module: nn.Module) -> None:
+        module.register_forward_hook(lambda module, *_: tell(path, module, False))
+        module.register_full_backward_pre_hook(lambda module, *_: tell(path, module, True))
+
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.Embedding)):
+            watch(path, module)

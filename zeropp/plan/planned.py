@@ -1,0 +1,58 @@
+"""What the engine would make of a model and a configuration: units, placements and layouts, and no memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from zeropp.config import Config, ConfigSource, load_config
+from zeropp.encoding import Encoding, choose_encoding
+from zeropp.engine.buffers import BufferKey, planned_buffers
+from zeropp.engine.build import unit_options
+from zeropp.layout import BufferLayout
+from zeropp.placement import Placement, choose_mode
+from zeropp.topology import ranks_per_node
+from zeropp.units import form_units
+
+__all__ = ["Planned", "PlannedUnit", "plan_units"]
+
+
+@dataclass(frozen=True)
+class PlannedUnit:
+    """One unit: where it is kept and summed, and its flat buffers."""
+
+    name: str
+    placement: Placement
+    buffers: tuple[tuple[BufferKey, BufferLayout], ...]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The whole model on ``world`` ranks, ``local`` to a node."""
+
+    settings: Config
+    encoding: Encoding
+    world: int
+    local: int
+    units: tuple[PlannedUnit, ...]
+
+
+def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | None) -> Planned:
+    """Cut a model that is not wrapped, as ZeroOptimizer would; meta parameters will do.
+
+    Raises:
+        ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
+    """
+    if world < 1:
+        raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
+    settings = load_config(config)
+    parameters = dict(model.named_parameters())
+    local = ranks_per_node(range(world), local or world)
+    mode = choose_mode(settings, world, local)
+    units = []
+    for spec in form_units(model, world, unit_options(settings)):
+        buffers = planned_buffers(parameters, spec, settings, world)
+        placement = Placement(mode.of(spec.persistent), 0, local)
+        units.append(PlannedUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
+    return Planned(settings, choose_encoding(settings), world, local, tuple(units))
