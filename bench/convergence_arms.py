@@ -62,7 +62,7 @@ ARMS = {
 """Gradients of ZeRO++ are int8 inside nodes and int4 between them, unless said otherwise."""
 
 DEFAULT_ARMS = (
-    "plain", "zeropp", "loco", "loco-both", "loco-half", "hadamard", "hadamard-loco-half", "int4", "delta4",
+    "plain", "zeropp", "loco", "loco-both", "loco-half", "hadamard", "hadamard-loco-0", "int4", "delta4",
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import network_report as report  # noqa: E402 (the path above comes first)
+from model_flags import add_model_flags, given_flags  # noqa: E402
 from network_links import DEVICE, nodes, unavailable  # noqa: E402
 
 SYSTEMS = (
@@ -46,12 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps a system and round")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before anything is measured")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="compute; gradients on the wire, too")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--d-model", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4, help="windows a rank")
-    parser.add_argument("--seed", type=int, default=0)
+    add_model_flags(parser)
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_network-<NAME>.md, .json and .png")
     args = parser.parse_args()
     if args.nodes < 2:
@@ -68,10 +64,8 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
     """Run the ranks on their nodes; what rank 0 wrote."""
     flags = {
         "systems": args.systems, "rates": args.rates, "equal": args.equal, "dtype": args.dtype,
-        "reduce-dtype": args.dtype, "warm-up": args.warm_up,
-        "steps": args.steps, "rounds": args.rounds, "layers": args.layers, "d-model": args.d_model,
-        "heads": args.heads, "seq-len": args.seq_len, "batch": args.batch, "seed": args.seed, "node-size": args.local,
-        "result": result,
+        "reduce-dtype": args.dtype, "warm-up": args.warm_up, "steps": args.steps, "rounds": args.rounds,
+        "node-size": args.local, "result": result, **given_flags(args),
     }  # fmt: skip
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
     with nodes(args.nodes) as found:

@@ -22,6 +22,7 @@ for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
 import torch  # noqa: E402 (the path above comes first)
 import torch.distributed as dist  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
+from model_flags import add_model_flags  # noqa: E402
 from network_links import sent_bytes, set_rate  # noqa: E402
 from step_time_systems import Contestant, build, meet  # noqa: E402
 from text_data import Batches, load_text  # noqa: E402
@@ -36,9 +37,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     for name in ("--systems", "--rates", "--equal", "--dtype", "--reduce-dtype", "--result"):
         parser.add_argument(name, required=True)
-    numbers = "steps rounds layers d-model heads seq-len batch seed warm-up"
-    for name in numbers.split():
+    for name in ("steps", "rounds", "warm-up"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    add_model_flags(parser)
     parser.add_argument("--node-size", dest="local", type=int, required=True)
     return parser.parse_args()
 

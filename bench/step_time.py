@@ -30,6 +30,7 @@ for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
     sys.path.insert(0, str(_source))
 
 import step_time_report as report  # noqa: E402 (the path above comes first)
+from model_flags import add_model_flags, given_flags  # noqa: E402
 from step_time_net import free_port, private_network  # noqa: E402
 
 SYSTEMS = ("ddp", "fsdp2", "fsdp2_a2a", "zeropp")
@@ -48,12 +49,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--discard", type=int, default=2, help="first rounds, not reported")
     parser.add_argument("--steps", type=int, default=3, help="steps a system and round")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--d-model", type=int, default=384)
-    parser.add_argument("--heads", type=int, default=6)
-    parser.add_argument("--seq-len", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=4, help="windows a rank")
-    parser.add_argument("--seed", type=int, default=0)
+    add_model_flags(parser)
     parser.add_argument("--bound", type=float, help="largest zeropp / FSDP2 to end with exit code 0; default: none")
     parser.add_argument("--no-memory", action="store_true", help="leave out the extra run a system that measures it")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
@@ -77,9 +73,8 @@ def launch(args: argparse.Namespace, systems: list[str], rounds: int, discard: i
     result.unlink(missing_ok=True)
     flags = {
         "device": args.device, "dtype": args.dtype, "reduce-dtype": args.reduce_dtype, "steps": args.steps,
-        "layers": args.layers, "d-model": args.d_model, "heads": args.heads, "seq-len": args.seq_len,
-        "batch": args.batch, "seed": args.seed, "ranks": args.ranks, "systems": ",".join(systems),
-        "rounds": rounds, "discard": discard, "result": result,
+        "ranks": args.ranks, "systems": ",".join(systems), "rounds": rounds, "discard": discard, "result": result,
+        **given_flags(args),
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
     command += [

@@ -1,0 +1,54 @@
+"""Gradients in float16 whose sum over ranks is beyond it, and whose mean is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import make_config
+
+SLOPE = 40_000.0  # the largest float16 is 65504
+RATE = 2.0**-16
+TWICE: dict[str, object] = {"gradient_accumulation_steps": 2}
+PLACED: dict[str, dict[str, object]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1, **TWICE},
+    "stage 3": {},
+    "deferred": {"defer_cross_reduction": True, **TWICE},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "mics": {"mics_shard_size": 2},
+    "mics, held": {"mics_shard_size": 2, **TWICE},
+}
+
+
+class Steep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(300, dtype=torch.float16))
+
+    def forward(self) -> Tensor:
+        return (self.weight.float() * SLOPE).sum()
+
+
+def stepped(settings: dict[str, object], backwards: int) -> tuple[int, Tensor]:
+    """(steps skipped, weights after two steps)."""
+    model = Steep()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, make_config(**settings))
+    for _ in range(2):
+        optimizer.zero_grad()
+        for _ in range(backwards):
+            optimizer.backward(model())
+        optimizer.step()
+    return optimizer.skipped_steps, zeropp.full_state(model)["weight"]
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_a_mean_that_float16_can_hold_is_finite(name: str) -> None:
+    settings, expected = PLACED[name], torch.full((300,), 1 - 2 * RATE * SLOPE)
+    backwards = 2 if TWICE.items() <= settings.items() else 1
+    for skipped, weight in run_ranks(4, stepped, settings, backwards, local_world_size=2):
+        assert skipped == 0
+        torch.testing.assert_close(weight, expected, rtol=2**-10, atol=0)  # one rounding to float16 a hop
