@@ -10,7 +10,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from step_time_systems import Contestant, adamw
+from contestant import Contestant, adamw
 from text_data import Batches
 from torch import nn
 

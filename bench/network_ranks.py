@@ -21,10 +21,11 @@ for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
 
 import torch  # noqa: E402 (the path above comes first)
 import torch.distributed as dist  # noqa: E402
+from contestant import Contestant, meet  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 from model_flags import add_model_flags  # noqa: E402
 from network_links import sent_bytes, set_rate  # noqa: E402
-from step_time_systems import Contestant, build, meet  # noqa: E402
+from step_time_systems import build  # noqa: E402
 from text_data import Batches, load_text  # noqa: E402
 
 import zeropp  # noqa: E402

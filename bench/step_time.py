@@ -123,7 +123,8 @@ def work(args: argparse.Namespace) -> None:
     """One rank: build the systems, take turns, and let rank 0 write the numbers down."""
     import torch
     import torch.distributed as dist
-    from step_time_systems import Contestant, MemoryMeter, build
+    from contestant import Contestant
+    from step_time_systems import MemoryMeter, build
     from text_data import Batches, load_text
 
     from tests import staged
