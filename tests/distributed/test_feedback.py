@@ -121,7 +121,9 @@ def resumed(settings: dict[str, object]) -> list[str]:
     again.load_state_dict(state)
     train(other, again, range(3, 5))
     expected = zeropp.full_state(model)
-    return [name for name, value in zeropp.full_state(other).items() if not torch.equal(value, expected[name])]
+    wrong = [name for name, value in zeropp.full_state(other).items() if not torch.equal(value, expected[name])]
+    counted = [each.state_dict()["zeropp"]["carried"]["steps"] for each in (optimizer, again)]
+    return wrong + [f"steps are {counted}"] * (counted != [5, 5])
 
 
 @pytest.mark.parametrize("settings", [{}, {"feedback": "both", "hadamard": True}], ids=str)
@@ -140,7 +142,7 @@ def scaled(settings: dict[str, object], init: float | None) -> dict[str, Tensor]
         scaler.scale(model(tokens(step, dist.get_rank()))).backward()
         scaler.step(optimizer)
         scaler.update()
-        if step == 4:
+        if step == 3:  # the scale has just doubled
             optimizer.load_state_dict(optimizer.state_dict())
     assert init is None or scaler.get_scale() == init * 8
     return zeropp.full_state(model)
@@ -153,6 +155,28 @@ def test_a_loss_scale_that_changes_does_not_disturb_what_is_carried(feedback: st
     plain = run_ranks(4, scaled, settings, None, local_world_size=2)
     for found, expected in zip(run_ranks(4, scaled, settings, 4.0, local_world_size=2), plain, strict=True):
         assert [name for name, value in found.items() if not torch.equal(value, expected[name])] == []
+
+
+def steps_carried(settings: dict[str, object]) -> list[int]:
+    """Steps whose errors are carried: after two with a scaler, after one without, after one with another."""
+    model, optimizer = wrapped(make_config(**settings), 0.01)
+    found = []
+    for scaler, steps in ((torch.amp.GradScaler("cpu"), 2), (None, 1), (torch.amp.GradScaler("cpu"), 1)):
+        optimizer.grad_scaler = scaler
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(tokens(step, dist.get_rank()))
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+        found.append(optimizer.state_dict()["zeropp"]["carried"]["steps"])
+    return found
+
+
+def test_errors_of_scaled_losses_are_cleared_where_nobody_scales_any_more() -> None:
+    settings = {**GRADIENTS, "zeropp_loco_param": {}}
+    assert run_ranks(2, steps_carried, settings) == [[2, 1, 2]] * 2
 
 
 def old_state(settings: dict[str, object]) -> bool:
