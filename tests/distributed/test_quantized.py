@@ -193,6 +193,40 @@ def test_rotated_gradients_and_those_with_replicas_are_the_mean(settings: dict[s
             assert error < 0.2, f"{key}: {error}"
 
 
+class Spiky(nn.Module):
+    """A gradient whose every 32nd element is far larger than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4096))
+
+    def forward(self, slopes: Tensor) -> Tensor:
+        return (self.weight * slopes).sum()
+
+
+def error_beside_spikes(rotate: bool) -> tuple[float, set[str]]:
+    """(mean square error of the elements that are not large, codecs used)."""
+    spikes = torch.arange(4096) % 32 == 5
+    each = [torch.randn(4096, generator=torch.Generator().manual_seed(rank)) + 20 * spikes for rank in range(4)]
+    config = make_config(**GRADIENTS, hadamard=rotate, gradient_bits={"local": 4, "cross": 4})
+    model = Spiky()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, config)
+    model(each[dist.get_rank()]).backward()
+    optimizer.step()
+    error = -zeropp.full_state(model)["weight"] - torch.stack(each).mean(0)
+    used = {row.codec for row in zeropp.comm_report(model).rows if row.kind == "reduce"}
+    return float(error[~spikes].square().mean()), used
+
+
+def test_rotation_spares_what_lies_beside_spikes() -> None:
+    plain = run_ranks(4, error_beside_spikes, False, local_world_size=2)
+    for (error, used), (without, _) in zip(
+        run_ranks(4, error_beside_spikes, True, local_world_size=2), plain, strict=True
+    ):
+        assert used == {"hadamard(int4)"}
+        assert error < 0.3 * without
+
+
 # State that quantizing brings along.
 
 
