@@ -163,8 +163,6 @@ class VirtualRanks:
             raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
         for buffer in self.buffers:
             buffer.exact.mul_(1.0 / self.world)
-            for start, stop in buffer.layout.gaps:  # a rotation spreads its error there; no parameter has it
-                buffer.mean[start:stop].zero_()
         for carried in self.carried:
             carried.count_step()
         self._reductions += 1

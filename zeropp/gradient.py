@@ -80,6 +80,9 @@ class Gradient:
         if isinstance(paths.straight.codec, BlockCodec):
             numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
             self._table = block_table(numels, offsets, layout.numel, device=self.device)
+        # Rotated codes spread their error over whole blocks, padding included, which norms must not see.
+        rotates = any(isinstance(leg.codec, BlockCodec) and leg.codec.rotate for leg in paths.straight.legs)
+        self._padding = self._find_padding() if rotates else []
 
     @property
     def feedbacks(self) -> list[Feedback]:
@@ -204,6 +207,8 @@ class Gradient:
         return [*kept, (back[-1][0], add)]
 
     def _arrive(self) -> None:
+        if self._padding:
+            torch._foreach_zero_([self.shard[start:stop] for start, stop in self._padding])
         self.arrived = True
 
     # What is there, and forgetting it.
@@ -240,6 +245,16 @@ class Gradient:
                         values[fragment.offset : fragment.offset + fragment.stop - fragment.start].zero_()
         with torch._C.DisableTorchFunctionSubclass():
             parameter.grad = None
+
+    def _find_padding(self) -> list[tuple[int, int]]:
+        """Where the shard holds no parameter."""
+        ends = [0]
+        starts = []
+        for fragment in self._fragments(self.placement.mode.states):
+            starts.append(fragment.offset)
+            ends.append(fragment.offset + fragment.stop - fragment.start)
+        starts.append(self.shard.numel())
+        return [(start, stop) for start, stop in zip(ends, starts, strict=True) if start < stop]
 
     def _fragments(self, level: int) -> list[Fragment]:
         return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, level), level)

@@ -190,6 +190,29 @@ def old_state(settings: dict[str, object]) -> bool:
     return any("carried errors" in str(each.message) for each in caught)
 
 
+def warned(settings: dict[str, object], changed: dict[str, object]) -> list[str]:
+    """Warnings where the state of a run is loaded into one of other settings; what is carried then must be nothing."""
+    model, optimizer = wrapped(make_config(**settings), 0.1)
+    model(tokens(0, dist.get_rank())).backward()
+    optimizer.step()
+    _, other = wrapped(make_config(**{**settings, **changed}), 0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other.load_state_dict(optimizer.state_dict())
+    carried = other.state_dict()["zeropp"]["carried"]["errors"].values()
+    assert any(error.any() for error in carried) is not bool(caught)
+    return [str(each.message)[:14] for each in caught]
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"hadamard": True}, {"feedback": "both"}, {"gradient_bits": {"local": 8, "cross": 8}}], ids=str
+)
+def test_errors_of_other_codecs_are_not_taken_over(changed: dict[str, object]) -> None:
+    settings = {**GRADIENTS, "zeropp_loco_param": {}}
+    expected = ["carried errors"] if changed else []
+    assert run_ranks(4, warned, settings, changed, local_world_size=2) == [expected] * 4
+
+
 def test_a_state_that_carries_nothing_loads() -> None:
     assert run_ranks(2, old_state, {}) == [False] * 2
     assert run_ranks(2, old_state, {**GRADIENTS, "zeropp_loco_param": {}}) == [True] * 2

@@ -517,7 +517,8 @@ def test_losses_stay_within_the_codecs_bound(reshard: bool | int) -> None:
     assert single[0] > single[-1]
     usual = run_ranks(4, losses, None, reshard, "fp32", local_world_size=2)[0]
     assert usual == pytest.approx(single, rel=1e-4)
-    for settings in ({}, {"feedback": "both", "hadamard": True}, {"secondary": "codes"}):
+    twice = [] if reshard is True else [{"secondary": "codes"}]
+    for settings in ({}, {"feedback": "both", "hadamard": True}, *twice):
         for found in run_ranks(4, losses, settings, reshard, "fp32", local_world_size=2):
             assert found != usual
             for step, (value, other, limit) in enumerate(zip(found, usual, limits, strict=True)):
@@ -585,8 +586,11 @@ def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str,
     return {(r.unit, r.kind, r.hop, r.link): (r.calls, r.bytes, r.codec) for r in adapter.ledger.rows}, sizes
 
 
-@pytest.mark.parametrize("reshard", [True, 2])
-@pytest.mark.parametrize("settings", [{}, PLAIN, {"secondary": "codes"}, {"gather_hops": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "reshard"),
+    [(s, r) for r in (True, 2) for s in ({}, PLAIN, {"gather_hops": 1})] + [({"secondary": "codes"}, 2)],
+    ids=str,
+)
 def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshard: bool | int) -> None:
     plain = settings is PLAIN
     weight = "fp32" if plain else "int8"
@@ -730,14 +734,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "bits": (sharded, {"gradient_bits": (8, 2)}),
     "one width": (sharded, {"gradient_bits": 8}),
     "secondary": (sharded, {"weights": None, "secondary": "codes"}),
+    "nothing twice": (sharded, {"secondary": "codes"}),
     "feedback": (sharded, {"gradient_bits": None, "feedback": "cross"}),
     "feedback inside": (sharded, {"gradient_bits": (16, 4), "feedback": "both"}),
     "hadamard": (sharded, {"gradient_bits": (16, 16), "hadamard": True}),
-    "beta": (sharded, {"beta": 1.0}),
+    "beta": (sharded, {"feedback": "cross", "beta": 1.0}),
+    "beta alone": (sharded, {"beta": 0.5}),
     "hops": (sharded, {"gather_hops": 3}),
     "timeout": (sharded, {"hang_timeout": 0.0}),
     "ranks disagree": (sharded, lambda: {"gradient_bits": (8, 8 if dist.get_rank() == 3 else 4)}),
-    "one rank": (sharded, lambda: {"beta": 2.0 if dist.get_rank() == 1 else 0.8}),
+    "one rank": (sharded, lambda: {"feedback": "cross", "beta": 2.0 if dist.get_rank() == 1 else 0.8}),
 }
 SAID = {
     "not sharded": "no module of this Net has been sharded; call torch.distributed.fsdp.fully_shard",
@@ -752,10 +758,12 @@ SAID = {
     "bits": r"gradient_bits is \(8, 2\); expected None or \(inside a node, between nodes\)",
     "one width": "gradient_bits is 8; expected",
     "secondary": "codes need weights='int8'",
+    "nothing twice": "backward gathers nothing a second time; give fully_shard reshard_after_forward=",
     "feedback": "feedback='cross' adds what encoding has lost, and gradient_bits=None does not encode",
     "feedback inside": r"gradient_bits=\(16, 4\) does not encode on every hop",
     "hadamard": "encodes nothing",
-    "beta": "beta is 1.0",
+    "beta": "beta is 1.0; expected 0 <= beta < 1",
+    "beta alone": "beta is 0.5 and feedback is None",
     "hops": "gather_hops is 3; expected 1 or 2",
     "timeout": "hang_timeout is 0.0",
     "ranks disagree": "ranks 0 and 3 disagree",

@@ -227,6 +227,34 @@ def test_rotation_spares_what_lies_beside_spikes() -> None:
         assert error < 0.3 * without
 
 
+def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]]:
+    """(norm the optimizer reports, norm of what SGD has applied) for each step; losses are scaled up and down again."""
+    model, optimizer = wrapped(make_config(**GRADIENTS, **settings), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    found = []
+    for step in range(2):
+        before = zeropp.full_state(model)
+        optimizer.zero_grad()
+        scaler.scale(model(tokens(step, dist.get_rank()))).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = [before[name] - value for name, value in zeropp.full_state(model).items()]
+        found.append((optimizer.grad_norm, float(torch.cat([each.flatten() for each in moved]).norm())))
+    return found
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16])
+@pytest.mark.parametrize(
+    "settings", [{}, {"mics_shard_size": 2}, {"stage": 1, "gradient_bits": {"local": 4, "cross": 4}}], ids=str
+)
+def test_norms_are_those_of_parameters_alone(settings: dict[str, object], scale: float) -> None:
+    """Rotated codes leave errors in the padding behind a parameter, which unscaling does not reach."""
+    for found in run_ranks(4, norms, {"hadamard": True, **settings}, scale, local_world_size=2):
+        for reported, applied in found:
+            assert reported == pytest.approx(applied, rel=1e-4)
+
+
 # State that quantizing brings along.
 
 

@@ -67,7 +67,10 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
         "super_offload": (False, FLAG),
         "cpuadam_cores_perc": (0.8, FRACTION),
     },
-    "zero_optimization.zeropp_loco_param": {"err_beta": (0.8, FRACTION), "reset_T": (1024, POSITIVE)},
+    "zero_optimization.zeropp_loco_param": {
+        "err_beta": (0.8, ("range", "0", "0.99", "-0.1", "1")),
+        "reset_T": (1024, POSITIVE),
+    },
     "fp16": {
         "enabled": (False, FLAG),
         "auto_cast": (False, FLAG),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from annotated_types import Le
+from annotated_types import Lt
 
 from zeropp.config.base import Block, NonNegative, Positive
 
@@ -13,9 +13,9 @@ class LocoConfig(Block):
     """Carries what quantizing a gradient lost over to the next step (LoCo). It acts on quantized
     gradients."""
 
-    err_beta: Annotated[NonNegative, Le(1)] = 0.8
-    """Share of the carried error that is kept at each step, from 0 to 1; the newest error gets the rest. At
-    1 nothing new is ever carried."""
+    err_beta: Annotated[NonNegative, Lt(1)] = 0.8
+    """Share of the carried error that is kept at each step, below 1; the newest error gets the rest. 0.5
+    leaves less than DeepSpeed's 0.8 in Adam's averages, see docs/convergence.md."""
 
     reset_T: Positive = 1024
     """Optimizer steps after which the carried errors are cleared."""

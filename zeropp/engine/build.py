@@ -23,6 +23,7 @@ from zeropp.engine.buffers import BufferMaker
 from zeropp.engine.engine import Engine
 from zeropp.engine.external import external_parameters
 from zeropp.engine.hooks import Site
+from zeropp.engine.idle import warn_of_idle
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
@@ -141,6 +142,8 @@ def build_engine(
         for buffer in unit.buffers:
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
                 register(parameter, slot.name, engine, slot.strides)
+    if comm.world > 1:
+        warn_of_idle(config, units)
     _install_sites(model, engine, specs)
     for unit in units:
         install_gradient_hooks(engine, unit)
@@ -157,11 +160,11 @@ def _choose_mode(config: Config, world: int, local: int) -> Mode:
     mode = choose_mode(config, world, local)
     codec = choose_encoding(config).differences
     if codec is not None and mode.kept is None and world > 1:
+        smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ValueError(
-            f'zeropp.weight_codec "{codec}" needs weights that are kept between steps, and with '
-            f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} on {mode.states} ranks there is no second "
-            f"copy; set it to less, such as the {local} ranks of a node if there are several nodes, or leave "
-            "weight_codec out"
+            f'zeropp.weight_codec "{codec}" sends differences to a second copy of the weights, and '
+            f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} makes none: no more than {mode.states} "
+            f"ranks share the first one; {smaller}leave weight_codec out"
         )
     return mode
 
@@ -205,7 +208,7 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
             state = (
                 "is already managed by a ZeroOptimizer"
                 if keeper_of(parameter)
-                else ("was partitioned by a ZeroOptimizer that is gone, and its values with it")
+                else "was partitioned by a ZeroOptimizer that is gone, and its values with it"
             )
             raise ValueError(
                 f"parameter {name!r} {state}; wrap a model once, keep the ZeroOptimizer as long as the model, and give "

@@ -27,6 +27,8 @@ from zeropp.topology import build_chain
 
 __all__ = ["Adapter", "apply"]
 
+_BETA = 0.8  # DeepSpeed's
+
 
 class Adapter:
     """What :func:`apply` has put on a model.
@@ -50,10 +52,10 @@ class Adapter:
 
     def _feedbacks(self) -> dict[str, Feedback]:
         return {
-            f"{comm.unit} {hop.spec.inner}->{hop.spec.outer}": feedback
+            f"{comm.unit} {leg.hop.spec.inner}->{leg.hop.spec.outer} {leg.codec.name}": leg.feedback
             for comm in self._reduces
-            for hop, feedback in zip(comm.route.hops, comm.feedbacks, strict=True)
-            if feedback is not None
+            for leg in comm.legs(torch.float32)
+            if leg.feedback is not None
         }
 
     def reset_feedback(self) -> None:
@@ -95,7 +97,7 @@ def apply(
     gradient_bits: tuple[int, int] | None = (8, 4),
     hadamard: bool = False,
     feedback: str | None = None,
-    beta: float = 0.8,
+    beta: float | None = None,
     gather_hops: int = 2,
     local_world_size: int | None = None,
     hang_timeout: float = 600.0,
@@ -123,7 +125,7 @@ def apply(
         feedback: add what encoding lost to the next gradient: "cross" between nodes (or on the only hop), "both" inside
             the node too, or None (LoCo, arXiv 2407.04480). Costs a rank 1 byte an element it sends between nodes,
             "both" 1 byte for each element of the model besides.
-        beta: share of the old error that is kept.
+        beta: share of the old error that is kept; 0.8 if not given.
         gather_hops: 2 for gathering between nodes, then inside them, where there are both; 1 for one all-gather over
             all ranks, for backends that cross each link once by themselves.
         local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets.
@@ -160,6 +162,11 @@ def apply(
 def _check(units: Sequence[ShardedUnit], options: Options) -> list[object]:
     """Everything that can be refused before anyone has to wait; what all ranks must agree on."""
     options.check()
+    if options.secondary == "codes" and all(unit.secondary is None for unit in units):
+        raise ValueError(
+            "secondary is 'codes', and backward gathers nothing a second time; give fully_shard "
+            "reshard_after_forward=<ranks per node>, or leave secondary out"
+        )
     account: list[object] = [options]
     for unit in units:
         if options.weights is not None:
@@ -231,7 +238,8 @@ class _Routes:
         hops = [self._hop(spec, group, members, placement.rank, "reduce") for spec in specs]
         options = self.options
         encoding = Encoding(
-            bits=options.gradient_bits, rotate=options.hadamard, feedback=options.feedback, beta=options.beta
+            bits=options.gradient_bits, rotate=options.hadamard, feedback=options.feedback,
+            beta=_BETA if options.beta is None else options.beta,
         )
         return ReduceRoute(placement, hops, encoding)
 

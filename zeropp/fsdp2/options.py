@@ -19,7 +19,7 @@ class Options:
     gradient_bits: tuple[int, int] | None
     hadamard: bool
     feedback: str | None
-    beta: float
+    beta: float | None
     gather_hops: int
     local_world_size: int | None
     hang_timeout: float
@@ -38,8 +38,10 @@ class Options:
         self._check_bits()
         if self.secondary == "codes" and self.weights is None:
             raise ValueError("secondary is 'codes' and weights is None; codes need weights='int8'")
-        if not 0.0 <= self.beta < 1.0:
+        if self.beta is not None and not 0.0 <= self.beta < 1.0:
             raise ValueError(f"beta is {self.beta}; expected 0 <= beta < 1, the part of the old error that is kept")
+        if self.beta is not None and self.feedback is None:
+            raise ValueError(f"beta is {self.beta} and feedback is None; give feedback='cross' or 'both', or no beta")
         if not self.hang_timeout > 0.0:
             raise ValueError(f"hang_timeout is {self.hang_timeout}; expected seconds, more than 0")
         local = self.local_world_size

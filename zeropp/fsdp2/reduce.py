@@ -173,5 +173,9 @@ class ReduceComm(ReduceScatter):
                 "model.set_reduce_scatter_unused_params(True) if some have no gradient in some steps; freeze before "
                 "apply; or give feedback=None"
             )
-        legs = [Leg(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]
-        return packing, ReducePath(route.placement, route.world, legs, torch.float32)
+        return packing, ReducePath(route.placement, route.world, self.legs(dtype), torch.float32)
+
+    def legs(self, dtype: torch.dtype) -> list[Leg]:
+        """The hops, and what travels over them of gradients in this dtype."""
+        route = self.route
+        return [Leg(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]

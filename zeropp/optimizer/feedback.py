@@ -48,8 +48,9 @@ class CarriedErrors:
         seen: Counter[str] = Counter()
         for buffer in self._engine.trainable:
             name = f"{buffer.unit}/{buffer.compute_dtype}"
-            for index, feedback in enumerate(buffer.gradient.feedbacks if buffer.gradient is not None else ()):
-                found[f"{name}/{seen[name]}/{index}"] = feedback
+            for leg in buffer.gradient.paths.straight.legs if buffer.gradient is not None else ():
+                if leg.feedback is not None:  # errors of another codec are not what this one would lose
+                    found[f"{name}/{seen[name]}/{leg.hop.spec.outer} {leg.codec.name}"] = leg.feedback
             seen[name] += 1
         return found
 

@@ -1,0 +1,51 @@
+"""Settings that have nothing to do on some model and some ranks are named in a warning."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import make_config
+from tests.distributed.test_quantized import GRADIENTS, WEIGHTS, Model
+
+PLAIN: dict[str, object] = {**GRADIENTS, "gradient_bits": {"local": 16, "cross": 16}}
+CROSS: dict[str, object] = {**GRADIENTS, "gradient_bits": {"local": 8, "cross": 16}}
+FROZEN: dict[str, object] = {"zero_quantized_nontrainable_weights": True}
+LOCO: dict[str, object] = {"zeropp_loco_param": {}}
+CODES: dict[str, object] = {"secondary": "codes"}
+# Ranks per node of four, settings, the warning's beginning or none.
+CASES: dict[str, tuple[int, dict[str, object], str]] = {
+    "plain, hadamard": (2, {**PLAIN, "hadamard": True}, "zeropp.hadamard has no effect: gradients travel as bf16"),
+    "plain, loco": (2, {**PLAIN, **LOCO, "feedback": "both"}, "zeropp_loco_param has no effect"),
+    "cross plain, loco": (2, {**CROSS, **LOCO}, "zeropp_loco_param has no effect: gradients travel as bf16 over 2"),
+    "cross plain, loco both": (2, {**CROSS, **LOCO, "feedback": "both"}, ""),
+    "cross plain, hadamard": (2, {**CROSS, "hadamard": True}, ""),
+    "one node, hadamard": (4, {**CROSS, "hadamard": True}, "zeropp.hadamard has no effect"),
+    "nothing frozen": (2, FROZEN, "zero_quantized_nontrainable_weights has no effect: the model has no frozen"),
+    "codes": (2, {**WEIGHTS, **CODES, "zero_hpz_partition_size": 2}, ""),
+    "codes of all ranks": (2, {**WEIGHTS, **CODES, "zero_hpz_partition_size": 4}, 'zeropp.secondary "codes" has no'),
+}
+
+
+def warned(settings: dict[str, object]) -> list[str]:
+    model = Model()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
+    return [str(each.message) for each in caught if "has no effect" in str(each.message)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_setting_with_nothing_to_do_is_named(name: str) -> None:
+    local, settings, expected = CASES[name]
+    for found in run_ranks(4, warned, settings, local_world_size=local):
+        assert len(found) == bool(expected)
+        assert all(text.startswith(expected) for text in found)
+
+
+def test_one_rank_sends_nothing_and_is_not_warned() -> None:
+    assert run_ranks(1, warned, {**PLAIN, "hadamard": True}) == [[]]
