@@ -39,7 +39,8 @@ class TrafficRow:
 class TrafficPlan:
     """What each rank sends in an optimizer step; messages of "lossless" are estimated.
 
-    Every gather is counted in forward and in backward; reuse between them saves some.
+    Every unit is counted once in forward and once in backward: reuse between them saves a gather, and a unit that is
+    used again after it was released takes one more.
 
     Attributes:
         rows: by unit and hop.
