@@ -238,7 +238,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({**HPZ, "zero_quantized_weights": True}, "ask for different codecs"),
     ({**HPZ, "secondary": "codes"}, "keeps none; leave secondary"),
     (BF16, "stage 3 keeps none; set zero_hpz_partition_size"),
-    ({**BF16, "zero_hpz_partition_size": 4}, "there is no second copy"),
+    ({**BF16, "zero_hpz_partition_size": 4}, "makes none: no more than"),
 ]
 
 

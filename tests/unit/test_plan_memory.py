@@ -49,6 +49,12 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
     assert (plan.total, plan.largest_unit) == (2 * shard, numel * 4)
 
 
+def test_gradients_are_held_only_where_they_are_summed_before_they_go_on() -> None:
+    assert memory(two_layers(), config(), 4, 2).held_gradients == 0
+    deferred = {"zeropp": {**SPREAD["zeropp"], "defer_cross_reduction": True}}
+    assert memory(two_layers(), {**config(), **deferred}, 4, 2).held_gradients == 2 * 1024 // 2 * 4
+
+
 def test_bf16_halves_what_is_gathered_and_keeps_main_weights() -> None:
     plan = memory(two_layers(), config(bf16={"enabled": True}), 2)
     assert plan.terms["main_weights"] == plan.terms["gradients"] == 2 * 512 * 4

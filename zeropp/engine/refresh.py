@@ -20,7 +20,6 @@ from zeropp.unit import Unit
 __all__ = ["Refresh", "portion_of"]
 
 _REFRESH, _DIFFERENCES = 3, 4  # kinds in the issue hash
-_ANY = 2**40  # more escapes than a message can hold: for ranks that cannot send differences
 
 
 def portion_of(position: int) -> int:
@@ -86,14 +85,13 @@ class Refresh:
 
     def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
         """Queue the agreement on what is sent; returns what tells of it, on any lane."""
-        counted = [buffer for buffer in buffers if buffer.counts_escapes]
+        counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
         crowded: set[FlatBuffer] = set()
         agreed: Event | None = None
         if counted:
 
             def agree() -> None:
-                rows = [b.count_escapes() if b in based else torch.full((2,), _ANY, device=b.device) for b in counted]
-                most = torch.stack(rows)
+                most = torch.stack([buffer.count_escapes() for buffer in counted])
                 self._comm.largest(most, "refresh")
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
 

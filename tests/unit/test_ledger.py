@@ -1,0 +1,51 @@
+"""The ledger's sums, and what it prints."""
+
+from __future__ import annotations
+
+from zeropp.ledger import Ledger, Way
+
+GATHER = Way("block", "gather", "4->2", "cross", 2, "int8")
+INSIDE = Way("block", "gather", "2->1", "local", 2, "int8")
+REDUCE = Way("block", "reduce", "1->2", "local", 2, "feedback(int4)")
+CONTROL = Way("<boundary>", "control", "all", "all", 4, "-")
+
+
+def filled() -> Ledger:
+    ledger = Ledger()
+    for way, nbytes in ((GATHER, 1000), (GATHER, 1000), (INSIDE, 30), (REDUCE, 7), (CONTROL, 5)):
+        ledger.add(way, nbytes)
+    ledger.add_wait("block", "gather", 0.25)
+    ledger.add_wait("block", "gather", 0.5)
+    ledger.note("block", "refresh: whole")
+    ledger.note("other", "refresh: whole")
+    return ledger
+
+
+def test_calls_bytes_and_waiting_add_up() -> None:
+    ledger = filled()
+    rows = {(row.unit, row.kind, row.hop): (row.calls, row.bytes, row.exposed) for row in ledger.rows}
+    assert rows == {
+        ("block", "gather", "4->2"): (2, 2000, 0.0),
+        ("block", "gather", "2->1"): (1, 30, 0.75),  # told once a kind
+        ("block", "reduce", "1->2"): (1, 7, 0.0),
+        ("<boundary>", "control", "all"): (1, 5, 0.0),
+    }
+    assert ledger.total_bytes == 2042
+    assert ledger.bytes_by_link() == {"cross": 2000, "local": 37, "all": 5}
+    assert ledger.bytes_by_hop() == {"gather 4->2 int8": 2000, "gather 2->1 int8": 30, "reduce 1->2 feedback(int4)": 7}
+
+
+def test_what_is_printed() -> None:
+    *rows, total, event = str(filled()).splitlines()
+    assert rows[0].split() == "unit kind hop link ranks codec calls bytes sent exposed s".split()
+    assert ["block", "gather", "2->1", "local", "2", "int8", "1", "30", "0.750"] in [row.split() for row in rows]
+    assert ["block", "gather", "4->2", "cross", "2", "int8", "2", "2,000"] in [row.split() for row in rows]
+    assert total.split() == ["total", "2,042"]
+    assert event == "refresh: whole: 2 times"
+
+
+def test_reset_forgets_everything() -> None:
+    ledger = filled()
+    ledger.reset()
+    assert (ledger.rows, ledger.total_bytes, dict(ledger.events)) == ([], 0, {})
+    assert len(str(ledger).splitlines()) == 2
