@@ -37,7 +37,7 @@ def test_calls_bytes_and_waiting_add_up() -> None:
 
 def test_what_is_printed() -> None:
     *rows, total, event = str(filled()).splitlines()
-    assert rows[0].split() == "unit kind hop link ranks codec calls bytes sent exposed s".split()
+    assert " ".join(rows[0].split()) == "unit kind hop link ranks codec calls bytes sent exposed s"
     assert ["block", "gather", "2->1", "local", "2", "int8", "1", "30", "0.750"] in [row.split() for row in rows]
     assert ["block", "gather", "4->2", "cross", "2", "int8", "2", "2,000"] in [row.split() for row in rows]
     assert total.split() == ["total", "2,042"]
