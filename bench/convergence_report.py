@@ -159,7 +159,7 @@ def _processor() -> str:
 
 
 def _must_hold(arms: dict[str, list[Run]]) -> list[str]:
-    """The issue's bounds, on means; "plain int4" is read as ZeRO++, and as int4 on both hops, without feedback."""
+    """What feedback is to gain, on means; against ZeRO++ without it, and rotated also against int4 on both hops."""
     found = []
     for name in arms:
         if not name.startswith(("loco", "hadamard-loco")):
