@@ -94,16 +94,22 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str)
         name: never used before in this job, the same on every member.
     """
     c10d = dist.distributed_c10d
-    group, _ = c10d._new_process_group_helper(
-        len(ranks),
-        list(ranks).index(dist.get_rank()),
-        list(ranks),
-        dist.Backend(backend),
-        default_store(),
-        cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
-        timeout=timeout,
-        group_desc=name,
-    )
+    default = c10d._get_default_group()
+    # Bound to a device, the default group would be split for this one by NCCL, which needs its other ranks, too.
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            list(ranks).index(dist.get_rank()),
+            list(ranks),
+            dist.Backend(backend),
+            default_store(),
+            cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
+            timeout=timeout,
+            group_desc=name,
+        )
+    finally:
+        default.bound_device_id = bound
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made

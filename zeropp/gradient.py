@@ -183,7 +183,8 @@ class Gradient:
         message = paths.rest.empty(held.numel(), self.device)
         paths.rest.encode_(message, held if headroom == 1.0 else held * headroom)
         self.held, self._holds = None, 0
-        return self._finish(paths.rest, message, held.numel(), scale / headroom)
+        (link, first), *others = self._finish(paths.rest, message, held.numel(), scale / headroom)
+        return [(link, partial(_also, first, (message,))), *others]
 
     def _finish(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> list[Stage]:
         """The last hops, and back from pieces to the level of the states where there are replicas."""

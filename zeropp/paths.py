@@ -217,7 +217,8 @@ class ReducePath:
         """What makes ``out``, or adds to it, ``scale`` times the sum of all ranks' parts, one stage a class of links.
 
         Args:
-            message: this rank's slice at the path's first level, from :meth:`encode_`.
+            message: this rank's slice at the path's first level, from :meth:`encode_`; the caller keeps it until the
+                last stage is done.
             numel: of that slice.
             out: float32 or float64, this rank's slice at the last one.
             scale: applied once, in the last sum.
@@ -227,7 +228,8 @@ class ReducePath:
         going = _Going(message, numel, scale)
 
         def work(number: int) -> None:
-            used_here(going.message)
+            if number:
+                used_here(going.message)
             for index in self._segments[number][1]:
                 leg = self.legs[index]
                 parts = leg.hop.exchange(going.message, unit, leg.name, apart=leg.codec.apart)

@@ -122,7 +122,7 @@ def build_engine(
     for unit in units:
         for buffer in unit.buffers:
             buffer.adopt(partial(buffer.fill_from_first, comm))
-    _share_buffers(model, config, comm)
+    _share_buffers(model, config, comm, device)
     zero = config.zero
     if scale is None:
         scale = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
@@ -300,7 +300,7 @@ def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, st
     return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
 
 
-def _share_buffers(model: nn.Module, config: Config, comm: Comm) -> None:
+def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> None:
     """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
     dtype = named[config.data_types.buffer_dtype]
@@ -309,15 +309,15 @@ def _share_buffers(model: nn.Module, config: Config, comm: Comm) -> None:
             if dtype is not None and buffer.is_floating_point():
                 buffer.data = buffer.data.to(dtype)
             if buffer.numel():
-                _broadcast(buffer, comm)
+                _broadcast(buffer, comm, device)
         for parameter in model.parameters():
             if not parameter.is_floating_point():
-                _broadcast(parameter, comm)
+                _broadcast(parameter, comm, device)
 
 
-def _broadcast(tensor: torch.Tensor, comm: Comm) -> None:
-    """In place, whatever the strides and dtype: bytes travel."""
-    values = tensor.detach().contiguous()
+def _broadcast(tensor: torch.Tensor, comm: Comm, device: torch.device) -> None:
+    """In place, whatever the strides and dtype: bytes travel, from the model's device, where a group can send them."""
+    values = tensor.detach().to(device).contiguous()
     comm.broadcast(values.reshape(-1).view(torch.uint8))
     tensor.detach().copy_(values)
 
