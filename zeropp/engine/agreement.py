@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from zeropp._compat import default_store
@@ -61,7 +62,8 @@ class Agreement:
         try:
             yield
         except RuntimeError as error:
-            if self.lost is not None:
+            alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)  # nobody waits: try less
+            if self.lost is not None or alone:
                 raise
             raise self.failure(f"{' '.join(doing)} ({str(error).splitlines()[0]})") from error
 
