@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CudaStream", "Event", "InlineStream", "Lanes", "Stage", "Stream", "ThreadStream", "after", "make_stream",
-    "used_here",
+    "CudaStream", "Event", "InlineStream", "Lanes", "Stage", "Stream", "ThreadStream", "after", "make_lanes",
+    "make_stream", "used_here",
 ]  # fmt: skip
 
 
@@ -276,6 +276,11 @@ class Lanes:
         """Finish all of them."""
         for stream in self._streams.values():
             stream.close()
+
+
+def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool) -> Lanes:
+    """Lanes for one kind of work; see :func:`make_stream`."""
+    return Lanes(lambda link: make_stream(f"{kind} {link}", device, sends=sends, overlap=overlap))
 
 
 def after(event: Event, work: Callable[[], None]) -> None:

@@ -47,5 +47,22 @@ def test_a_setting_with_nothing_to_do_is_named(name: str) -> None:
         assert all(text.startswith(expected) for text in found)
 
 
+def strict() -> int:
+    """Whether a warning that is an error leaves the model as it was: it can be wrapped with other settings."""
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="hadamard has no effect"):
+            zeropp.ZeroOptimizer(
+                torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**PLAIN, hadamard=True)
+            )
+    _optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    return sum(value.numel() for value in zeropp.full_state(model).values())
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
+    assert run_ranks(2, strict) == [sum(p.numel() for p in Model().parameters())] * 2
+
+
 def test_one_rank_sends_nothing_and_is_not_warned() -> None:
     assert run_ranks(1, warned, {**PLAIN, "hadamard": True}) == [[]]

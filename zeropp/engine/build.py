@@ -119,6 +119,8 @@ def build_engine(
     specs = form_units(model, comm.world, unit_options(config))
     maker = BufferMaker(config, mode, comm)
     units = maker.make_units(model, specs)
+    if comm.world > 1:
+        warn_of_idle(config, units)  # before anything is partitioned: warnings may be errors
     for unit in units:
         for buffer in unit.buffers:
             buffer.adopt(partial(buffer.fill_from_first, comm))
@@ -142,8 +144,6 @@ def build_engine(
         for buffer in unit.buffers:
             for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
                 register(parameter, slot.name, engine, slot.strides)
-    if comm.world > 1:
-        warn_of_idle(config, units)
     _install_sites(model, engine, specs)
     for unit in units:
         install_gradient_hooks(engine, unit)

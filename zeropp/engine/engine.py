@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from zeropp.engine.touched import Touched
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
 from zeropp.placement import Mode
-from zeropp.streams import Lanes, make_stream
+from zeropp.streams import make_lanes
 from zeropp.unit import Unit, UnitState
 
 __all__ = ["Engine", "Phase"]
@@ -83,8 +84,7 @@ class Engine:
         self.agreement = Agreement(comm, hang_timeout)
         self.issued = IssueHash()
         sends = comm.world > 1 and comm.backend != "fake"
-        def lanes(kind: str) -> Lanes:
-            return Lanes(lambda link: make_stream(f"{kind} {link}", device, sends=sends, overlap=overlap))
+        lanes = partial(make_lanes, device=device, sends=sends, overlap=overlap)
         self.gather_lanes, self.reduce_lanes = lanes("gather"), lanes("reduce")
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)
         self.hooks = SiteHooks(self)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
-
 from zeropp.codecs import BlockCodec
 from zeropp.coded_buffer import CodedBuffer
 from zeropp.config import Config
 from zeropp.config.base import notify
+from zeropp.paths import CodedGatherPath
 from zeropp.unit import Unit
 
 __all__ = ["warn_of_idle"]
@@ -42,8 +41,8 @@ def _idle(config: Config, units: Sequence[Unit]) -> Iterator[str]:
         )
     quantized = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or own.weight_codec == "int8"
     if own.secondary == "codes" and quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1:
-        kept = [buffer.secondary for buffer in buffers if buffer.secondary is not None]
-        if all(each.dtype != torch.uint8 for each in kept):
+        kept = [buffer.paths.refresh for buffer in buffers if buffer.paths.fetch is not None]
+        if not any(isinstance(path, CodedGatherPath) and not path.decodes for path in kept):
             yield (
                 f'zeropp.secondary "codes" has no effect: with zero_hpz_partition_size {zero.zero_hpz_partition_size} '
                 "on these ranks no quantized weights are kept a second time; set it to the ranks of a node"

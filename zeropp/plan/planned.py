@@ -29,11 +29,10 @@ class PlannedUnit:
 
 @dataclass(frozen=True)
 class Planned:
-    """The whole model on ``world`` ranks, ``local`` to a node."""
+    """The whole model; ``local`` ranks to a node."""
 
     settings: Config
     encoding: Encoding
-    world: int
     local: int
     units: tuple[PlannedUnit, ...]
 
@@ -55,4 +54,4 @@ def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | 
         buffers = planned_buffers(parameters, spec, settings, world)
         placement = Placement(mode.of(spec.persistent), 0, local)
         units.append(PlannedUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
-    return Planned(settings, choose_encoding(settings), world, local, tuple(units))
+    return Planned(settings, choose_encoding(settings), local, tuple(units))
