@@ -41,7 +41,7 @@ class Ledger:
     """Counts what this rank sends to others, waits for, and comes to know on the way.
 
     Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange. Waiting is
-    the host's: on a GPU, where the device waits by itself, it is near zero whatever the network does.
+    what the model, on a GPU its stream, stood still for beside its own work; with ``overlap_comm`` off all is its own.
 
     Attributes:
         events: (unit, what) -> how often: how weights that are kept were renewed.

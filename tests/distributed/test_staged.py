@@ -40,19 +40,39 @@ def test_two_nodes() -> None:
     run_ranks(4, over, follow, [BRANCHES * 2] * 3, {}, init=False, local_world_size=2)
 
 
-def weights(dtype: torch.dtype, settings: dict[str, object]) -> tuple[str, dict[str, torch.Tensor]]:
+def weights(
+    dtype: torch.dtype, settings: dict[str, object], device: str = "cpu"
+) -> tuple[str, dict[str, torch.Tensor]]:
     """The backend in use and the weights after four steps."""
-    pair = Pair(Routed(), make_config(**settings), dtype=dtype)
+    torch.manual_seed(0)
+    pair = Pair(Routed(), make_config(**settings), dtype=dtype, device=device)
     for _ in range(4):
         pair.train(ALL)
     return pair.engine.comm.backend, zeropp.full_state(pair.model)
 
 
-@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+BF16 = {"bf16": {"enabled": True}}
+CODED: dict[str, dict[str, object]] = {
+    "zero++": {"zero_quantized_weights": True, "zero_quantized_gradients": True, "zero_hpz_partition_size": 2},
+    "codes": {"zero_quantized_weights": True, "zero_hpz_partition_size": 2, "secondary": "codes"},
+    "both hops": {"zero_quantized_gradients": True, "zeropp_loco_param": {}, "feedback": "both", "hadamard": True},
+    "delta4": {"weight_codec": "delta4", "zero_hpz_partition_size": 2, "zero_quantized_gradients": True, **BF16},
+    "lossless": {"weight_codec": "lossless", "zero_hpz_partition_size": 2, "zeropp_loco_param": {}, **BF16},
+    "stage 1": {"stage": 1, "weight_codec": "lossless", "zero_quantized_gradients": True, **BF16},
+}
+SETTINGS: dict[str, dict[str, object]] = {"fp32": {}, "bf16": BF16, **CODED}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("local", [2, 4])
-def test_bits_are_those_of_sends_and_receives(local: int, settings: dict[str, object]) -> None:
-    (name, expected), *_ = run_ranks(4, weights, torch.float32, settings, local_world_size=local)
+def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
+    """Of every hop and codec, over one hop and two."""
+    settings = SETTINGS[name]
+    if local == 4:
+        settings = {key: value for key, value in settings.items() if key != "zero_hpz_partition_size"}
+        settings = {**settings, "stage": 1} if "weight_codec" in settings else settings
+    (backend, expected), *_ = run_ranks(4, weights, torch.float32, settings, local_world_size=local)
     (other, found), *_ = run_ranks(4, over, weights, torch.float32, settings, init=False, local_world_size=local)
-    assert (name, other) == ("gloo", staged.NAME)
+    assert (backend, other) == ("gloo", staged.NAME)
     for key, value in expected.items():
         assert torch.equal(found[key], value), key

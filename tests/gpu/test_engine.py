@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zeropp
 from zeropp.engine.owned import owned_bytes
+from zeropp.stalls import make_stalls
 from zeropp.streams import CudaStream
 
 pytestmark = [
@@ -147,3 +148,24 @@ def test_a_dropped_stream_has_finished() -> None:
     assert not event.query()
     del stream
     assert event.query()
+
+
+def test_what_the_model_s_stream_waits_for_is_timed_without_stopping_the_host() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    told: list[float] = []
+    stalls = make_stalls(device, lambda unit, kind, seconds: told.append(seconds))
+    stream = CudaStream(device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def work() -> None:
+        begin.record(torch.cuda.current_stream())
+        torch.cuda._sleep(100_000_000)
+        end.record(torch.cuda.current_stream())
+
+    event = stream.run(work)
+    with stalls.timing("unit", "gather"):
+        event.wait(1.0)
+    assert told == [], "the host has waited"
+    torch.cuda.synchronize()
+    stalls.settle()
+    assert told == [pytest.approx(begin.elapsed_time(end) / 1000, rel=0.2)]

@@ -7,7 +7,7 @@ import torch
 
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_sequence import BRANCHES, follow
-from tests.distributed.test_staged import STEPS, over
+from tests.distributed.test_staged import SETTINGS, STEPS, over, weights
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,3 +23,17 @@ def test_two_ranks(steps: str, settings: dict[str, object]) -> None:
 
 def test_four_ranks_as_two_nodes() -> None:
     run_ranks(4, over, follow, [BRANCHES * 2] * 3, {}, True, "cuda", init=False, local_world_size=2, timeout=120)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_codecs_beside_the_model_give_the_bits_of_codecs_in_its_stream(name: str) -> None:
+    """Streams and events order everything: with ``overlap_comm`` off there are none."""
+    results = []
+    for overlap in (True, False):
+        settings = {**SETTINGS[name], "overlap_comm": overlap}
+        (_, found), *_ = run_ranks(
+            4, over, weights, torch.float32, settings, "cuda", init=False, local_world_size=2, timeout=120
+        )
+        results.append(found)
+    for key, value in results[0].items():
+        assert torch.equal(results[1][key], value), key

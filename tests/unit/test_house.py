@@ -40,6 +40,7 @@ ROOMS = {
     "units": 2,
     "guard": 2,
     "ledger": 2,
+    "stalls": 2,
     "encoding": 3,
     "comm": 3,
     "paths": 4,

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from zeropp._compat import default_store
 from zeropp.comm import Comm
+from zeropp.stalls import make_stalls
 
 __all__ = ["ADDED", "LENT", "SAVED", "TRAINED", "Agreement"]
 
@@ -33,9 +34,10 @@ _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the sam
 class Agreement:
     """Exchange of small rows of integers, and of last words."""
 
-    def __init__(self, comm: Comm, hang_timeout: float) -> None:
+    def __init__(self, comm: Comm, hang_timeout: float, device: torch.device) -> None:
         self.comm = comm
         self.hang_timeout = hang_timeout
+        self.stalls = make_stalls(device, comm.ledger.add_wait)
         self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
         self._incident = f"{comm.job}/hang"
 
@@ -47,12 +49,10 @@ class Agreement:
             doing: for the error.
             exposed: (unit, kind) in the ledger that the time goes to.
         """
-        start = time.perf_counter()
-        with self.watching(doing):
+        timing = contextlib.nullcontext() if exposed is None else self.stalls.timing(*exposed)
+        with timing, self.watching(doing):
             if not wait(self.hang_timeout):
                 raise self.failure(doing)
-        if exposed is not None:
-            self.comm.ledger.add_wait(*exposed, time.perf_counter() - start)
 
     @contextlib.contextmanager
     def watching(self, *doing: str) -> Iterator[None]:

@@ -81,7 +81,7 @@ class Engine:
         self.units = tuple(units)
         self.device = device
         self.persistent = [unit for unit in self.units if unit.persistent]
-        self.agreement = Agreement(comm, hang_timeout)
+        self.agreement = Agreement(comm, hang_timeout, device)
         self.issued = IssueHash()
         sends = comm.world > 1 and comm.backend != "fake"
         lanes = partial(make_lanes, device=device, sends=sends, overlap=overlap)

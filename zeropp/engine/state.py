@@ -42,7 +42,9 @@ def engine_of(model: nn.Module) -> Engine:
 
 def comm_report(model: nn.Module) -> Ledger:
     """Bytes that this rank has sent for a model, per unit, hop and class of link; ``str()`` of it is a table."""
-    return engine_of(model).comm.ledger
+    engine = engine_of(model)
+    engine.agreement.stalls.settle()
+    return engine.comm.ledger
 
 
 def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
