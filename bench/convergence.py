@@ -59,7 +59,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
     settings = replace(QUICK if args.quick else Settings(), **given)
     chosen = args.arms.split(",") if args.arms else QUICK_ARMS if args.quick else DEFAULT_ARMS
     args.arms = tuple(dict.fromkeys(("plain", *chosen)))  # differences are to it
-    args.seeds = args.seeds or (2 if args.quick else len(SEEDS))
+    args.seeds = (2 if args.quick else len(SEEDS)) if args.seeds is None else args.seeds
     unknown = sorted(set(args.arms) - set(ARMS))
     if unknown:
         parser.error(f"--arms: unknown {unknown}, known are {list(ARMS)}")

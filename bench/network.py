@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +29,8 @@ SYSTEMS = (
     "ddp,fsdp2,hsdp,fsdp2_two_hop,fsdp2_pp,zeropp_s3,zeropp_hpz,zeropp_pp,zeropp_pp_loco,zeropp_delta4,zeropp_lossless,"
     "zeropp_pp_x4"
 )
+ALSO = "ddp_zero1,fsdp2_hpz,fsdp2_a2a,deepspeed,deepspeed_hpz,zeropp,zeropp_s0,zeropp_s1,zeropp_s2,zeropp_mics"
+NAMES = f"{SYSTEMS},{ALSO}".split(",")
 PORT = "29500"  # nobody else has ports in the namespaces
 
 
@@ -50,14 +53,37 @@ def parse_arguments() -> argparse.Namespace:
     add_model_flags(parser)
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_network-<NAME>.md, .json and .png")
     args = parser.parse_args()
-    if args.nodes < 2:
-        parser.error(f"--nodes {args.nodes}: there is nothing between fewer than 2 nodes")
-    unknown = set(args.equal.split(",")) - {"", *args.systems.split(",")}
-    if unknown:
-        parser.error(f"--equal: {sorted(unknown)} are not among --systems")
-    if "wait" in args.rates and "zeropp_s3" not in args.systems.split(","):
-        parser.error("--rates wait...: zeropp_s3, which is to wait, is not among --systems")
+    fault = wrong(args)
+    if fault:
+        parser.error(fault)
     return args
+
+
+def wrong(args: argparse.Namespace) -> str | None:
+    """What is wrong with the command line; ranks on their nodes could only say it many times over."""
+    if args.nodes < 2:
+        return f"--nodes {args.nodes}: there is nothing between fewer than 2 nodes"
+    for name in ("local", "rounds", "steps", "warm_up"):
+        if getattr(args, name) < 1:
+            return f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1"
+    systems = args.systems.split(",")
+    unknown = [name for name in systems if re.sub(r"^(zeropp.*)_x[1-9]\d*$", r"\1", name) not in NAMES]
+    if unknown:
+        return f"--systems: unknown {unknown}, known are {', '.join(NAMES)}; behind ours, _x4 for 4 micro-batches"
+    others = set(args.equal.split(",")) - {"", *systems}
+    if others:
+        return f"--equal: {sorted(others)} are not among --systems"
+    for rate in args.rates.split(","):
+        number = rate.removeprefix("wait")
+        try:
+            fits = rate == "none" or 0 < float(number) < (100 if rate != number else float("inf"))
+        except ValueError:
+            fits = False
+        if not fits:
+            return f"--rates {rate}: expected million bits a second, or wait80 and the like, or none"
+    if "wait" in args.rates and "zeropp_s3" not in systems:
+        return "--rates wait...: zeropp_s3, which is to wait, is not among --systems"
+    return None
 
 
 def measure(args: argparse.Namespace, result: Path) -> dict:

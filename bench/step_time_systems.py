@@ -26,6 +26,7 @@ import zeropp
 import zeropp.fsdp2
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_FSDP2 = ("fsdp2", "hsdp", "fsdp2_hpz", "fsdp2_a2a", "fsdp2_two_hop", "fsdp2_pp")
 
 
 class AllToAllReduceScatter(ReduceScatter):
@@ -88,6 +89,8 @@ def _build_ddp(
 def _build_fsdp2(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
+    if name not in _FSDP2:
+        raise ValueError(f"unknown system {name!r}; of FSDP2's there are {', '.join(_FSDP2)}")
     policy = MixedPrecisionPolicy()
     if args.dtype != "fp32" or args.reduce_dtype != "fp32":
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[args.dtype], reduce_dtype=DTYPES[args.reduce_dtype])

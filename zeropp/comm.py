@@ -137,10 +137,13 @@ class Comm:
             self._groups[key] = self._make(members, self.backend, f"{stream} {spec.outer}->{spec.inner}")
         return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, stream)
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Everyone gets rank 0's values."""
+    def broadcast(self, tensor: Tensor, source: int | None = None) -> None:
+        """Everyone gets the values of one rank, global; of the group's first without ``source``."""
+        source = self.ranks[0] if source is None else source
         if self.world > 1:
-            dist.broadcast(tensor, self.ranks[0], group=self.world_group)
+            sends = self.ranks[self.rank] == source
+            self._note_control("<broadcast>", (self.world - 1) * tensor.nbytes if sends else 0)
+            dist.broadcast(tensor, source, group=self.world_group)
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""

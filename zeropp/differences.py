@@ -149,8 +149,7 @@ class DifferencePath(GatherPath):
         """This rank's own part of the last result, and all of it."""
         return [self._views(whole)[0], whole]
 
-    @property
-    def codec_name(self) -> str:
+    def codec_name(self, travels: Tensor) -> str:
         """See :class:`GatherPath`."""
         return self.codec.name
 

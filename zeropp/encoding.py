@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeropp.codecs import BlockCodec, Codec, PlainCodec
+from zeropp.codecs import BlockCodec, PlainCodec
 from zeropp.config import Config
 from zeropp.placement import HopSpec, Mode
 from zeropp_kernels import state_layout
@@ -48,11 +48,11 @@ class Encoding:
         """For gathers of a buffer."""
         return self.weights or (None if trainable else self.frozen)
 
-    def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[Codec]:
+    def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[BlockCodec | PlainCodec]:
         """For each hop of a whole reduce path; a single one counts as between nodes."""
         return [self._gradient_codec(self._crosses(path, hop), wire_dtype) for hop in path]
 
-    def _gradient_codec(self, crosses: bool, wire_dtype: torch.dtype) -> Codec:
+    def _gradient_codec(self, crosses: bool, wire_dtype: torch.dtype) -> BlockCodec | PlainCodec:
         if self.bits is None:
             return PlainCodec(wire_dtype)
         bits = self.bits[crosses]
@@ -61,6 +61,11 @@ class Encoding:
     def feeds_back(self, path: Sequence[HopSpec], hop: HopSpec) -> bool:
         """Whether what encoding for a hop of a whole reduce path loses is fed back."""
         return self.feedback == "both" or (self.feedback == "cross" and self._crosses(path, hop))
+
+    def return_codec(self, codecs: Sequence[BlockCodec | PlainCodec]) -> BlockCodec | PlainCodec:
+        """For sums that go back to several copies, after hops with these codecs: 8 bits where any of them has codes."""
+        coded = any(isinstance(codec, BlockCodec) for codec in codecs)
+        return BlockCodec(8, self.rotate) if coded else codecs[-1]
 
     # Sizes, for plans.
 

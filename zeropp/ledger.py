@@ -33,7 +33,7 @@ class LedgerRow:
     codec: str
     calls: int
     bytes: int  # sent by this rank to others
-    exposed: float  # seconds that the model waited for this kind of the unit's, told with the first of its rows
+    exposed: float  # seconds that the model waited for this kind of the unit's, told with its slowest link
 
 
 @dataclass
@@ -71,12 +71,12 @@ class Ledger:
 
     @property
     def rows(self) -> list[LedgerRow]:
-        """One row per unit, hop and codec, in order of name."""
+        """One row per unit, hop and codec: by unit and kind, links between nodes before those inside."""
         with self._lock:
             exposed = dict(self._exposed)
             return [
                 LedgerRow(*way, self._calls[way], self._bytes[way], exposed.pop((way.unit, way.kind), 0.0))
-                for way in sorted(self._calls)
+                for way in sorted(self._calls, key=lambda way: (way.unit, way.kind, way.link, way))
             ]
 
     @property

@@ -77,7 +77,7 @@ class GatherPath:
             elif views[-1] is not places[-1]:
                 used_here(views[-1])
             for index in self._segments[number][1]:
-                self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name)
+                self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name(views[index]))
             if number == last:
                 self._end(views[-1], places)
                 views.clear()
@@ -89,10 +89,9 @@ class GatherPath:
         for _, work in self.stages(own, places, unit):
             work()
 
-    @property
-    def codec_name(self) -> str:
+    def codec_name(self, travels: Tensor) -> str:
         """Of what travels, in the ledger."""
-        return dtype_name(self.dtype)
+        return dtype_name(travels.dtype)  # whole main weights take a path that has the compute dtype
 
     def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
         """Put this rank's slice where hops begin; returns what it has there, and will have after each hop."""
@@ -133,8 +132,7 @@ class CodedGatherPath(GatherPath):
         self.coded = coded
         self.decodes = decodes
 
-    @property
-    def codec_name(self) -> str:
+    def codec_name(self, travels: Tensor) -> str:
         """See :class:`GatherPath`."""
         return self.codec.name
 

@@ -168,10 +168,18 @@ class Unit:
             buffer.kept_version = buffer.version
         self._refreshed = lanes.run(stages)
 
+    @property
+    def gathering(self) -> bool:
+        """Whether a gather was queued and not waited for."""
+        return self._gathered is not None
+
+    @property
+    def refreshing(self) -> bool:
+        """Whether a refresh was queued and not waited for."""
+        return self._refreshed is not None
+
     def arrive(self, timeout: float) -> bool:
-        """Wait for values on their way; False if they did not come in ``timeout`` seconds."""
-        if self.persistent:
-            return self.settle_refresh(timeout)
+        """Wait for a gather; False if it did not end in ``timeout`` seconds."""
         if self._gathered is not None:
             if not self._gathered.wait(timeout):
                 return False

@@ -61,10 +61,14 @@ def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, 
 
 
 def flip_a_bit(engine: Engine) -> None:
+    """Of a weight in the middle of what the last rank keeps of a parameter."""
     engine.refresh.settle()
     if engine.comm.rank == engine.comm.world - 1:
-        kept = next(buffer.kept for buffer in engine.buffers if buffer.kept is not None)
-        kept.view(torch.int16)[300] ^= 4
+        buffer = next(buffer for buffer in engine.buffers if buffer.kept is not None)
+        level = buffer.placement.mode.kept
+        index = buffer.placement.chain.slice_index(engine.comm.rank, level)
+        part = max(buffer.layout.fragments(index, level), key=lambda part: part.stop - part.start)
+        buffer.kept.view(torch.int16)[part.offset + (part.stop - part.start) // 2] ^= 64
 
 
 def refreshes(engine: Engine) -> dict[str, int]:
@@ -136,6 +140,31 @@ def test_exact_differences_change_no_bit(name: str, steps: int) -> None:
         # One step was skipped, one taken back.
         assert renewed[DIFFERENCES] + renewed.get(CROWDED, 0) == (steps - 1) * buffers
         assert renewed.get(CROWDED, 0) < 0.05 * steps * buffers
+
+
+def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
+    """Steps after which faults were counted, of a bit that flips long before anyone compares; what ranks keep then."""
+    model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3)
+    engine, holders = optimizer.engine, optimizer.boundary.holders
+    holders.every = 10
+    faults, seen = [], 0
+    for step in range(40):
+        if step == 13:
+            flip_a_bit(engine)
+        train(model, optimizer, step)
+        count = refreshes(engine).get(FAULT, 0)
+        faults += [step] * (count - seen)
+        seen = count
+    keeps = [str(buffer.kept.double().sum()) for buffer in engine.buffers if buffer.kept is not None]
+    return faults, keeps
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 1"])
+def test_a_fault_that_was_computed_with_is_found_at_the_next_comparison_and_once(name: str) -> None:
+    results = run_ranks(4, found_late, PLACED[name], local_world_size=2)
+    assert [faults for faults, _ in results] == [[19]] * 4
+    alike = [results[0], results[2]] if name == "hpz" else results  # holders of one slice: (0, 2) and (1, 3)
+    assert len({tuple(keeps) for _, keeps in alike}) == 1
 
 
 def crowd(settings: dict[str, object]) -> tuple[list[str], dict[str, int]]:

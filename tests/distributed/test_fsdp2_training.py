@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import zeropp_kernels as kernels
 from tests.distributed.fsdp2_models import DTYPES, PLAIN, buffers, gradients, hooks, sharded, units, whole
@@ -15,6 +17,8 @@ from tests.distributed.fsdp2_oracle import Net, bound, half_scales, rounded, tab
 from tests.distributed.harness import run_ranks
 from tests.distributed.watch import watch_weights
 from zeropp import fsdp2
+from zeropp.fsdp2 import install
+from zeropp.fsdp2.reduce import ReduceComm
 
 # Weights.
 
@@ -271,3 +275,55 @@ def test_what_encoding_loses_goes_with_the_next_gradient() -> None:
     one = [several for _, several, _ in run_ranks(4, fed, "cross", local_world_size=2)]
     for (single, several, wrong), cross in zip(run_ranks(4, fed, "both", local_world_size=2), one, strict=True):
         assert wrong == [] and several < cross < single and several < 0.35 * single
+
+
+def frozen_units(feedback: str) -> tuple[list[float], list[str]]:
+    """Losses of a model of which one unit is frozen wholly, as with LoRA; whose errors are carried."""
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    adapter = fsdp2.apply(model, feedback=feedback)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for step in range(4):
+        loss = model(tokens(step, dist.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, list(adapter.state_dict())
+
+
+@pytest.mark.parametrize("feedback", ["cross", "both"])
+def test_units_that_are_frozen_wholly_carry_no_errors(feedback: str) -> None:
+    results = run_ranks(4, frozen_units, feedback, local_world_size=2)
+    for losses, names in results:
+        assert losses[-1] < losses[0]
+        assert names and not any(name.startswith("blocks.0 ") for name in names)
+
+
+def fails_half_way() -> list[str]:
+    """Hooks that are FSDP2's no more after ``apply`` failed at its last unit."""
+    model = sharded()
+    made = install.ReduceComm
+
+    def failing(unit: str, *args: Any) -> ReduceComm:
+        if unit == "(root)":
+            raise MemoryError("no room for this one")
+        return made(unit, *args)
+
+    with mock.patch.object(install, "ReduceComm", failing), pytest.raises(MemoryError):
+        fsdp2.apply(model, feedback="cross")
+    left = [name for module in (*model.blocks, model) for name in map(type_name, hooks(module)[:2])]
+    fsdp2.apply(model, feedback="cross")  # nothing is in the way
+    return [name for name in left if not name.startswith("Default")]
+
+
+def type_name(value: object) -> str:
+    return type(value).__name__
+
+
+def test_a_failure_changes_nothing() -> None:
+    assert run_ranks(4, fails_half_way, local_world_size=2) == [[]] * 4

@@ -43,6 +43,61 @@ def test_figures_of_a_small_model(nodes: int) -> None:
     assert limited > free, "the link was not limited"
 
 
+WRONG: dict[str, str] = {
+    "--nodes=1": "nothing between fewer than 2 nodes",
+    "--steps=0": "--steps 0: expected at least 1",
+    "--local=0": "--local 0: expected at least 1",
+    "--systems=fsdp2_twohop": r"unknown \['fsdp2_twohop'\], known are",
+    "--systems=zeropp_losless_x4": "unknown .*zeropp_losless_x4",
+    "--equal=zeropp_mics": r"--equal: \['zeropp_mics'\] are not among",
+    "--rates=-5": "--rates -5: expected million bits",
+    "--rates=20,abc": "--rates abc: expected million bits",
+    "--rates=wait100": "--rates wait100: expected million bits",
+    "--systems=ddp": "zeropp_s3, which is to wait, is not among",
+}
+
+
+@pytest.mark.parametrize("flag", WRONG)
+def test_a_wrong_flag_is_named_before_any_node_is_made(flag: str) -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), flag], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and re.search(WRONG[flag], done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def sent_of(output: str, systems: list[str]) -> dict[str, float]:
+    """Bytes between nodes without a limit, as the device has counted them, of each system."""
+    rows = (row.split("|") for row in output.split("## no limit")[1].split("\n## ")[0].splitlines())
+    return {row[1].strip(): float(row[-2]) for row in rows if len(row) > 3 and row[1].strip() in systems}
+
+
+MOST = {"zeropp_s3": 3.1, "zeropp_pp": 0.80, "zeropp_pp_x4": 0.80, "zeropp_delta4": 0.55}
+
+
+def sends_at_most(most: dict[str, float], nodes: int, warm_up: int) -> None:
+    """Of a model whose blocks are partitioned; a step without a limit, everything the device counts included."""
+    size = ["--layers=6", "--d-model=256", "--heads=4", "--seq-len=64", "--batch=1", "--rounds=1", "--steps=2"]
+    command = [sys.executable, str(SCRIPT), f"--systems={','.join(most)}", "--rates=none", f"--warm-up={warm_up}"]
+    done = subprocess.run([*command, f"--nodes={nodes}", *size], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    sent = sent_of(done.stdout, list(most))
+    assert sent.keys() == most.keys()
+    assert all(sent[name] <= bound for name, bound in most.items()), sent
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.campaign)])
+def test_bytes_between_nodes_stay_below_what_is_promised(nodes: int) -> None:
+    sends_at_most(MOST, nodes, warm_up=2)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_exact_differences_stay_below_what_is_promised(nodes: int) -> None:
+    """Once the first, large steps of a training are over."""
+    sends_at_most({"zeropp_s3": 3.1, "zeropp_lossless": 0.64}, nodes, warm_up=60)
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_after_an_interruption(number: signal.Signals) -> None:

@@ -330,6 +330,23 @@ def test_bytes_are_those_of_the_codes(placed: dict[str, object]) -> None:
 # What is not finite.
 
 
+def carried(optimizer: Any, before: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """What the first hop carries over for the group around ``head.bias[299]``: as it was, and as it is."""
+    position = 0
+    for buffer in optimizer.engine.trainable:
+        feedback = buffer.gradient.feedbacks[0]
+        if "head.bias" in buffer.names:
+            slot = buffer.layout.slots[buffer.names.index("head.bias")]
+            count, groups = feedback.scales.shape
+            size = buffer.layout.numel // count // groups
+            message, group = divmod((slot.offset + 299) // size, groups)
+            there = slice(group * size, (group + 1) * size)
+            was, now = (each.view(count, -1)[message, there] for each in (before[position], feedback.state))
+            return was, now
+        position += len(buffer.gradient.feedbacks)
+    raise AssertionError("no buffer has head.bias")
+
+
 def spoilt(settings: dict[str, object], value: float) -> list[str]:
     """A gradient that is not finite on the last rank; what is wrong afterwards on this one."""
     model, optimizer = wrapped(make_config(**settings), 0.1)
@@ -354,6 +371,10 @@ def spoilt(settings: dict[str, object], value: float) -> list[str]:
     if not optimizer.step_was_skipped:
         wrong.append("the step was taken")
     wrong += [f"{name} changed" for name, v in zeropp.full_state(model).items() if not torch.equal(v, weights[name])]
+    if settings.get("feedback") == "both" and rank == world - 1 and not torch.equal(*carried(optimizer, states)):
+        wrong.append("errors of the block that is not finite have changed")
+    if not all(f.scales.isfinite().all() for g in optimizer.engine.gradients for f in g.feedbacks):
+        wrong.append("errors are not finite")
     after = [f.state for g in optimizer.engine.gradients for f in g.feedbacks]
     if states and all(map(torch.equal, states, after)):
         wrong.append("nothing was carried over from the good blocks")

@@ -26,6 +26,12 @@ SETTINGS: dict[str, dict[str, object]] = {
     "zero++, four micro-batches": {**PP, "gradient_accumulation_steps": 4, "defer_cross_reduction": True},
     "zero++, codes, feedback, hadamard": {**PP, "secondary": "codes", "zeropp_loco_param": {}, "hadamard": True},
     "delta4": {**HPZ, **BF16, "weight_codec": "delta4", "zero_quantized_gradients": True},
+    "stage 0, plain and coded": {
+        **BF16, "stage": 0, "zero_quantized_gradients": True, "gradient_bits": {"local": 4, "cross": 32}
+    },
+    "stage 0, 32 bits": {
+        **BF16, "stage": 0, "zero_quantized_gradients": True, "gradient_bits": {"local": 16, "cross": 32}
+    },
     "mics": {"mics_shard_size": 2, "zero_quantized_gradients": True},
     "mics, plain": {"mics_shard_size": 2, "gradient_accumulation_steps": 2},
     "plain gradients of 32 bits": {
@@ -41,7 +47,7 @@ def step(settings: dict[str, object]) -> tuple[Sent, Sent]:
     """What the third step sends, and what it was to send; messages that all ranks get are left out."""
     model = Uneven()
     config = make_config(reuse=0, **settings)
-    plan = zeropp.plan.traffic(model, config, dist.get_world_size(), 2)
+    plan = zeropp.plan.traffic(model, config, dist.get_world_size(), min(2, dist.get_world_size()))
     wanted: Sent = {}
     for row in plan.rows:
         calls, nbytes = wanted.get(row.way, (0, 0))
@@ -69,9 +75,11 @@ def test_every_byte_is_planned(name: str) -> None:
         assert found == wanted
 
 
+@pytest.mark.parametrize("name", ["stage 3", "stage 0, plain and coded", "stage 0, 32 bits"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_one_node_and_one_rank(world: int) -> None:
-    for found, wanted in run_ranks(world, step, {}, local_world_size=world):
+def test_one_node_and_one_rank(world: int, name: str) -> None:
+    """Where gradients take one hop it has the bits of hops between nodes."""
+    for found, wanted in run_ranks(world, step, SETTINGS[name], local_world_size=world):
         assert found == wanted
 
 

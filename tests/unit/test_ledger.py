@@ -25,8 +25,8 @@ def test_calls_bytes_and_waiting_add_up() -> None:
     ledger = filled()
     rows = {(row.unit, row.kind, row.hop): (row.calls, row.bytes, row.exposed) for row in ledger.rows}
     assert rows == {
-        ("block", "gather", "4->2"): (2, 2000, 0.0),
-        ("block", "gather", "2->1"): (1, 30, 0.75),  # told once a kind
+        ("block", "gather", "4->2"): (2, 2000, 0.75),  # told once a kind, with its slowest link
+        ("block", "gather", "2->1"): (1, 30, 0.0),
         ("block", "reduce", "1->2"): (1, 7, 0.0),
         ("<boundary>", "control", "all"): (1, 5, 0.0),
     }
@@ -38,8 +38,8 @@ def test_calls_bytes_and_waiting_add_up() -> None:
 def test_what_is_printed() -> None:
     *rows, total, event = str(filled()).splitlines()
     assert " ".join(rows[0].split()) == "unit kind hop link ranks codec calls bytes sent exposed s"
-    assert ["block", "gather", "2->1", "local", "2", "int8", "1", "30", "0.750"] in [row.split() for row in rows]
-    assert ["block", "gather", "4->2", "cross", "2", "int8", "2", "2,000"] in [row.split() for row in rows]
+    assert ["block", "gather", "4->2", "cross", "2", "int8", "2", "2,000", "0.750"] in [row.split() for row in rows]
+    assert ["block", "gather", "2->1", "local", "2", "int8", "1", "30"] in [row.split() for row in rows]
     assert total.split() == ["total", "2,042"]
     assert event == "refresh: whole: 2 times"
 

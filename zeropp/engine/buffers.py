@@ -177,9 +177,9 @@ def _gradient_paths(
     replicas: GatherPath | None = None
     if states != world:
         hops = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
-        if any(isinstance(codec, BlockCodec) for codec in codecs):
-            codec = BlockCodec(8, encoding.rotate)
+        codec = encoding.return_codec(codecs)
+        if isinstance(codec, BlockCodec):
             replicas = CodedGatherPath(placement, world, states, hops, key.main_dtype, codec, level=world)
         else:
-            replicas = GatherPath(placement, world, states, hops, key.wire_dtype)
+            replicas = GatherPath(placement, world, states, hops, codec.dtype)
     return GradientPaths(path(1, held), path(held, world), path(1, world), replicas)

@@ -120,7 +120,7 @@ def build_engine(
     maker = BufferMaker(config, mode, comm)
     units = maker.make_units(model, specs)
     if comm.world > 1:
-        warn_of_idle(config, units)  # before anything is partitioned: warnings may be errors
+        warn_of_idle(config, units, comm)  # before anything is partitioned: warnings may be errors
     for unit in units:
         for buffer in unit.buffers:
             buffer.adopt(partial(buffer.fill_from_first, comm))

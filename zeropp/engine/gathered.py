@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.engine.agreement import LENT
@@ -158,8 +157,7 @@ class _Loan:
         with engine.agreement.watching("sharing edits made inside GatheredParameters"):
             for (buffer, index), value in zip(self.places, self.values, strict=True):
                 whole = value.detach().to(buffer.main_dtype).contiguous()
-                if engine.comm.world > 1:
-                    dist.broadcast(whole, self.modifier_rank, group=engine.comm.world_group)
+                engine.comm.broadcast(whole, self.modifier_rank)
                 buffer.load(buffer.parameters[index], whole)
         engine.weights_changed(dict.fromkeys(buffer for buffer, _ in self.places))
 

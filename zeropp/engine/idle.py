@@ -6,25 +6,47 @@ from collections.abc import Iterator, Sequence
 
 from zeropp.codecs import BlockCodec
 from zeropp.coded_buffer import CodedBuffer
+from zeropp.comm import Comm
 from zeropp.config import Config
 from zeropp.config.base import notify
-from zeropp.paths import CodedGatherPath
+from zeropp.flat_buffer import FlatBuffer
 from zeropp.unit import Unit
 
 __all__ = ["warn_of_idle"]
 
 
-def warn_of_idle(config: Config, units: Sequence[Unit]) -> None:
+def warn_of_idle(config: Config, units: Sequence[Unit], comm: Comm) -> None:
     """Warn, once for each setting."""
-    for text in _idle(config, units):
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    for text in (*_idle_groups(config, comm), *_idle_gradients(config, buffers), *_idle_weights(config, buffers)):
         notify(text, UserWarning)
 
 
-def _idle(config: Config, units: Sequence[Unit]) -> Iterator[str]:
+def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
+    zero, own, world = config.zero, config.zeropp, comm.world
+    sharded = zero.mics_shard_size if 0 < zero.mics_shard_size < world else world
+    if zero.stage == 3 and zero.mics_shard_size >= world:
+        yield f"mics_shard_size {zero.mics_shard_size} has no effect: stage 3 shards over these {world} ranks anyway"
+    if zero.mics_hierarchical_params_gather and not 0 < zero.mics_shard_size < world:
+        yield "mics_hierarchical_params_gather has no effect: set mics_shard_size to less than all ranks"
+    if zero.stage == 3 and zero.zero_hpz_partition_size >= sharded:
+        also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
+        yield (
+            f"zero_hpz_partition_size {zero.zero_hpz_partition_size} has no effect{also}: weights are spread over "
+            f"{sharded} ranks, and a second copy over as many would be no use; set it to the ranks of a node"
+        )
+    if own.defer_cross_reduction and (world <= comm.local or zero.stage < 2):
+        later = f"stage {zero.stage} sums gradients on each rank until the last micro-batch anyway"
+        why = f"all {world} ranks are on one node" if world <= comm.local else later
+        yield f"zeropp.defer_cross_reduction has no effect: {why}"
+
+
+def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
     zero, own = config.zero, config.zeropp
-    buffers = [buffer for unit in units for buffer in unit.buffers]
-    legs = [leg for buffer in buffers if buffer.gradient is not None for leg in buffer.gradient.paths.straight.legs]
+    paths = [buffer.gradient.paths.straight.legs for buffer in buffers if buffer.gradient is not None]
+    legs = [leg for path in paths for leg in path]
     if zero.zero_quantized_gradients and legs:
+        one_hop = all(len(path) == 1 for path in paths)
         hops = sorted({f"{leg.codec.name} over {leg.hop.size} ranks" for leg in legs})
         if own.hadamard and not any(isinstance(leg.codec, BlockCodec) for leg in legs):
             yield f"zeropp.hadamard has no effect: gradients travel as {', '.join(hops)}; set gradient_bits to 8 or 4"
@@ -33,17 +55,18 @@ def _idle(config: Config, units: Sequence[Unit]) -> Iterator[str]:
                 f"zeropp_loco_param has no effect: gradients travel as {', '.join(hops)}, and feedback is "
                 f'"{own.feedback}"; set gradient_bits to 8 or 4 where errors are to be fed back'
             )
+        elif zero.zeropp_loco_param is not None and own.feedback == "both" and one_hop:
+            yield f'zeropp.feedback "both" has no effect beyond that of "cross": gradients take one hop, {hops[0]}'
+        bits = own.gradient_bits
+        if one_hop and bits is not None and "local" in bits.model_fields_set and bits.local != bits.cross:
+            yield f"zeropp.gradient_bits.local has no effect: gradients take one hop, {hops[0]}"
+
+
+def _idle_weights(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
+    zero = config.zero
     coded = zero.zero_quantized_nontrainable_weights and zero.stage > 0
     if coded and not any(isinstance(buffer, CodedBuffer) for buffer in buffers):
         yield (
             "zero_quantized_nontrainable_weights has no effect: the model has no frozen parameters; call "
             "requires_grad_(False) on them before wrapping"
         )
-    quantized = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights or own.weight_codec == "int8"
-    if own.secondary == "codes" and quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1:
-        kept = [buffer.paths.refresh for buffer in buffers if buffer.paths.fetch is not None]
-        if not any(isinstance(path, CodedGatherPath) and not path.decodes for path in kept):
-            yield (
-                f'zeropp.secondary "codes" has no effect: with zero_hpz_partition_size {zero.zero_hpz_partition_size} '
-                "on these ranks no quantized weights are kept a second time; set it to the ranks of a node"
-            )

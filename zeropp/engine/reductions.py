@@ -22,6 +22,7 @@ from zeropp.unit import Unit
 __all__ = ["Reductions"]
 
 _IN_FLIGHT = 2  # messages not yet sent; bounds what a slow network can pile up
+_SMALL = 2**26  # bytes; up to here more messages may be under way, and a link need not wait for one slow rank
 _HOLD, _REDUCE = 0, 2  # kinds in the issue hash
 
 
@@ -190,6 +191,11 @@ class Reductions:
             self.agreement.wait(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
             self._in_flight.popleft()
 
+    def _make_room(self) -> None:
+        """Wait until one more message may be on its way."""
+        while len(self._in_flight) >= _IN_FLIGHT and sum(m.nbytes for _, m, _ in self._in_flight) > _SMALL:
+            self.wait(len(self._in_flight) - 1)
+
     def forget(self) -> None:
         """Drop a phase that failed; messages on their way arrive first, since their shards are used again."""
         self.begin(None)
@@ -230,7 +236,7 @@ class Reductions:
         self._done[index] = uses
         self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
         for gradient in unit.gradients:
-            self.wait(_IN_FLIGHT - 1)
+            self._make_room()
             with span("pack", unit.name):
                 message = gradient.pack(hold=hold)
             if message is not None:

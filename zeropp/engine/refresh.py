@@ -120,4 +120,6 @@ class Refresh:
     def settle(self) -> None:
         """Wait until no refresh reads the main weights any more, before they change."""
         for unit in self._units:
-            self._agreement.wait(unit.settle_refresh, f"waiting for the refresh of unit {unit.name!r}")
+            if unit.refreshing:
+                name, wait = unit.name, unit.settle_refresh
+                self._agreement.wait(wait, f"waiting for the refresh of unit {name!r}", (name, "refresh"))

@@ -135,8 +135,11 @@ class Schedule:
 
     def _show(self, unit: Unit) -> None:
         with span("wait", unit.name):
-            kind = "refresh" if unit.persistent else "gather"
-            self.agreement.wait(unit.arrive, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
+            name = unit.name
+            if unit.refreshing:  # told apart from the gather behind it: it takes other links
+                self.agreement.wait(unit.settle_refresh, f"waiting for the refresh of unit {name!r}", (name, "refresh"))
+            if unit.gathering:
+                self.agreement.wait(unit.arrive, f"waiting for the gather of unit {name!r}", (name, "gather"))
         unit.uncover()
 
     def in_forward_order(self) -> list[Unit]:

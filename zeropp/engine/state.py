@@ -94,7 +94,7 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
-        event = engine.gather_lanes.run(path.stages(buffer.shard, path.places(whole), buffer.unit))
+        event = engine.gather_lanes.run(path.stages(buffer.shard, path.places(whole), f"{buffer.unit} <state>"))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 
 

@@ -151,12 +151,10 @@ def apply(
         together(mesh, "zeropp.fsdp2.apply", partial(_check, units, options), same=True)
     ledger = Ledger()
     routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger) for mesh in meshes}
-    reduces = []
-    for unit in units:
-        gather, reduce = routes[unit.group].comms(unit)
+    comms = [routes[unit.group].comms(unit) for unit in units]  # all of them before any is installed
+    for unit, (gather, reduce) in zip(units, comms, strict=True):
         unit.install(gather, reduce)
-        reduces.append(reduce)
-    return Adapter(ledger, units, reduces, list(routes.values()))
+    return Adapter(ledger, units, [reduce for _, reduce in comms], list(routes.values()))
 
 
 def _check(units: Sequence[ShardedUnit], options: Options) -> list[object]:

@@ -42,7 +42,7 @@ class ReduceRoute:
 
     def codecs(self, dtype: torch.dtype) -> list[Codec]:
         """For each hop, of gradients that FSDP2 has in ``dtype``."""
-        return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
+        return list(self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype))
 
     def feedbacks(self, numel: int, device: torch.device) -> list[Feedback | None]:
         """What each hop carries over, of buffers of [numel] as they lie in messages; None where it carries nothing."""
@@ -118,7 +118,7 @@ class ReduceComm(ReduceScatter):
         self.route = route
         self.numel = numel
         self.feedbacks: list[Feedback | None] = [None] * len(route.hops)
-        if route.hops and route.encoding.feedback is not None:
+        if route.hops and route.encoding.feedback is not None and numel:
             packed = _Packing(route, numel, torch.float32, device).numel
             self.feedbacks = route.feedbacks(packed, device)
         self._prepared: dict[tuple[int, torch.dtype], tuple[_Packing, ReducePath]] = {}

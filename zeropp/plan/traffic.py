@@ -173,8 +173,7 @@ def _gradients(
         nbytes = (len(hop.ranks) - 1) * codec.nbytes(layout.numel // hop.outer)
         yield TrafficRow(way, nbytes, 1 if once else micro_batches, "backward")
     if mode.states != world:
-        quantized = encoding.bits is not None and min(encoding.bits) < 16
-        back: Codec = BlockCodec(8, encoding.rotate) if quantized else PlainCodec(key.wire_dtype)
+        back = encoding.return_codec(encoding.gradient_codecs(path, key.wire_dtype))
         nbytes = back.nbytes(layout.numel // world)
         replicas = placement.gather_path(world, mode.states)
         times = 1 if mode.sums else micro_batches
