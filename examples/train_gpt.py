@@ -310,11 +310,12 @@ def train(
 
 def describe(record: dict) -> str:
     """The progress bar's tail."""
+    hops = "".join(f"; {hop} {nbytes / 1e6:.1f}" for hop, nbytes in record["sent_bytes_per_step_by_hop"].items())
     return (
         f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
         f"{record['memory_bytes'] / 2**20:,.0f} MiB peak, "
         f"{record['sent_bytes_per_step'] / 1e6:.1f} MB sent a step"
-        f" ({record['sent_between_nodes_per_step'] / 1e6:.1f} between nodes), "
+        f" ({record['sent_between_nodes_per_step'] / 1e6:.1f} between nodes{hops}), "
         f"waited {1000 * record['exposed_s_per_step']:.0f} ms a step"
     )
 

@@ -46,6 +46,13 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
+# And where it can while it renews what it keeps by exact differences.
+COUNTED: dict[str, tuple[Any, str]] = {
+    "counting": (FlatBuffer, "count_escapes"),
+    "agreeing on sizes": (Comm, "largest"),
+}
+
+
 class Delays:
     """Sleeps of 5 to 50 ms, the first time and then by chance, drawn apart on each rank, until the budget is spent."""
 
@@ -79,7 +86,7 @@ def slowed(places: list[str], ranks: list[int], seed: int, often: float, budget:
     delays = Delays(seed, often, budget)
     with contextlib.ExitStack() as stack:
         for place in places if dist.get_rank() in ranks else []:
-            cls, name = PLACES[place]
+            cls, name = {**PLACES, **COUNTED}[place]
             stack.enter_context(mock.patch.object(cls, name, delays.around(getattr(cls, name), seed % 2 == 1)))
         yield delays
 
@@ -138,6 +145,17 @@ def test_quantized_messages_with_feedback() -> None:
     recipe = Recipe("repeated blocks", torch.float32, steps=3, evaluate=True, zero=zero)
     places = [place for place in PLACES if place not in ("no_sync copy", "computing")]
     check_delays(4, 2, recipe, [(places, [0, 1, 2, 3], 2), (places, [0], 3)])
+
+
+@pytest.mark.parametrize("zero", [{"zero_hpz_partition_size": 2}, {"stage": 1, "overlap_comm": True}], ids=str)
+@pytest.mark.parametrize("codec", ["delta4", "lossless"])
+def test_weights_renewed_by_differences(codec: str, zero: dict[str, object]) -> None:
+    extension, top = {"weight_codec": codec}, {"bf16": {"enabled": True}}
+    settings: dict[str, object] = {**zero, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
+    recipe = Recipe("gpt", torch.float32, steps=4, evaluate=True, zero=settings, extension=extension, top=top)
+    places = ["reduce hop", "gather hop", "boundary sum", "refresh copy", "after a stage", "queueing", "wait", "step"]
+    places += ["counting", "agreeing on sizes"] if codec == "lossless" else []
+    check_delays(4, 2, recipe, [(places, [0, 1, 2, 3], 2), (places, [0], 3), (places, [3], 4)])
 
 
 @pytest.mark.campaign
