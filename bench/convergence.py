@@ -65,8 +65,11 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, 
         parser.error(f"--arms: unknown {unknown}, known are {list(ARMS)}")
     if not 2 <= args.seeds <= len(SEEDS):
         parser.error(f"--seeds {args.seeds}: expected 2 to {len(SEEDS)}, an interval needs two at least")
-    if args.jobs < 1 or args.checkpoint_every < 1 or settings.steps < 1:
-        parser.error("--jobs, --checkpoint-every and --steps must be at least 1")
+    if args.jobs < 1 or args.checkpoint_every < 1:
+        parser.error("--jobs and --checkpoint-every must be at least 1")
+    fault = settings.fault()
+    if fault:
+        parser.error(fault)
     return args, settings
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+import re
+from dataclasses import asdict, dataclass, field, fields
 
 SEEDS = (11, 23, 37, 53, 71)
 """Initial weights and order of data; the same over all arms, so that differences are paired."""
@@ -44,6 +45,8 @@ _ROTATED = {"hadamard": True}
 
 ARMS = {
     "plain": Arm("plain, or lossless weights", weights="lossless"),
+    "qwz": Arm("qwZ alone", _WEIGHTS),
+    "qgz": Arm("qgZ alone", _GRADIENTS),
     "zeropp": Arm("ZeRO++", _PP),
     "loco": Arm("ZeRO++, LoCo cross", {**_PP, **_LOCO}),
     "loco-both": Arm("ZeRO++, LoCo both", {**_PP, **_LOCO}, {"feedback": "both"}),
@@ -62,7 +65,7 @@ ARMS = {
 """Gradients of ZeRO++ are int8 inside nodes and int4 between them, unless said otherwise."""
 
 DEFAULT_ARMS = (
-    "plain", "zeropp", "loco", "loco-both", "loco-half", "hadamard", "hadamard-loco-0", "int4", "delta4",
+    "plain", "qwz", "qgz", "zeropp", "loco", "loco-both", "loco-half", "hadamard", "hadamard-loco-0", "int4", "delta4",
 )  # fmt: skip
 
 
@@ -95,6 +98,23 @@ class Settings:
     device: str = "cpu"
     compute: str = "fp32"
     wire: str = "bf16"
+
+    def fault(self) -> str | None:
+        """What is wrong with them, as an error of the command line."""
+        for each in fields(self):
+            value, flag = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
+            least = 0 if each.name == "warmup" else 1
+            if isinstance(value, int) and value < least:
+                return f"{flag} {value}: expected at least {least}"
+        if not self.lr > 0.0:
+            return f"--lr {self.lr}: expected more than 0"
+        if self.d_model % self.heads:
+            return f"--d-model {self.d_model}: expected a multiple of --heads {self.heads}"
+        known = {"device": r"cpu|cuda(:\d+)?", "compute": "fp32|bf16", "wire": "fp32|bf16|fp16"}
+        for name, pattern in known.items():
+            if not re.fullmatch(pattern, getattr(self, name)):
+                return f"--{name} {getattr(self, name)}: expected {pattern}"
+        return None
 
     def stem(self, arm: str, seed: int) -> str:
         """Name of a run's files, which tells it from runs of other settings and from an arm that was another then."""

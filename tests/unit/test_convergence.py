@@ -131,7 +131,18 @@ def test_page_plot_and_numbers_are_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("--arms=plane", "unknown"), ("--seeds=1", "2 to 5"), ("--jobs=0", "at least 1"), ("--steps=0", "at least 1")],
+    [
+        ("--arms=plane", "unknown"),
+        ("--seeds=1", "2 to 5"),
+        ("--seeds=0", "2 to 5"),
+        ("--jobs=0", "at least 1"),
+        ("--steps=0", "at least 1"),
+        ("--batch=0", "at least 1"),
+        ("--lr=-1", "more than 0"),
+        ("--heads=5", "a multiple of --heads 5"),
+        ("--device=nope", "expected cpu"),
+        ("--compute=fp8", "expected fp32"),
+    ],
 )
 def test_wrong_arguments(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
