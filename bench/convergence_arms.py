@@ -103,11 +103,13 @@ class Settings:
         """What is wrong with them, as an error of the command line."""
         for each in fields(self):
             value, flag = getattr(self, each.name), f"--{each.name.replace('_', '-')}"
-            least = 0 if each.name == "warmup" else 1
+            least = {"warmup": 0, "windows": 8}.get(each.name, 1)  # an eighth of the windows is read on the way
             if isinstance(value, int) and value < least:
                 return f"{flag} {value}: expected at least {least}"
-        if not self.lr > 0.0:
-            return f"--lr {self.lr}: expected more than 0"
+        if not 0.0 < self.lr < 1.0:
+            return f"--lr {self.lr}: expected more than 0 and less than 1"
+        if self.steps <= self.warmup:
+            return f"--steps {self.steps}: expected more than --warmup {self.warmup}, after which is measured"
         if self.d_model % self.heads:
             return f"--d-model {self.d_model}: expected a multiple of --heads {self.heads}"
         known = {"device": r"cpu|cuda(:\d+)?", "compute": "fp32|bf16", "wire": "fp32|bf16|fp16"}

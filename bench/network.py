@@ -30,7 +30,8 @@ SYSTEMS = (
     "zeropp_pp_x4"
 )
 ALSO = "ddp_zero1,fsdp2_hpz,fsdp2_a2a,deepspeed,deepspeed_hpz,zeropp,zeropp_s0,zeropp_s1,zeropp_s2,zeropp_mics"
-NAMES = f"{SYSTEMS},{ALSO}".split(",")
+NAMES = [name for name in f"{SYSTEMS},{ALSO}".split(",") if name != "zeropp_pp_x4"]
+COPIES = ("zeropp_hpz", "zeropp_pp", "zeropp_pp_loco", "zeropp_delta4", "zeropp_lossless")
 PORT = "29500"  # nobody else has ports in the namespaces
 
 
@@ -63,20 +64,26 @@ def wrong(args: argparse.Namespace) -> str | None:
     """What is wrong with the command line; ranks on their nodes could only say it many times over."""
     if args.nodes < 2:
         return f"--nodes {args.nodes}: there is nothing between fewer than 2 nodes"
-    for name in ("local", "rounds", "steps", "warm_up"):
-        if getattr(args, name) < 1:
+    for name in ("local", "rounds", "steps", "warm_up", *(flag.replace("-", "_") for flag in given_flags(args))):
+        if getattr(args, name) < (name != "seed"):
             return f"--{name.replace('_', '-')} {getattr(args, name)}: expected at least 1"
+    if args.d_model % args.heads:
+        return f"--d-model {args.d_model}: expected a multiple of --heads {args.heads}"
     systems = args.systems.split(",")
-    unknown = [name for name in systems if re.sub(r"^(zeropp.*)_x[1-9]\d*$", r"\1", name) not in NAMES]
+    bases = [re.sub(r"^(zeropp.*?)_x[1-9]\d*$", r"\1", name) for name in systems]
+    unknown = [name for name, base in zip(systems, bases, strict=True) if base not in NAMES]
     if unknown:
         return f"--systems: unknown {unknown}, known are {', '.join(NAMES)}; behind ours, _x4 for 4 micro-batches"
+    apart = [name for name in bases if name in COPIES]
+    if args.local < 2 and apart:
+        return f"--local {args.local}: {apart} keep a second copy on the ranks of a node, and need two at least"
     others = set(args.equal.split(",")) - {"", *systems}
     if others:
         return f"--equal: {sorted(others)} are not among --systems"
     for rate in args.rates.split(","):
         number = rate.removeprefix("wait")
         try:
-            fits = rate == "none" or 0 < float(number) < (100 if rate != number else float("inf"))
+            fits = rate == "none" or 0.01 <= float(number) < (100 if rate != number else 1e6)
         except ValueError:
             fits = False
         if not fits:

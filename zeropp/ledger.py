@@ -16,7 +16,7 @@ class Way(NamedTuple):
     unit: str
     kind: str  # "gather", "refresh" (of weights that are kept), "reduce" or "control"
     hop: str  # "outer->inner" levels in the direction of travel
-    link: str  # "local" inside a node, "cross" between nodes, "all" for small numbers that every rank gets
+    link: str  # "local" inside a node, "cross" between nodes, "all" for what every rank gets
     ranks: int  # that take part
     codec: str  # "bf16", "int8", "feedback(int4)", "lossless", ...
 
@@ -41,7 +41,7 @@ class Ledger:
     """Counts what this rank sends to others, waits for, and comes to know on the way.
 
     Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange. Waiting is
-    what the model, on a GPU its stream, stood still for beside its own work; with ``overlap_comm`` off all is its own.
+    what the model, on a GPU its stream, stood still for; with ``overlap_comm`` off that is all of it, codecs included.
 
     Attributes:
         events: (unit, what) -> how often: how weights that are kept were renewed.

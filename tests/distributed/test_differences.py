@@ -163,7 +163,7 @@ def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
 def test_a_fault_that_was_computed_with_is_found_at_the_next_comparison_and_once(name: str) -> None:
     results = run_ranks(4, found_late, PLACED[name], local_world_size=2)
     assert [faults for faults, _ in results] == [[19]] * 4
-    alike = [results[0], results[2]] if name == "hpz" else results  # holders of one slice: (0, 2) and (1, 3)
+    alike = [results[1], results[3]] if name == "hpz" else results  # those that hold the slice with the bit
     assert len({tuple(keeps) for _, keeps in alike}) == 1
 
 

@@ -139,6 +139,8 @@ def test_page_plot_and_numbers_are_saved(tmp_path: Path) -> None:
         ("--steps=0", "at least 1"),
         ("--batch=0", "at least 1"),
         ("--lr=-1", "more than 0"),
+        ("--steps=100", "more than --warmup 100"),
+        ("--windows=7", "at least 8"),
         ("--heads=5", "a multiple of --heads 5"),
         ("--device=nope", "expected cpu"),
         ("--compute=fp8", "expected fp32"),

@@ -34,9 +34,10 @@ _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the sam
 class Agreement:
     """Exchange of small rows of integers, and of last words."""
 
-    def __init__(self, comm: Comm, hang_timeout: float, device: torch.device) -> None:
+    def __init__(self, comm: Comm, hang_timeout: float, device: torch.device, *, at_once: bool) -> None:
         self.comm = comm
         self.hang_timeout = hang_timeout
+        self.at_once = at_once  # work on lanes is done in the model's own order, which stands still for it
         self.stalls = make_stalls(device, comm.ledger.add_wait)
         self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
         self._incident = f"{comm.job}/hang"
@@ -66,6 +67,13 @@ class Agreement:
             if self.lost is not None or alone:
                 raise
             raise self.failure(f"{' '.join(doing)} ({str(error).splitlines()[0]})") from error
+
+    @contextlib.contextmanager
+    def issuing(self, doing: str, unit: str, kind: str) -> Iterator[None]:
+        """Watch a unit's work being queued; where it is done at once, its time is told under this kind."""
+        timing = self.stalls.timing(unit, kind) if self.at_once else contextlib.nullcontext()
+        with timing, self.watching(doing, unit):
+            yield
 
     def exchange(self, kind: int, values: list[int], doing: str) -> list[list[int]]:
         """Every rank's values; all ranks must be at the same kind of exchange.

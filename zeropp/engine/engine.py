@@ -81,9 +81,9 @@ class Engine:
         self.units = tuple(units)
         self.device = device
         self.persistent = [unit for unit in self.units if unit.persistent]
-        self.agreement = Agreement(comm, hang_timeout, device)
-        self.issued = IssueHash()
         sends = comm.world > 1 and comm.backend != "fake"
+        self.agreement = Agreement(comm, hang_timeout, device, at_once=sends and not overlap)
+        self.issued = IssueHash()
         lanes = partial(make_lanes, device=device, sends=sends, overlap=overlap)
         self.gather_lanes, self.reduce_lanes = lanes("gather"), lanes("reduce")
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)

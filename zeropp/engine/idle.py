@@ -18,25 +18,29 @@ __all__ = ["warn_of_idle"]
 def warn_of_idle(config: Config, units: Sequence[Unit], comm: Comm) -> None:
     """Warn, once for each setting."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    for text in (*_idle_groups(config, comm), *_idle_gradients(config, buffers), *_idle_weights(config, buffers)):
+    for text in (*_idle_groups(config, comm), *_idle_gradients(config, buffers), *_idle_weights(config, buffers, comm)):
         notify(text, UserWarning)
 
 
 def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
     zero, own, world = config.zero, config.zeropp, comm.world
-    sharded = zero.mics_shard_size if 0 < zero.mics_shard_size < world else world
+    in_groups = zero.stage == 3 and 0 < zero.mics_shard_size < world
+    sharded = zero.mics_shard_size if in_groups else world
     if zero.stage == 3 and zero.mics_shard_size >= world:
         yield f"mics_shard_size {zero.mics_shard_size} has no effect: stage 3 shards over these {world} ranks anyway"
-    if zero.mics_hierarchical_params_gather and not 0 < zero.mics_shard_size < world:
-        yield "mics_hierarchical_params_gather has no effect: set mics_shard_size to less than all ranks"
-    if zero.stage == 3 and zero.zero_hpz_partition_size >= sharded:
+    if zero.mics_hierarchical_params_gather and not (in_groups and sharded > comm.local):
+        yield (
+            "mics_hierarchical_params_gather has no effect: it is for a mics_shard_size of more than the "
+            f"{comm.local} ranks of a node and less than all {world}"
+        )
+    if zero.stage == 3 and zero.zero_hpz_partition_size >= max(sharded, 2):
         also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
         yield (
             f"zero_hpz_partition_size {zero.zero_hpz_partition_size} has no effect{also}: weights are spread over "
             f"{sharded} ranks, and a second copy over as many would be no use; set it to the ranks of a node"
         )
-    if own.defer_cross_reduction and (world <= comm.local or zero.stage < 2):
-        later = f"stage {zero.stage} sums gradients on each rank until the last micro-batch anyway"
+    if own.defer_cross_reduction and (sharded <= comm.local or zero.stage < 2):
+        later = "gradients of several micro-batches are summed before they cross nodes anyway"
         why = f"all {world} ranks are on one node" if world <= comm.local else later
         yield f"zeropp.defer_cross_reduction has no effect: {why}"
 
@@ -62,11 +66,19 @@ def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[s
             yield f"zeropp.gradient_bits.local has no effect: gradients take one hop, {hops[0]}"
 
 
-def _idle_weights(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
-    zero = config.zero
+def _idle_weights(config: Config, buffers: Sequence[FlatBuffer], comm: Comm) -> Iterator[str]:
+    zero, own = config.zero, config.zeropp
     coded = zero.zero_quantized_nontrainable_weights and zero.stage > 0
     if coded and not any(isinstance(buffer, CodedBuffer) for buffer in buffers):
         yield (
             "zero_quantized_nontrainable_weights has no effect: the model has no frozen parameters; call "
             "requires_grad_(False) on them before wrapping"
+        )
+    shards = zero.mics_shard_size if zero.mics_shard_size > 0 else comm.world
+    wanted = zero.stage == 3 and 1 < zero.zero_hpz_partition_size < min(shards, comm.world)
+    if wanted and all(buffer.paths.fetch is None or buffer.paths.refresh is None for buffer in buffers):
+        also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
+        yield (
+            f"zero_hpz_partition_size {zero.zero_hpz_partition_size} has no effect{also}: all parameters are so small "
+            "that they stay whole; lower stage3_param_persistence_threshold to partition them"
         )

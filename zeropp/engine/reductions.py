@@ -240,6 +240,6 @@ class Reductions:
             with span("pack", unit.name):
                 message = gradient.pack(hold=hold)
             if message is not None:
-                with self.agreement.watching("reducing", unit.name), span("reduce", unit.name):
+                with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
                     event = self.lanes.run(gradient.stages(message, self.scale, hold=hold))
                 self._in_flight.append((event, message, unit.name))

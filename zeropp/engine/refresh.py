@@ -80,7 +80,7 @@ class Refresh:
         for unit in stale:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)
-            with self._agreement.watching("refreshing", unit.name), span("refresh", unit.name):
+            with self._agreement.issuing("refreshing", unit.name, "refresh"), span("refresh", unit.name):
                 unit.refresh(self.lanes, differs)
 
     def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:

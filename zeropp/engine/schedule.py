@@ -303,7 +303,7 @@ class Schedule:
     def _issue(self, index: int) -> None:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
-        with self.agreement.watching("gathering", unit.name), span("gather", unit.name):
+        with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
             unit.gather(self.lanes)
         self.held.add(index)
 

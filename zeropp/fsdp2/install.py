@@ -151,10 +151,17 @@ def apply(
         together(mesh, "zeropp.fsdp2.apply", partial(_check, units, options), same=True)
     ledger = Ledger()
     routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger) for mesh in meshes}
-    comms = [routes[unit.group].comms(unit) for unit in units]  # all of them before any is installed
-    for unit, (gather, reduce) in zip(units, comms, strict=True):
-        unit.install(gather, reduce)
-    return Adapter(ledger, units, [reduce for _, reduce in comms], list(routes.values()))
+    comms: dict[ShardedUnit, tuple[GatherComm, ReduceComm]] = {}
+    try:
+        for mesh, route in routes.items():
+            comms |= together(mesh, "zeropp.fsdp2.apply", route.all_comms)
+    except BaseException:
+        for route in routes.values():
+            route.close()
+        raise
+    for unit in units:
+        unit.install(*comms[unit])
+    return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
 
 
 def _check(units: Sequence[ShardedUnit], options: Options) -> list[object]:
@@ -190,6 +197,7 @@ class _Routes:
 
     def __init__(self, mesh: dist.ProcessGroup, units: Sequence[ShardedUnit], options: Options, ledger: Ledger) -> None:
         self.options = options
+        self.units = units
         self.ledger = ledger
         self.timeout = timedelta(seconds=options.hang_timeout)
         self.groups: list[dist.ProcessGroup] = []
@@ -202,8 +210,11 @@ class _Routes:
                 self.gathers[unit.secondary] = self._secondary(unit.secondary, device, codec)
         self.reduce = self._reduce_route(mesh, device)
 
-    def comms(self, unit: ShardedUnit) -> tuple[GatherComm, ReduceComm]:
-        """The hooks of one unit."""
+    def all_comms(self) -> dict[ShardedUnit, tuple[GatherComm, ReduceComm]]:
+        """The hooks of all units."""
+        return {unit: self._comms(unit) for unit in self.units}
+
+    def _comms(self, unit: ShardedUnit) -> tuple[GatherComm, ReduceComm]:
         groups = [unit.group] if unit.secondary is None else [unit.group, unit.secondary]
         gather = GatherComm(unit.name, {group: self.gathers[group] for group in groups})
         return gather, ReduceComm(unit.name, self.reduce, unit.trained_numel, unit.device)
