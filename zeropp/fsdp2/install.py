@@ -151,17 +151,23 @@ def apply(
         together(mesh, "zeropp.fsdp2.apply", partial(_check, units, options), same=True)
     ledger = Ledger()
     routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger) for mesh in meshes}
+    comms = _all_comms(routes)
+    for unit in units:
+        unit.install(*comms[unit])
+    return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
+
+
+def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit, tuple[GatherComm, ReduceComm]]:
+    """The hooks of all units, before any is installed; if they cannot be made on some rank, on none."""
     comms: dict[ShardedUnit, tuple[GatherComm, ReduceComm]] = {}
     try:
         for mesh, route in routes.items():
-            comms |= together(mesh, "zeropp.fsdp2.apply", route.all_comms)
+            comms |= together(mesh, "zeropp.fsdp2.apply", route.comms)
     except BaseException:
         for route in routes.values():
             route.close()
         raise
-    for unit in units:
-        unit.install(*comms[unit])
-    return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
+    return comms
 
 
 def _check(units: Sequence[ShardedUnit], options: Options) -> list[object]:
@@ -210,7 +216,7 @@ class _Routes:
                 self.gathers[unit.secondary] = self._secondary(unit.secondary, device, codec)
         self.reduce = self._reduce_route(mesh, device)
 
-    def all_comms(self) -> dict[ShardedUnit, tuple[GatherComm, ReduceComm]]:
+    def comms(self) -> dict[ShardedUnit, tuple[GatherComm, ReduceComm]]:
         """The hooks of all units."""
         return {unit: self._comms(unit) for unit in self.units}
 
