@@ -248,3 +248,31 @@ def test_the_device_carries_what_the_ledger_says(name: str) -> None:
         if seen[-1] <= 1.005:
             break
     assert 0.995 <= min(seen) <= 1.005, seen
+
+
+def state_traffic() -> tuple[list[tuple[str, int]], int]:
+    """(codec, bytes) of what a state dict of a bf16 run sends, all units together; bytes of edits that are shared."""
+    model = Uneven()
+    config = make_config(bf16={"enabled": True})
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    ledger = optimizer.engine.comm.ledger
+    optimizer.engine.refresh.settle()
+    ledger.reset()
+    zeropp.full_state(model)
+    rows = [row for row in ledger.rows if row.kind == "gather"]
+    assert all(row.unit.endswith(" <state>") for row in rows)
+    codecs = {row.codec for row in rows}
+    sent = [(codec, sum(row.bytes for row in rows if row.codec == codec)) for codec in sorted(codecs)]
+    parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    with zeropp.zero.GatheredParameters([parameter], modifier_rank=1), torch.no_grad():
+        parameter.mul_(2)
+    return sent, sum(row.bytes for row in ledger.rows if row.unit == "<broadcast>")
+
+
+def test_what_states_and_edits_send_is_counted_as_it_travels() -> None:
+    model = Uneven()
+    first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    for rank, (sent, shared) in enumerate(run_ranks(2, state_traffic)):
+        assert [codec for codec, _ in sent] == ["fp32"], "main weights travel in float32"
+        assert sent[0][1] >= 4 * sum(p.numel() for p in model.parameters() if p.requires_grad) // 2
+        assert shared == (4 * first.numel() if rank == 1 else 0)

@@ -40,9 +40,9 @@ class ReduceRoute:
         """Number of ranks."""
         return self.placement.chain.world
 
-    def codecs(self, dtype: torch.dtype) -> list[Codec]:
+    def codecs(self, dtype: torch.dtype) -> Sequence[Codec]:
         """For each hop, of gradients that FSDP2 has in ``dtype``."""
-        return list(self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype))
+        return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
 
     def feedbacks(self, numel: int, device: torch.device) -> list[Feedback | None]:
         """What each hop carries over, of buffers of [numel] as they lie in messages; None where it carries nothing."""
