@@ -16,6 +16,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -100,20 +102,32 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
         "reduce-dtype": args.dtype, "warm-up": args.warm_up, "steps": args.steps, "rounds": args.rounds,
         "node-size": args.local, "result": result, **given_flags(args),
     }  # fmt: skip
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(ROOT / "bench" / "network_ranks.py")]
+    words += [f"--{name}={value}" for name, value in flags.items()]
     with nodes(args.nodes) as found:
-        launchers = []
-        for index, node in enumerate(found):
-            words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(args.nodes)]
-            words += ["--node-rank", str(index), "--nproc-per-node", str(args.local)]
-            words += ["--master-addr", found[0].address, "--master-port", PORT]
-            words += [str(ROOT / "bench" / "network_ranks.py")]
-            words += [f"--{name}={value}" for name, value in flags.items()]
-            launchers.append(subprocess.Popen(node.command(*words), env=environment))
-        codes = [launcher.wait() for launcher in launchers]
+        ranks = []
+        for rank in range(args.nodes * args.local):
+            node, local = divmod(rank, args.local)
+            # Not by torchrun, whose ranks are sessions of their own: Linux shares out time among sessions first, and
+            # gives some ranks the cores for half a second while others wait for them.
+            own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": args.nodes * args.local}
+            own |= {"LOCAL_WORLD_SIZE": args.local, "MASTER_ADDR": found[0].address, "MASTER_PORT": PORT}
+            own |= {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": 1}
+            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+            ranks.append(subprocess.Popen(found[node].command(*words), env=environment))
+        codes = exit_codes(ranks)
     if any(codes) or not result.exists():
-        raise SystemExit(f"the nodes ended with exit codes {codes}; nothing to report")
+        raise SystemExit(f"the ranks ended with exit codes {codes}, None where one was stopped; nothing to report")
     return json.loads(result.read_text())
+
+
+def exit_codes(ranks: Sequence[subprocess.Popen]) -> list[int | None]:
+    """Once all have ended, or one has failed: the others would wait for it, and end with their nodes."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        if any(codes) or None not in codes:
+            return codes
+        time.sleep(0.2)
 
 
 def main() -> None:

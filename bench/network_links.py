@@ -17,11 +17,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["DEVICE", "Node", "nodes", "sent_bytes", "set_rate", "unavailable"]
+__all__ = ["DEVICE", "Node", "cut_into_frames", "nodes", "sent_bytes", "set_rate", "unavailable"]
 
 DEVICE = "uplink"
 _MTU = "9000"  # bytes a frame, as on the networks of clusters; headers are 0.7 % of that
-_BURST = 32 * 1024  # bytes that may pass at once: a few frames, so that a burst is no part of the figure
+_SEGMENT = 60 * 1024  # bytes that TCP hands the device at once; network cards cut them into frames themselves
+# Bytes that may pass at once. One segment, or the kernel would cut it here, on the cores that the ranks compute on.
+_BURST = 64 * 1024
+_UNCUT = 2**16 - 1  # frames, more than a segment has
 _QUEUE = 64 * 2**20  # bytes that may wait: frames that are dropped would be sent, and counted, twice
 
 
@@ -73,7 +76,7 @@ def nodes(count: int) -> Iterator[list[Node]]:
             _run("ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", node.name)
             _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "mtu", _MTU, "up")
             _run("ip", "-n", node.name, "address", "add", f"{node.address}/24", "dev", DEVICE)
-            _run("ip", "-n", node.name, "link", "set", DEVICE, "mtu", _MTU, "up")
+            _run("ip", "-n", node.name, "link", "set", DEVICE, "mtu", _MTU, "gso_max_size", str(_SEGMENT), "up")
         yield found
     finally:
         for number in before:  # whoever is impatient, and `timeout`, sends several
@@ -121,8 +124,13 @@ def set_rate(megabits: float | None) -> None:
         _run("tc", "qdisc", "add", "dev", DEVICE, "root", *bucket)
 
 
+def cut_into_frames(yes: bool) -> None:
+    """Have the kernel cut what TCP sends into frames, each with its headers, before the device counts it; or not."""
+    _run("ip", "link", "set", "dev", DEVICE, "gso_max_segs", "1" if yes else str(_UNCUT))
+
+
 def sent_bytes() -> int:
-    """Bytes that have left this node, headers of TCP, IP and Ethernet included."""
+    """Bytes that have left this node; headers of TCP, IP and Ethernet as often as :func:`cut_into_frames` says."""
     # /proc/self/net follows the namespace of the process; /sys/class/net keeps the one it was mounted in.
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")

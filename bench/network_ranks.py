@@ -24,7 +24,7 @@ import torch.distributed as dist  # noqa: E402
 from contestant import Contestant, meet  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
 from model_flags import add_model_flags  # noqa: E402
-from network_links import sent_bytes, set_rate  # noqa: E402
+from network_links import cut_into_frames, sent_bytes, set_rate  # noqa: E402
 from step_time_systems import build  # noqa: E402
 from text_data import Batches, load_text  # noqa: E402
 
@@ -58,18 +58,31 @@ class Race:
         self.rows: list[dict] = []
 
     def turn(self, contestant: Contestant, steps: int) -> tuple[float, float]:
-        """(seconds, bytes that the first node sent to others) a step; the same numbers on every rank."""
-        device = torch.device("cpu")
-        meet(device)
+        """(seconds, bytes that the first node sent to others) a step; the same numbers on every rank.
+
+        From the end of one step to the end of another: what a step leaves on its way, the next one's forward hides.
+        """
+        meet(torch.device("cpu"))
+        contestant.one_step()
         sent, start = sent_bytes(), time.perf_counter()
         for _ in range(steps):
             contestant.one_step()
+        found = torch.tensor([time.perf_counter() - start, float(sent_bytes() - sent)], dtype=torch.float64) / steps
         contestant.settle()
-        meet(device)
-        found = torch.tensor([time.perf_counter() - start, float(sent_bytes() - sent)], dtype=torch.float64)
+        meet(torch.device("cpu"))
         dist.broadcast(found, 0)
-        seconds, nbytes = (found / steps).tolist()
+        seconds, nbytes = found.tolist()
         return seconds, nbytes
+
+    def sent_in(self, contestant: Contestant, steps: int) -> int:
+        """Bytes that this node sends to others in some steps, until nothing of them is on its way."""
+        meet(torch.device("cpu"))
+        sent = sent_bytes()
+        for _ in range(steps):
+            contestant.one_step()
+        contestant.settle()
+        meet(torch.device("cpu"))
+        return sent_bytes() - sent
 
     def limit(self, rate: float | None) -> None:
         """Every node sends so many million bits a second; None for no limit."""
@@ -118,17 +131,27 @@ def ledger_of(contestant: Contestant) -> dict | None:
     return found
 
 
-def counted(race: Race, contestant: Contestant, steps: int) -> dict | None:
-    """What the ledgers of the first node's ranks say of some steps, a step, beside what its device says."""
+def counted(race: Race, contestant: Contestant, steps: int) -> dict:
+    """What the first node's device says of some steps, a step, frame by frame; and the ledgers of its ranks, if any."""
     before = ledger_of(contestant)
-    _, sent = race.turn(contestant, steps)
+    sent = race.sent_in(contestant, steps) / steps
     after = ledger_of(contestant)
     if before is None or after is None:
-        return None
+        return {"ledger": None, "device": sent}
     tables: list[dict] = [{}] * dist.get_world_size()
     dist.all_gather_object(tables, {key: value - before.get(key, 0) for key, value in after.items()})
     ledger = {key: sum(table[key] for table in tables[: race.args.local]) / steps for key in tables[0]}
     return {"ledger": ledger, "device": sent}
+
+
+def count(race: Race, steps: int) -> dict[str, dict]:
+    """See :func:`counted`, by system; without a limit."""
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        cut_into_frames(True)
+    found = {contestant.name: counted(race, contestant, steps) for contestant in race.contestants}
+    if int(os.environ["LOCAL_RANK"]) == 0:
+        cut_into_frames(False)
+    return found
 
 
 def main() -> None:
@@ -138,9 +161,9 @@ def main() -> None:
     rank = dist.get_rank()
     race = Race(args)
     for contestant in race.contestants:  # the first steps learn, compile and allocate
-        race.turn(contestant, args.warm_up)
+        race.sent_in(contestant, args.warm_up)
     race.run("free", None)
-    bytes_by_codec = {each.name: counted(race, each, 2) for each in race.contestants}
+    bytes_by_codec = count(race, steps=2)
     found: dict[str, float] = {}
     for rate in args.rates.split(","):
         if rate.startswith("wait"):
