@@ -3,13 +3,14 @@
     sudo python bench/network.py --nodes 2 --rates wait80,200,50 --equal zeropp_s3,zeropp_pp --save two-nodes
 
 Nodes are network namespaces with two ranks each, joined by links whose rate a token bucket limits; the bytes are those
-that the kernel counted on the first node's device, headers of 9000-byte frames included. All systems live in the same
-processes, train the same model on the same data and take turns, round by round. Linux, root.
+that the kernel counted on the first node's device. All systems live in the same processes, train the same model on the
+same data and take turns, round by round. Linux, root.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -104,25 +105,32 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
     }  # fmt: skip
     words = [sys.executable, str(ROOT / "bench" / "network_ranks.py")]
     words += [f"--{name}={value}" for name, value in flags.items()]
-    with nodes(args.nodes) as found:
+    with nodes(args.nodes) as found, contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(args.nodes * args.local):
             node, local = divmod(rank, args.local)
-            # Not by torchrun, whose ranks are sessions of their own: Linux shares out time among sessions first, and
-            # gives some ranks the cores for half a second while others wait for them.
+            # Not by torchrun, whose ranks are sessions of their own: Linux may share out time among sessions first
+            # (sched_autogroup), and some ranks then wait long for the cores while others wait for them.
             own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": args.nodes * args.local}
             own |= {"LOCAL_WORLD_SIZE": args.local, "MASTER_ADDR": found[0].address, "MASTER_PORT": PORT}
             own |= {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
             ranks.append(subprocess.Popen(found[node].command(*words), env=environment))
+            stack.callback(stop, ranks[-1])
         codes = exit_codes(ranks)
     if any(codes) or not result.exists():
         raise SystemExit(f"the ranks ended with exit codes {codes}, None where one was stopped; nothing to report")
     return json.loads(result.read_text())
 
 
+def stop(rank: subprocess.Popen) -> None:
+    """End a rank, if it has not, and wait for that."""
+    rank.kill()
+    rank.wait()
+
+
 def exit_codes(ranks: Sequence[subprocess.Popen]) -> list[int | None]:
-    """Once all have ended, or one has failed: the others would wait for it, and end with their nodes."""
+    """Once all have ended, or one has failed, for which the others would wait: None for those that still run."""
     while True:
         codes = [rank.poll() for rank in ranks]
         if any(codes) or None not in codes:

@@ -21,9 +21,10 @@ __all__ = ["DEVICE", "Node", "cut_into_frames", "nodes", "sent_bytes", "set_rate
 
 DEVICE = "uplink"
 _MTU = "9000"  # bytes a frame, as on the networks of clusters; headers are 0.7 % of that
-_SEGMENT = 60 * 1024  # bytes that TCP hands the device at once; network cards cut them into frames themselves
-# Bytes that may pass at once. One segment, or the kernel would cut it here, on the cores that the ranks compute on.
+_SEGMENT = 60 * 1024  # bytes that TCP hands the device at once, at most; network cards cut them into frames themselves
+# Bytes that may pass at once: one segment, or the kernel would cut it here, on the cores that the ranks compute on.
 _BURST = 64 * 1024
+_CONGESTION = "cubic"  # Linux's own choice; others probe the link by leaving it idle at times
 _UNCUT = 2**16 - 1  # frames, more than a segment has
 _QUEUE = 64 * 2**20  # bytes that may wait: frames that are dropped would be sent, and counted, twice
 
@@ -77,6 +78,7 @@ def nodes(count: int) -> Iterator[list[Node]]:
             _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "mtu", _MTU, "up")
             _run("ip", "-n", node.name, "address", "add", f"{node.address}/24", "dev", DEVICE)
             _run("ip", "-n", node.name, "link", "set", DEVICE, "mtu", _MTU, "gso_max_size", str(_SEGMENT), "up")
+            _run(*node.command("sh", "-c", f"echo {_CONGESTION} > /proc/sys/net/ipv4/tcp_congestion_control"))
         yield found
     finally:
         for number in before:  # whoever is impatient, and `timeout`, sends several

@@ -78,6 +78,7 @@ class Race:
         """Bytes that this node sends to others in some steps, until nothing of them is on its way."""
         meet(torch.device("cpu"))
         sent = sent_bytes()
+        meet(torch.device("cpu"))
         for _ in range(steps):
             contestant.one_step()
         contestant.settle()
@@ -90,29 +91,47 @@ class Race:
             set_rate(rate)
         meet(torch.device("cpu"))
 
-    def run(self, kind: str, rate: float | None, only: list[Contestant] | None = None) -> None:
+    def run(self, kind: str, rate: float | None) -> None:
         """Turns of all contestants, round by round, at one rate."""
         self.limit(rate)
         for number in range(self.args.rounds):
-            for contestant in only or self.contestants:
+            for contestant in self.contestants:
                 seconds, sent = self.turn(contestant, self.args.steps)
                 row = {"kind": kind, "rate": rate, "round": number, "system": contestant.name}
                 self.rows.append({**row, "s": seconds, "bytes": sent})
 
-    def median(self, key: str, name: str, rate: float | None = None) -> float:
-        """Of what was measured of a system at one rate."""
-        return statistics.median(r[key] for r in self.rows if r["system"] == name and r["rate"] == rate)
+    def run_equal(self, contestant: Contestant, sent: float) -> None:
+        """Turns of one at the rate at which its bytes a step take as long as a step does without a limit.
 
-    def waiting_rate(self, share: float) -> float:
-        """Where the base system's step takes so much longer than without a limit that it waits for that share of it."""
+        Each beside one without a limit: what else these cores do changes over minutes.
+        """
+        rate = round(sent * 8e-6 / self.free(contestant.name), 2)
+        for number in range(self.args.rounds):
+            row = {"kind": "equal", "rate": rate, "round": number, "system": contestant.name}
+            self.limit(None)
+            row["free"], _ = self.turn(contestant, self.args.steps)
+            self.limit(rate)
+            row["s"], row["bytes"] = self.turn(contestant, self.args.steps)
+            self.rows.append({**row, "link": sent * 8e-6 / rate})
+
+    def free(self, name: str) -> float:
+        """Seconds a step of a system takes without a limit."""
+        return statistics.median(r["s"] for r in self.rows if (r["kind"], r["system"]) == ("free", name))
+
+    def waiting_rate(self, share: float, sent: float) -> float:
+        """Where the base system's step takes so much longer than without a limit that it waits for that share of it.
+
+        Args:
+            share: of its step.
+            sent: bytes that it sends from the first node, a step.
+        """
         base = next(each for each in self.contestants if each.name == BASE)
-        free, sent = self.median("s", BASE), self.median("bytes", BASE)
+        free = self.free(BASE)
         target = free / (1 - share)
         rate = sent * 8e-6 / (target - 0.7 * free)  # a part of its own time hides
         for _ in range(_TRIES):
             self.limit(rate)
-            self.turn(base, 1)  # the bucket is full of what another rate has left
-            seconds, _ = self.turn(base, max(1, self.args.steps))
+            seconds, _ = self.turn(base, self.args.steps)
             if abs(seconds / target - 1) < 0.04:
                 break
             rate *= (seconds - 0.7 * free) / (target - 0.7 * free)
@@ -167,15 +186,13 @@ def main() -> None:
     found: dict[str, float] = {}
     for rate in args.rates.split(","):
         if rate.startswith("wait"):
-            found[rate] = race.waiting_rate(float(rate.removeprefix("wait")) / 100)
+            found[rate] = race.waiting_rate(float(rate.removeprefix("wait")) / 100, bytes_by_codec[BASE]["device"])
             race.run(rate, found[rate])
         elif rate != "none":
             race.run("rate", float(rate))
     for contestant in race.contestants:
         if contestant.name in args.equal.split(","):
-            # Where the time on the link is that of the rest, so that each could hide the other.
-            rate = race.median("bytes", contestant.name) * 8e-6 / race.median("s", contestant.name)
-            race.run("equal", round(rate, 2), [contestant])
+            race.run_equal(contestant, bytes_by_codec[contestant.name]["device"])
     race.limit(None)
     losses = {contestant.name: contestant.measured()["losses"] for contestant in race.contestants}
     if rank == 0:

@@ -75,19 +75,19 @@ def _equal_table(measured: Measured) -> list[str]:
         return []
     lines = [
         "", "## Where the time on the link equals the time of the rest", "",
-        "Each system at a rate of its own, at which its bytes take as long as its step does without a limit.", "",
-        "| system | Mbit/s | step without a limit s | step s (min, max) | / max(compute, communication) |",
-        "|---|---|---|---|---|",
+        "Each system at a rate of its own, at which its bytes take as long as its step does without a limit; a turn "
+        "without one beside each turn at that rate.", "",
+        "| system | Mbit/s | on the link s | step without a limit s | step s "
+        "| / max(compute, communication) by round (min, max) |",
+        "|---|---|---|---|---|---|",
     ]  # fmt: skip
     for name, rate in dict.fromkeys((r["system"], r["rate"]) for r in rows):
-        seconds = [r["s"] for r in rows if r["system"] == name]
-        sent = statistics.median(r["bytes"] for r in rows if r["system"] == name)
-        free = measured.step("free", None, name)
-        most = max(free, sent * 8e-6 / rate)
-        step = statistics.median(seconds)
+        own = [r for r in rows if r["system"] == name]
+        ratios = [r["s"] / max(r["free"], r["link"]) for r in own]
+        free, step = (statistics.median(r[key] for r in own) for key in ("free", "s"))
         lines.append(
-            f"| {name} | {rate:g} | {free:.2f} | {step:.2f} ({min(seconds):.2f}, {max(seconds):.2f}) "
-            f"| {step / most:.2f} |"
+            f"| {name} | {rate:g} | {own[0]['link']:.2f} | {free:.2f} | {step:.2f} "
+            f"| {statistics.median(ratios):.2f} ({min(ratios):.2f}, {max(ratios):.2f}) |"
         )
     return lines
 
@@ -133,9 +133,9 @@ def markdown(found: dict, settings: dict) -> str:
         f"{torch.__version__}, {platform.processor() or platform.machine()}.",
         "",
         "Bytes: what the first node's device sent to other nodes in a step, in units of M (n-1)/n = "
-        f"{measured.unit / 1e6:.2f} MB (M: the weights in bf16). Where speed is measured, TCP hands the device 60 KiB "
-        "at once, as network cards want it, and headers are counted once for these; in the table of bytes below they "
-        "are those of 9000-byte frames.",
+        f"{measured.unit / 1e6:.2f} MB (M: the weights in bf16). In the tables of speed they are those between two "
+        "moments of rank 0, with headers once for the up to six frames that TCP hands the device together; the table "
+        "of bytes has all that some steps sent, with the headers of every 9000-byte frame.",
     ]
     for kind, rate in measured.kinds:
         lines += _speed_table(measured, kind, rate)

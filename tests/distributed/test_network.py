@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from bench import network
+
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "network.py"
 SMALL = ["--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--batch=1", "--rounds=1", "--steps=1"]
 pytestmark = pytest.mark.root
@@ -41,6 +43,8 @@ def test_figures_of_a_small_model(nodes: int) -> None:
         for title in ("no limit", "20 Mbit/s")
     )
     assert limited > free, "the link was not limited"
+    equal = next(title for title in sections if title.startswith("Where the time on the link equals"))
+    assert "| zeropp_pp |" in sections[equal]
 
 
 WRONG: dict[str, str] = {
@@ -62,6 +66,15 @@ WRONG: dict[str, str] = {
 }
 
 
+def test_a_rank_that_fails_ends_the_others() -> None:
+    ranks = [subprocess.Popen(["sleep", "60"]), subprocess.Popen(["false"])]
+    start = time.monotonic()
+    assert network.exit_codes(ranks) == [None, 1]
+    for rank in ranks:
+        network.stop(rank)
+    assert time.monotonic() - start < 30 and ranks[0].returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("flag", WRONG)
 def test_a_wrong_flag_is_named_before_any_node_is_made(flag: str) -> None:
     done = subprocess.run([sys.executable, str(SCRIPT), flag], capture_output=True, text=True, timeout=60)
@@ -79,11 +92,13 @@ MOST = {"zeropp_s3": 3.1, "zeropp_pp": 0.80, "zeropp_pp_x4": 0.80, "zeropp_delta
 
 
 def sent_in_a_step(systems: list[str], nodes: int, warm_up: int) -> dict[str, float]:
-    """Of a model whose blocks are partitioned, a step."""
+    """Of a model whose blocks are partitioned, a step; "zeropp_s3" among the systems."""
     size = ["--layers=6", "--d-model=256", "--heads=4", "--seq-len=64", "--batch=1", "--rounds=1", "--steps=2"]
     command = [sys.executable, str(SCRIPT), f"--systems={','.join(systems)}", "--rates=none", f"--warm-up={warm_up}"]
     done = subprocess.run([*command, f"--nodes={nodes}", *size], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
+    row = done.stdout.split("## Bytes between nodes")[1].split("| zeropp_s3 |")[1].split("|")
+    assert float(row[2]) > 1.0073, "fewer headers than 66 bytes for every frame of 9000"
     return sent_of(done.stdout, systems)
 
 
