@@ -129,7 +129,8 @@ def markdown(found: dict, settings: dict) -> str:
         "",
         f"GPT, {s['layers']} layers, width {s['d_model']}, {found['numel'] / 1e6:.1f} M parameters, {s['batch']} x "
         f"{s['seq_len']} bytes a rank; {s['rounds']} rounds of {s['steps']} steps, systems in turn. All ranks share "
-        f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. torch "
+        f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. FSDP2 hides no "
+        "communication behind that: its streams are CUDA's. torch "
         f"{torch.__version__}, {platform.processor() or platform.machine()}.",
         "",
         "Bytes: what the first node's device sent to other nodes in a step, in units of M (n-1)/n = "
