@@ -45,6 +45,11 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def first_on_node() -> bool:
+    """Whether this rank sets what the ranks of its node share."""
+    return int(os.environ["LOCAL_RANK"]) == 0
+
+
 class Race:
     """The contestants, and the link they share."""
 
@@ -87,7 +92,7 @@ class Race:
 
     def limit(self, rate: float | None) -> None:
         """Every node sends so many million bits a second; None for no limit."""
-        if int(os.environ["LOCAL_RANK"]) == 0:
+        if first_on_node():
             set_rate(rate)
         meet(torch.device("cpu"))
 
@@ -111,7 +116,7 @@ class Race:
             self.limit(None)
             row["free"], _ = self.turn(contestant, self.args.steps)
             self.limit(rate)
-            row["s"], row["bytes"] = self.turn(contestant, self.args.steps)
+            row["s"], _ = self.turn(contestant, self.args.steps)
             self.rows.append({**row, "link": sent * 8e-6 / rate})
 
     def free(self, name: str) -> float:
@@ -165,10 +170,10 @@ def counted(race: Race, contestant: Contestant, steps: int) -> dict:
 
 def count(race: Race, steps: int) -> dict[str, dict]:
     """See :func:`counted`, by system; without a limit."""
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    if first_on_node():
         cut_into_frames(True)
     found = {contestant.name: counted(race, contestant, steps) for contestant in race.contestants}
-    if int(os.environ["LOCAL_RANK"]) == 0:
+    if first_on_node():
         cut_into_frames(False)
     return found
 

@@ -106,9 +106,7 @@ def _bytes_table(measured: Measured) -> list[str]:
             continue
         total = sum(each["ledger"].values())
         parts = ", ".join(f"{what} {n / measured.unit:.3f}" for what, n in each["ledger"].items())
-        lines.append(
-            f"| {name} | {total / measured.unit:.3f} | {device} | {each['device'] / total:.4f} | {parts} |"
-        )
+        lines.append(f"| {name} | {total / measured.unit:.3f} | {device} | {each['device'] / total:.4f} | {parts} |")
     return lines
 
 
