@@ -11,8 +11,8 @@ Common arguments:
 - ``rotate``: encode in the rotated domain (Hadamard, groups of 32), or come back from it.
 - ``state``, ``beta``, ``reset``: error feedback. ``state`` is uint8 [count * state_layout(numel, bits).nbytes], zeros
   at first. What encoding loses is averaged into it, ``e <- beta * e + (1 - beta) * lost``, and added to the next
-  input. With ``reset`` the old error counts as zero. Groups that are not finite leave their state unchanged to the
-  bit.
+  input. Groups that are not finite leave their state unchanged to the bit. With ``reset`` the old error counts as
+  zero, whatever the state holds; the state of groups that are not finite becomes zeros then.
 
 Outputs may not overlap inputs, but for ``out`` of :func:`lossless_decode_`, which may be its reference. Arguments that
 do not fit raise ``TypeError`` or ``ValueError`` that names the argument.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -100,6 +101,28 @@ def test_errors_are_cleared_by_steps_and_all_at_once(feedback: str) -> None:
         assert [steps for steps, _ in found] == [1, 2, 0, 1, 2, 0, 1]
         for steps, errors in found:
             assert errors and all(error is (steps > 0) for error in errors)
+
+
+def trained_with(settings: dict[str, object], factors: list[float]) -> dict[str, Tensor]:
+    """Weights after steps with the loss times each factor; where that is not finite the step is skipped."""
+    model, optimizer = wrapped(make_config(**settings), 1e-3)
+    for factor in factors:
+        optimizer.zero_grad()
+        (model(tokens(int(factor == 1.0), dist.get_rank())) * factor).backward()
+        if math.isfinite(factor):
+            optimizer.step()
+    return zeropp.full_state(model)
+
+
+@pytest.mark.parametrize("feedback", ["cross", "both"])
+def test_what_was_cleared_does_not_come_back_where_the_next_gradient_is_not_finite(feedback: str) -> None:
+    settings = {**GRADIENTS, "zeropp_loco_param": {"reset_T": 1}, "feedback": feedback}
+    without, found = (
+        run_ranks(4, trained_with, settings, factors, local_world_size=2)
+        for factors in ([64.0, 1.0], [64.0, math.nan, 1.0])
+    )
+    for one, other in zip(without, found, strict=True):
+        assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
 
 
 def resumed(settings: dict[str, object]) -> list[str]:
@@ -216,3 +239,27 @@ def test_errors_of_other_codecs_are_not_taken_over(changed: dict[str, object]) -
 def test_a_state_that_carries_nothing_loads() -> None:
     assert run_ranks(2, old_state, {}) == [False] * 2
     assert run_ranks(2, old_state, {**GRADIENTS, "zeropp_loco_param": {}}) == [True] * 2
+
+
+def lost_on_one(settings: dict[str, object], change: str) -> tuple[int, bool, str]:
+    """Rank 1 of two has lost what it carried, or has a file of another step; steps carried after loading, and what."""
+    model, optimizer = wrapped(make_config(**settings), 0.1)
+    model(tokens(0, dist.get_rank())).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    if dist.get_rank() == 1 and change == "lost":
+        del state["zeropp"]["carried"]
+    elif dist.get_rank() == 1:
+        state["zeropp"]["carried"]["steps"] += 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(state)
+    carried = optimizer.state_dict()["zeropp"]["carried"]
+    return carried["steps"], any(error.any() for error in carried["errors"].values()), str(caught[0].message)
+
+
+@pytest.mark.parametrize(("change", "cause"), [("lost", "of ranks [1] do not fit"), ("age", "differ in age")])
+def test_errors_that_one_rank_has_lost_begin_anew_on_all(change: str, cause: str) -> None:
+    settings = {**GRADIENTS, "zeropp_loco_param": {}}
+    for steps, anything, said in run_ranks(2, lost_on_one, settings, change):
+        assert (steps, anything) == (0, False) and cause in said, said

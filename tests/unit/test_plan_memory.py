@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -180,6 +181,27 @@ def test_no_ranks(world: int) -> None:
 def test_a_wrong_configuration_is_refused() -> None:
     with pytest.raises(zeropp.config.ConfigError, match="stag"):
         memory(two_layers(), {"zero_optimization": {"stag": 3}}, 2)
+
+
+@pytest.mark.parametrize(
+    ("zeropp_block", "zero", "bf16", "said"),
+    [
+        ({"weight_codec": "delta4"}, {"zero_hpz_partition_size": 4}, True, "makes none"),
+        ({"weight_codec": "lossless"}, {"zero_hpz_partition_size": 2}, False, "computed with in fp32"),
+    ],
+)
+@pytest.mark.parametrize("plan", [zeropp.plan.memory, zeropp.plan.traffic])
+def test_what_the_optimizer_would_refuse_has_no_plan(
+    plan: Callable[..., object], zeropp_block: dict[str, object], zero: dict[str, object], bf16: bool, said: str
+) -> None:
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, **zero},
+        "bf16": {"enabled": bf16},
+        "zeropp": zeropp_block,
+    }
+    with pytest.raises(ValueError, match=said):
+        plan(two_layers(), settings, 4, 2)
 
 
 def test_plans_are_found_where_the_readme_says() -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from annotated_types import Le
 from pydantic import BeforeValidator
 
 from zeropp.config.base import Block, Count, Positive, PositiveReal, integer
 
 # older pydantic does not find 8.0 among the choices
 Bits = Annotated[Literal[4, 8, 16, 32], BeforeValidator(integer)]
+
+LONGEST_TIMEOUT = 100_000_000  # seconds; backends count nanoseconds in 64 bits
 
 
 class GradientBitsConfig(Block):
@@ -36,7 +39,7 @@ class ExtensionConfig(Block):
     """Blocks of 256 elements that each rank's piece of a unit holds at least. A smaller unit merges with
     its neighbours, or its parameters become persistent, which bounds padding by 1 %. 0 merges nothing."""
 
-    hang_timeout: PositiveReal = 600.0
+    hang_timeout: Annotated[PositiveReal, Le(LONGEST_TIMEOUT)] = 600.0
     """Seconds that a rank waits for a collective before it raises and names the units each rank waits
     for."""
 

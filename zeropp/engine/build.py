@@ -111,7 +111,7 @@ def build_engine(
     members = together(
         group, "finding nodes", lambda: find_members(group, device, extension.local_world_size), same=True
     )
-    mode = together(group, "choosing groups", lambda: _choose_mode(config, len(members.ranks), members.local))
+    mode = together(group, "choosing groups", lambda: choose_groups(config, len(members.ranks), members.local))
     job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
     comm = make_comm(members, mode.chain, extension.hang_timeout, job)
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
@@ -156,7 +156,12 @@ def build_engine(
     return engine
 
 
-def _choose_mode(config: Config, world: int, local: int) -> Mode:
+def choose_groups(config: Config, world: int, local: int) -> Mode:
+    """Which ranks share what; ``local`` ranks to a node.
+
+    Raises:
+        ValueError: groups that do not fit the ranks, or that leave the weights' codec nothing to send differences to.
+    """
     mode = choose_mode(config, world, local)
     codec = choose_encoding(config).differences
     if codec is not None and mode.kept is None and world > 1:
@@ -247,12 +252,16 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which is partitioned. "
                 "Build it without max_norm, and normalise what it returns"
             )
-    _check_dtypes(model, config)
+    check_dtypes(model, config)
     return next(iter(devices))
 
 
-def _check_dtypes(model: nn.Module, config: Config) -> None:
-    """Whether the weights' codec can carry what the model computes with."""
+def check_dtypes(model: nn.Module, config: Config) -> None:
+    """Make sure that the weights' codec can carry what the model computes with.
+
+    Raises:
+        ValueError: it cannot.
+    """
     codec = choose_encoding(config).differences
     for name, parameter in model.named_parameters():
         dtype = torch.bfloat16 if config.bf16.enabled else parameter.dtype

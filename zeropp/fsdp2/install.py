@@ -135,10 +135,11 @@ def apply(
         What has been installed; its ledger counts bytes.
 
     Raises:
-        TypeError: a model without ``fully_shard``.
-        ValueError: a setting, a mesh (HSDP), dtypes or all-gather extensions that cannot be honoured, nodes that are
-            uneven or unknown, ranks that disagree. Nothing has been changed then, on any rank.
-        RuntimeError: another rank could not go on; with its error.
+        TypeError: a model without ``fully_shard``; raised where that is so.
+        ValueError: a mesh (HSDP), several for one unit, hooks already there; raised where that is so. A setting, dtypes
+            or all-gather extensions that cannot be honoured, nodes that are uneven or unknown, ranks that disagree;
+            raised on every rank. Nothing has been changed then.
+        RuntimeError: another rank refused its settings or could not go on; with its error.
 
     Source: ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.3.
     """

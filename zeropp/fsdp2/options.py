@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeropp.config.extension import LONGEST_TIMEOUT
+
 __all__ = ["Options"]
 
 _CODES = (4, 8)
@@ -42,8 +44,10 @@ class Options:
             raise ValueError(f"beta is {self.beta}; expected 0 <= beta < 1, the part of the old error that is kept")
         if self.beta is not None and self.feedback is None:
             raise ValueError(f"beta is {self.beta} and feedback is None; give feedback='cross' or 'both', or no beta")
-        if not self.hang_timeout > 0.0:
-            raise ValueError(f"hang_timeout is {self.hang_timeout}; expected seconds, more than 0")
+        if not 0.0 < self.hang_timeout <= LONGEST_TIMEOUT:
+            raise ValueError(
+                f"hang_timeout is {self.hang_timeout}; expected seconds, more than 0 and at most {LONGEST_TIMEOUT}"
+            )
         local = self.local_world_size
         if local is not None and (type(local) is not int or local < 1):
             raise ValueError(f"local_world_size is {local!r}; expected ranks per node, 1 or more, or None")

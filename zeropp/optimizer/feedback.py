@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zeropp._compat import loss_scale
 from zeropp.codecs import Feedback
+from zeropp.engine.agreement import SAVED
 from zeropp.engine.engine import Engine
 
 __all__ = ["CarriedErrors"]
@@ -72,20 +73,21 @@ class CarriedErrors:
         return {"steps": self._steps, "errors": errors, "scale": None if self._scale is None else float(self._scale)}
 
     def load_state_dict(self, saved: dict[str, Any] | None) -> None:
-        """Take saved errors back; those that do not fit are cleared, with a warning. Losing them costs little."""
+        """Take saved errors back. Where some rank's do not fit, all ranks begin anew: losing them costs little."""
         errors: dict[str, Tensor] = saved["errors"] if saved is not None else {}
+        steps: int = saved["steps"] if saved is not None else 0
         here = self._named()
+        fits = {name: each.numel() for name, each in errors.items()} == {n: f.state.numel() for n, f in here.items()}
         self.clear()
-        if {name: each.numel() for name, each in errors.items()} != {n: f.state.numel() for n, f in here.items()}:
-            warnings.warn(
-                "carried errors of quantized gradients do not fit this configuration, or were not saved; they begin "
-                "anew",
-                stacklevel=3,
-            )
+        rows = self._engine.agreement.exchange(SAVED, [int(fits), steps], "checking carried errors")
+        if any(row != [1, rows[0][1]] for row in rows):
+            wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
+            cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
+            warnings.warn(f"carried errors of quantized gradients {cause}; they begin anew", stacklevel=3)
             return
         if saved is None:
             return
-        self._steps, scale = saved["steps"], saved.get("scale")
+        self._steps, scale = steps, saved.get("scale")
         self._scale = None if scale is None else torch.tensor(scale, device=self._engine.device)
         for name, feedback in here.items():
             feedback.state.copy_(errors[name])

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zeropp.engine.agreement import SAVED
 from zeropp.engine.engine import Engine
 
-__all__ = ["check_layout", "layout_id", "load_main_weights", "main_weights"]
+__all__ = ["check_state", "layout_id", "load_main_weights", "main_weights"]
 
 
 def layout_id(engine: Engine) -> str:
@@ -34,7 +34,7 @@ def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
     return pieces
 
 
-def check_layout(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> None:
+def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> None:
     """Let every rank see that all have a state of their own; before any of them changes anything.
 
     Parameters that are to be unfrozen with the next forward are unfrozen first if that makes the states fit.
@@ -43,6 +43,14 @@ def check_layout(engine: Engine, state: dict[str, Any], optimizer: Optimizer) ->
         ValueError: this rank's belongs to another layout; the message tells what to do.
         RuntimeError: another rank's does.
     """
+    wrong = _misfits(engine, "zeropp" not in state)
+    if wrong:
+        raise _refusal(
+            engine,
+            wrong,
+            "the state has no 'zeropp' entry: it was not saved by ZeroOptimizer.state_dict on this rank. A plain "
+            "optimizer's state cannot be loaded into partitions; start with fresh optimizer states",
+        )
     found = state["zeropp"].get("layout")
     wrong = _misfits(engine, found != layout_id(engine))
     if wrong and engine.flipped:

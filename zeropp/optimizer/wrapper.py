@@ -30,7 +30,7 @@ from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import agree_on_group
 from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.slices import Slices
-from zeropp.optimizer.state import check_layout, layout_id, load_main_weights, main_weights
+from zeropp.optimizer.state import check_state, layout_id, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
 
@@ -284,16 +284,12 @@ class ZeroOptimizer(Optimizer):
 
         Raises:
             ValueError: the state is a plain optimizer's, or of another partition.
+            RuntimeError: another rank's is; nothing has been loaded then, on any rank.
         """
         self.engine.require_idle("load_state_dict")
-        if "zeropp" not in state_dict:
-            raise ValueError(
-                "the state has no 'zeropp' entry: it was not saved by ZeroOptimizer.state_dict on this rank. A plain "
-                "optimizer's state cannot be loaded into partitions; start with fresh optimizer states"
-            )
-        saved = state_dict["zeropp"]
         self.engine.agreement.meet("load_state_dict() of the ZeroOptimizer")
-        check_layout(self.engine, state_dict, self.inner)
+        check_state(self.engine, state_dict, self.inner)
+        saved = state_dict["zeropp"]
         self.engine.refresh.settle()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})

@@ -9,9 +9,9 @@ from torch import nn
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.encoding import Encoding, choose_encoding
 from zeropp.engine.buffers import BufferKey, planned_buffers
-from zeropp.engine.build import unit_options
+from zeropp.engine.build import check_dtypes, choose_groups, unit_options
 from zeropp.layout import BufferLayout
-from zeropp.placement import Placement, choose_mode
+from zeropp.placement import Placement
 from zeropp.topology import ranks_per_node
 from zeropp.units import form_units
 
@@ -41,14 +41,16 @@ def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | 
     """Cut a model that is not wrapped, as ZeroOptimizer would; meta parameters will do.
 
     Raises:
-        ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
+        ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the groups or the weights' codec that the
+            configuration asks for.
     """
     if world < 1:
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
     settings = load_config(config)
     parameters = dict(model.named_parameters())
     local = ranks_per_node(range(world), local or world)
-    mode = choose_mode(settings, world, local)
+    mode = choose_groups(settings, world, local)
+    check_dtypes(model, settings)
     units = []
     for spec in form_units(model, world, unit_options(settings)):
         buffers = planned_buffers(parameters, spec, settings, world)

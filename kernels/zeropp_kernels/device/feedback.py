@@ -29,10 +29,14 @@ def keep_error(
     state, scales_offset, first, live, old_lower, old_upper, lost_lower, lost_upper, beta, rest,
     TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Average what was lost now into the state; groups out of ``live`` keep theirs to the bit."""
+    """Average what was lost now into the state; groups out of ``live`` keep theirs to the bit.
+
+    What is not finite counts as nothing lost: zeros, as the state was at first.
+    """
     lower = old_lower * beta + lost_lower * rest
     upper = old_upper * beta + lost_upper * rest
     bits, inverse, mask = scale_of(group_peak(lower, upper), 8)
+    bits = tl.where(mask != 0, bits, 0)
     lower, upper, _, _ = encode_pair(lower, upper, inverse, mask)
     store_codes(state + first.to(tl.int64) * (128 * K), lower, upper, live, 8, TILE, K)
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first

@@ -52,8 +52,9 @@ def _encode(
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     if FEEDBACK:
         scale = scale_value(bits)[:, None, None]
+        written = live & ((mask | reset) != 0)
         keep_error(
-            state, state_scales_offset, first, live & (mask != 0), old_lower, old_upper,
+            state, state_scales_offset, first, written, old_lower, old_upper,
             lower - lower_value * scale, upper - upper_value * scale, beta, rest, TILE, K,
         )  # fmt: skip
 

@@ -19,13 +19,13 @@ __all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
 Fill = Callable[[Tensor, int, int], int]
 
 
-def _keep_error(part: Part, error: Tensor, lost: Tensor, spoilt: Tensor | None, beta: float) -> None:
-    """Average what was lost into the error, and keep that as int8; ``spoilt`` groups keep theirs to the bit."""
+def _keep_error(part: Part, error: Tensor, lost: Tensor, spoilt: Tensor | None, beta: float, reset: bool) -> None:
+    """Average what was lost into the error, and keep that as int8; ``spoilt`` groups keep theirs, or zeros."""
     error.mul_(beta).add_(lost.mul_(1.0 - beta))
     if spoilt is None:
         encode_(error, part, 8)
         return
-    codes, scales = part.codes[spoilt], part.scales[spoilt]
+    codes, scales = (each[spoilt].mul_(not reset) for each in (part.codes, part.scales))
     encode_(error, part, 8)
     part.codes[spoilt] = codes
     part.scales[spoilt] = scales
@@ -45,7 +45,7 @@ def _encode_tile(values: Tensor, message: Part, bits: int, state: Part | None, b
     spoilt = encode_(values, message, bits)
     decoded = scratch("decoded", *values.shape)
     decode_(message, decoded, bits)
-    _keep_error(state, error, values.sub_(decoded), spoilt, beta)
+    _keep_error(state, error, values.sub_(decoded), spoilt, beta, reset)
 
 
 def _encode_all(
