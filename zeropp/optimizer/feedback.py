@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from typing import Any
 
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from zeropp._compat import loss_scale
 from zeropp.codecs import Feedback
-from zeropp.engine.agreement import SAVED
 from zeropp.engine.engine import Engine
 
 __all__ = ["CarriedErrors"]
@@ -72,23 +70,19 @@ class CarriedErrors:
         errors = {name: each.saved() for name, each in self._named().items()}
         return {"steps": self._steps, "errors": errors, "scale": None if self._scale is None else float(self._scale)}
 
-    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
-        """Take saved errors back. Where some rank's do not fit, all ranks begin anew: losing them costs little."""
+    def fits(self, saved: dict[str, Any] | None) -> bool:
+        """Whether saved errors are of the same units, hops, codecs and sizes; none fit where nothing is carried."""
         errors: dict[str, Tensor] = saved["errors"] if saved is not None else {}
-        steps: int = saved["steps"] if saved is not None else 0
-        here = self._named()
-        fits = {name: each.numel() for name, each in errors.items()} == {n: f.state.numel() for n, f in here.items()}
+        here = {name: feedback.state.numel() for name, feedback in self._named().items()}
+        return {name: each.numel() for name, each in errors.items()} == here
+
+    def load_state_dict(self, saved: dict[str, Any] | None) -> None:
+        """Take back saved errors that fit."""
         self.clear()
-        rows = self._engine.agreement.exchange(SAVED, [int(fits), steps], "checking carried errors")
-        if any(row != [1, rows[0][1]] for row in rows):
-            wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
-            cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
-            warnings.warn(f"carried errors of quantized gradients {cause}; they begin anew", stacklevel=3)
-            return
         if saved is None:
             return
-        self._steps, scale = steps, saved.get("scale")
+        self._steps, scale = saved["steps"], saved.get("scale")
         self._scale = None if scale is None else torch.tensor(scale, device=self._engine.device)
-        for name, feedback in here.items():
-            feedback.state.copy_(errors[name])
+        for name, feedback in self._named().items():
+            feedback.state.copy_(saved["errors"][name])
             feedback.fresh = False

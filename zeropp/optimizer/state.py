@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 
 from zeropp.engine.agreement import SAVED
 from zeropp.engine.engine import Engine
+from zeropp.optimizer.feedback import CarriedErrors
 
-__all__ = ["check_state", "layout_id", "load_main_weights", "main_weights"]
+__all__ = ["check_state", "layout_id", "load_carried", "load_main_weights", "main_weights"]
 
 
 def layout_id(engine: Engine) -> str:
@@ -76,6 +78,19 @@ def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> 
             f"this state has parameter groups of {saved} slices, and the optimizer here of {own}; give it the "
             "same groups, in the same order, before loading",
         )
+
+
+def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] | None) -> None:
+    """Restore carried errors; where some rank's do not fit, all ranks begin anew, with a warning. It costs little."""
+    steps = saved["steps"] if saved is not None else 0
+    rows = engine.agreement.exchange(SAVED, [int(carried.fits(saved)), steps], "checking carried errors")
+    if all(row == [1, rows[0][1]] for row in rows):
+        carried.load_state_dict(saved)
+        return
+    wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
+    cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
+    warnings.warn(f"carried errors of quantized gradients {cause}; they begin anew", stacklevel=3)
+    carried.clear()
 
 
 def _misfits(engine: Engine, wrong: bool) -> list[int]:

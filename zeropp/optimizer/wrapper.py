@@ -30,7 +30,7 @@ from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import agree_on_group
 from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.slices import Slices
-from zeropp.optimizer.state import check_state, layout_id, load_main_weights, main_weights
+from zeropp.optimizer.state import check_state, layout_id, load_carried, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
 
@@ -294,7 +294,7 @@ class ZeroOptimizer(Optimizer):
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
         self._slices.wait_with(saved["waiting"])
-        self._carried.load_state_dict(saved.get("carried"))
+        load_carried(self.engine, self._carried, saved.get("carried"))
         self.skipped_steps = saved["skipped_steps"]
         self.zero_grad()
 
