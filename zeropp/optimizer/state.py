@@ -42,7 +42,7 @@ def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> 
     Parameters that are to be unfrozen with the next forward are unfrozen first if that makes the states fit.
 
     Raises:
-        ValueError: this rank's belongs to another layout; the message tells what to do.
+        ValueError: this rank's is not of a ZeroOptimizer, or of another layout; the message tells what to do.
         RuntimeError: another rank's does.
     """
     wrong = _misfits(engine, "zeropp" not in state)
@@ -81,7 +81,7 @@ def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> 
 
 
 def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] | None) -> None:
-    """Restore carried errors; where some rank's do not fit, all ranks begin anew, with a warning. It costs little."""
+    """Restore carried errors; where some rank's do not fit, all ranks begin anew, with a warning. That costs little."""
     steps = saved["steps"] if saved is not None else 0
     rows = engine.agreement.exchange(SAVED, [int(carried.fits(saved)), steps], "checking carried errors")
     if all(row == [1, rows[0][1]] for row in rows):
