@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
 from zeropp.engine.reductions import Reductions
@@ -25,9 +24,17 @@ class BackwardUses:
         self._calls: dict[int, int] = {}  # unit in use -> calls whose inputs will tell its end
         self._whole: dict[int, None] = {}
 
-    def keep_whole(self, indices: Iterable[int]) -> None:
-        """Fetch these for all of the next backward: nothing will tell when they are needed or done with."""
-        self._whole.update(dict.fromkeys(indices))
+    def foresee(self, units: SequenceOf[Unit], *, whole: bool) -> None:
+        """The next backward may use these.
+
+        Args:
+            units: used by the running forward.
+            whole: fetch them for all of it: nothing will tell when they are needed or done with.
+        """
+        indices = [unit.index for unit in units]
+        self._schedule.foresee(indices)
+        if whole:
+            self._whole.update(dict.fromkeys(indices))
 
     def forget_whole(self) -> None:
         """No backward of what has run so far is to come."""

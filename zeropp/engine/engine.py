@@ -18,7 +18,7 @@ from zeropp._compat import current_graph_task, queue_end_of_backward
 from zeropp.comm import Comm
 from zeropp.engine.agreement import Agreement
 from zeropp.engine.backward import BackwardUses
-from zeropp.engine.hooks import BackwardCall, Site, SiteHooks
+from zeropp.engine.hooks import BackwardCall, Return, Site, SiteHooks
 from zeropp.engine.pending import Pending
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.reductions import Reductions
@@ -145,18 +145,18 @@ class Engine:
             self.schedule.use(unit)
         return changed
 
-    def leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
+    def leave(self, site: Site, *, returns: Return, failed: bool) -> None:
         """A site's forward is over: release its units, unless the plan keeps them."""
         try:
-            self._leave(site, unannounced=unannounced, failed=failed)
+            self._leave(site, returns=returns, failed=failed)
         except BaseException:
             if self.hooks.depth == 0:
                 self.recover()
             raise
 
-    def _leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
-        if unannounced and self.phase is Phase.FORWARD:
-            self._backward.keep_whole(unit.index for unit in site.units)
+    def _leave(self, site: Site, *, returns: Return, failed: bool) -> None:
+        if returns is not Return.NEVER and self.phase is Phase.FORWARD:
+            self._backward.foresee(site.units, whole=returns is Return.UNANNOUNCED)
         if failed and self.agreement.lost is not None:
             return self.recover()
         for unit in site.units:
@@ -184,7 +184,7 @@ class Engine:
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
-            self._backward.keep_whole(self._touched.expected())
+            self._backward.foresee(self._touched.expected(), whole=True)
         self._touched.let_go()
         if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
             self._backwards += 1

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import torch
@@ -23,7 +24,15 @@ from zeropp.engine.sequence import PhaseKey
 from zeropp.engine.tensors import differentiable
 from zeropp.unit import Unit
 
-__all__ = ["BackwardCall", "Driver", "Site", "SiteHooks"]
+__all__ = ["BackwardCall", "Driver", "Return", "Site", "SiteHooks"]
+
+
+class Return(Enum):
+    """How backward may come back to a call of a site, and need its units again."""
+
+    NEVER = "never"
+    ANNOUNCED = "announced"  # by the outputs, or by another forward in it: checkpointing runs one again
+    UNANNOUNCED = "unannounced"
 
 
 @dataclass(eq=False)
@@ -67,8 +76,8 @@ class Driver(Protocol):
         """A site's forward begins; returns changed (args, kwargs) or None."""
         ...
 
-    def leave(self, site: Site, *, unannounced: bool, failed: bool) -> None:
-        """A site's forward is over; ``unannounced`` if backward may need its units and no output will say when."""
+    def leave(self, site: Site, *, returns: Return, failed: bool) -> None:
+        """A site's forward is over."""
         ...
 
     def backward_reached(self, call: BackwardCall) -> None:
@@ -268,17 +277,22 @@ class SiteHooks:
             while frame.site is not site:  # frames of modules that an error skipped
                 frame = stack.pop()
             failed = sys.exc_info()[1] is not frame.error
-            unannounced = False
+            returns = Return.NEVER
             if not failed:
                 output = copy_views(output, driver.passing if stack else driver.storages, site.path)
-            if frame.call is not None and not failed:
+            if frame.call is None and not failed and stack and stack[0].call is not None:
+                returns = Return.ANNOUNCED
+            elif frame.call is not None and not failed:
                 outputs = differentiable(output) or _kept_tensors(module)
                 for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
                     if tensor.is_leaf:  # it outlives the graph, and would collect hooks of old ones
                         self._on_leaves.append(handle)
-                unannounced = not outputs and (site.trainable or bool(differentiable((args, kwargs))))
-            driver.leave(site, unannounced=unannounced, failed=failed)
+                if outputs:
+                    returns = Return.ANNOUNCED
+                elif site.trainable or differentiable((args, kwargs)):
+                    returns = Return.UNANNOUNCED
+            driver.leave(site, returns=returns, failed=failed)
             if later and not stack:
                 self._extend_later()
             return output

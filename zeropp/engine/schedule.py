@@ -76,6 +76,7 @@ class Schedule:
         self._position = 0  # next use expected
         self._learned: list[int] = []
         self._own: set[int] = set()  # units this rank has used in the running phase
+        self._foreseen: set[int] = set()  # units this rank's next backward may use, by the running forward
         self._apart = False  # whether this rank has left the known order of the running phase alone
         self._leaves = 0  # how often ranks have left a known order, so far
         self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
@@ -96,7 +97,7 @@ class Schedule:
         self.key, self._then = key, then
         if then is not None:
             self._forward = key
-        self._learned, self._own, self._apart = [], set(), False
+        self._learned, self._own, self._foreseen, self._apart = [], set(), set(), False
         if self._silent and key[0] == "forward":
             self.sequences.note_silent(key)
         elif self._failed:
@@ -141,6 +142,10 @@ class Schedule:
             if unit.gathering:
                 self.agreement.wait(unit.arrive, f"waiting for the gather of unit {name!r}", (name, "gather"))
         unit.uncover()
+
+    def foresee(self, indices: SequenceOf[int]) -> None:
+        """The next backward may use what the running forward has used."""
+        self._foreseen.update(index for index in indices if not self.units[index].persistent)
 
     def in_forward_order(self) -> list[Unit]:
         """All units as the next forward will want them: those used anywhere, then in the order of the last one."""
@@ -209,11 +214,10 @@ class Schedule:
             sequence = Sequence(sequence.uses, *self.reductions.end_learning(len(sequence.uses)))
         else:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        owns = self.agreement.exchange_objects(sorted(self._own), f"at the end of {self.key}")
-        mixed = any(own != owns[0] for own in owns)
-        self.sequences.remember(self.key, sequence, mixed=mixed)
-        if mixed and self._then is not None:
-            self.sequences.note_variation(self._then)  # its backward will vary, too
+        accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.key}")
+        self.sequences.remember(self.key, sequence, mixed=any(own != accounts[0][0] for own, _ in accounts))
+        for _, foreseen in accounts:
+            self.sequences.foresee(foreseen)
 
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.

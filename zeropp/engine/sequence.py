@@ -6,7 +6,7 @@ same order; that order is learned once, by all ranks together, and followed afte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 __all__ = ["IssueHash", "PhaseKey", "Sequence", "Sequences"]
@@ -99,7 +99,7 @@ class Sequences:
         """Know nothing yet; ``reach`` tells which units a kind of forward may use at all."""
         self._reach = reach
         self._known: dict[PhaseKey, _Variants] = {}
-        self._units: dict[object, set[int]] = {}  # forward or backward -> units ever used in one
+        self._units: dict[object, set[int]] = {}  # forward or backward -> units ever used in one, or foreseen
 
     def variants(self, key: PhaseKey) -> list[Sequence]:
         """Known orders, the most recently followed first."""
@@ -128,9 +128,17 @@ class Sequences:
         """Forget what was learned about them; their parameters are no longer trained alike."""
         self._known = {key: variants for key, variants in self._known.items() if key[0] != "backward"}
 
+    def forget_forwards(self) -> None:
+        """Forget those that a backward may follow: other parameters are trained, so it may come to other units."""
+        self._known = {key: each for key, each in self._known.items() if not (key[0] == "forward" and key[-1])}
+
     def note_variation(self, key: PhaseKey) -> None:
         """Note that ranks differed in a phase of this kind, or may when there is one."""
         self._known.setdefault(key, _Variants()).varies = True
+
+    def foresee(self, units: Iterable[int]) -> None:
+        """Note that the backward of some rank may use these: which of a forward's outputs it starts at is its own."""
+        self._units.setdefault("backward", set()).update(units)
 
     def remember(self, key: PhaseKey, sequence: Sequence, *, mixed: bool = False) -> None:
         """Note that a phase had this order; ``mixed`` if ranks used different units in it."""

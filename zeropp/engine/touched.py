@@ -27,14 +27,14 @@ class Touched:
             unit.holds += 1
         self._schedule.use(unit)
 
-    def expected(self) -> list[int]:
+    def expected(self) -> list[Unit]:
         """Units touched in this kind of pass, now or before.
 
         Once seen, always expected: the next time the unit may happen to be present, and no touch be noticed.
         """
         seen = self._seen.setdefault(self._schedule.key, set())
         seen |= self._now
-        return sorted(seen)
+        return [self._units[index] for index in sorted(seen)]
 
     def let_go(self) -> None:
         """The pass is over."""

@@ -62,6 +62,7 @@ class Trainability:
         if frozen not in self._numbers:
             self._last += 1
             self._numbers[frozen] = self._last
+            engine.schedule.sequences.forget_forwards()
         engine.retrain(self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
 
     def _check_same(self, engine: Engine, wanted: dict[str, bool]) -> None:
