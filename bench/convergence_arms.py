@@ -7,6 +7,8 @@ import json
 import re
 from dataclasses import asdict, dataclass, field, fields
 
+import torch
+
 SEEDS = (11, 23, 37, 53, 71)
 """Initial weights and order of data; the same over all arms, so that differences are paired."""
 
@@ -116,6 +118,8 @@ class Settings:
         for name, pattern in known.items():
             if not re.fullmatch(pattern, getattr(self, name)):
                 return f"--{name} {getattr(self, name)}: expected {pattern}"
+        if self.device != "cpu" and not torch.cuda.is_available():
+            return f"--device {self.device}: this torch ({torch.__version__}) finds no GPU"
         return None
 
     def stem(self, arm: str, seed: int) -> str:

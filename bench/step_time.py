@@ -60,6 +60,8 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     unknown = sorted(set(args.systems) - {*SYSTEMS, *PLACED})
     if unknown:
         parser.error(f"--systems: unknown {unknown}, known are {[*SYSTEMS, *PLACED]}")
+    if args.ranks < 1 or args.steps < 1:
+        parser.error(f"--ranks {args.ranks} and --steps {args.steps} must be at least 1")
     if args.ranks % 2 and set(args.systems) & set(PLACED):
         parser.error(f"--ranks {args.ranks} cannot be halved, which {PLACED} need")
     if args.discard >= args.rounds:

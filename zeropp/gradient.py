@@ -211,6 +211,17 @@ class Gradient:
         if self._padding:
             torch._foreach_zero_([self.shard[start:stop] for start, stop in self._padding])
         self.arrived = True
+        if self.feedbacks and not all(self.trained):
+            self.clear([not trained for trained in self.trained])
+
+    def clear(self, unused: Sequence[bool]) -> None:
+        """Zero the shard of some parameters: what earlier steps have carried arrives for those without gradient, too.
+
+        Norms and clipping must not see it.
+        """
+        for fragment in self._fragments(self.placement.mode.states):
+            if unused[fragment.slot]:
+                self.shard[fragment.offset : fragment.offset + fragment.stop - fragment.start].zero_()
 
     # What is there, and forgetting it.
 

@@ -263,3 +263,50 @@ def test_errors_that_one_rank_has_lost_begin_anew_on_all(change: str, cause: str
     settings = {**GRADIENTS, "zeropp_loco_param": {}}
     for steps, anything, said in run_ranks(2, lost_on_one, settings, change):
         assert (steps, anything) == (0, False) and cause in said, said
+
+
+class Unequal(nn.Module):
+    """A parameter whose gradient is huge, and is not always used, beside one with a small gradient; one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.huge, self.small = nn.Parameter(torch.zeros(700)), nn.Parameter(torch.zeros(900))
+
+    def forward(self, slopes: Tensor, with_huge: bool) -> Tensor:
+        loss = (self.small * slopes[:900]).sum()
+        return loss + (self.huge * slopes[900:]).sum() * 1e4 if with_huge else loss
+
+
+def left_alone(settings: dict[str, Any], frozen: bool) -> list[tuple[float, float, float]]:
+    """Norm before clipping, and how far each parameter moves, in steps after the huge one's last gradient."""
+    model = Unequal()
+    config = make_config(**settings, gradient_clipping=1.0)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, config)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    found = []
+    for step in range(5):
+        if frozen and step == 2:
+            model.huge.requires_grad_(False)
+        optimizer.zero_grad()
+        model(torch.randn(1600, generator=generator), step < 2).backward()
+        before = zeropp.full_state(model)
+        optimizer.step()
+        moved = {name: value - before[name] for name, value in zeropp.full_state(model).items()}
+        found.append((float(optimizer.grad_norm), float(moved["small"].norm()), float(moved["huge"].norm())))
+    return found[2:]
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["unused", "frozen"])
+@pytest.mark.parametrize("settings", [{}, {"feedback": "both"}, {"stage": 1}, {"hadamard": True}], ids=str)
+def test_what_is_carried_for_a_parameter_without_gradient_is_no_gradient(
+    settings: dict[str, Any], frozen: bool
+) -> None:
+    """Errors of a huge gradient would be thousands of times the gradient that there is, and clip it away."""
+    zero = {**GRADIENTS, "zeropp_loco_param": {}, **settings}
+    plain = [torch.Generator().manual_seed(rank) for rank in range(4)]
+    means = [torch.stack([torch.randn(1600, generator=each) for each in plain]).mean(0)[:900] for _ in range(5)]
+    for found in run_ranks(4, left_alone, zero, frozen, local_world_size=2):
+        for (norm, small, huge), mean in zip(found, means[2:], strict=True):
+            assert norm == pytest.approx(float(mean.norm()), rel=0.2)
+            assert small == pytest.approx(1.0, rel=1e-3)
+            assert huge == 0.0

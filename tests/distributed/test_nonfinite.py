@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Routed, make_config, shards, share
+from tests.distributed.shapes import Pair, Routed, chain, logged, make_config, shards, share
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
@@ -251,3 +251,21 @@ def test_no_read_in_forward_and_backward(settings: dict[str, object]) -> None:
     for passes, step in steps:
         assert passes == []
         assert len(step) <= 2, step
+
+
+def nan_in_what_comes_late() -> tuple[list[str], int]:
+    """The last rank's gradients come where the others have none, with NaN among them; nobody scales any."""
+    pair = Pair(Routed(), make_config(persist=1000))
+    for _ in range(2):
+        pair.train(chain(2, 3))
+    pair.zero_grad()
+    with logged() as messages:
+        route = chain(4) if pair.rank == pair.world - 1 else chain(2, 3)
+        (pair.model(pair.batch(pair.rank), route).square().mean() * torch.nan).backward()
+        pair.optimizer.step()
+    return [message for message in messages if "scaled" in message], pair.optimizer.skipped_steps
+
+
+def test_nan_in_what_comes_late_is_not_taken_for_an_edit() -> None:
+    for said, skipped in run_ranks(2, nan_in_what_comes_late):
+        assert said == [] and skipped == 1

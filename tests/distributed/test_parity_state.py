@@ -306,6 +306,30 @@ def test_use_after_close_is_refused() -> None:
         assert all("partitioned" in text or "close()" in text or "not managed" in text for text in said), said
 
 
+def loads_another_precision(ranks: tuple[int, ...]) -> tuple[str, bool]:
+    """What ``ranks`` load was saved by the same model in float32; the others have their own."""
+    states = {}
+    for precision in ("fp32", "bf16"):
+        recipe = Recipe(dtype=torch.float32, top={"bf16": {"enabled": precision == "bf16"}})
+        model = build(recipe)
+        optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, recipe.config())
+        states[precision] = optimizer.state_dict()
+        for value in states[precision]["zeropp"]["main_weights"].values():
+            value += 1
+    before = zeropp.full_state(model)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        optimizer.load_state_dict(states["fp32" if dist.get_rank() in ranks else "bf16"])
+    after = zeropp.full_state(model)
+    return str(caught.value), all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)], ids=str)
+def test_a_state_of_another_precision_is_refused_by_all(ranks: tuple[int, ...]) -> None:
+    for rank, (said, unchanged) in enumerate(run_ranks(2, loads_another_precision, ranks)):
+        expected = "precision or unit settings" if rank in ranks else f"the states given to ranks {list(ranks)}"
+        assert expected in said and unchanged
+
+
 def loads_a_wrong_file(settings: dict[str, object], plain: bool) -> tuple[str, bool]:
     """Rank 1 has a state of another partition, or of none; what is said, and whether weights are what they were."""
     recipe = Recipe(steps=1, zero=settings)

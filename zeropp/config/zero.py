@@ -60,8 +60,9 @@ class ZeroConfig(Block):
 
     overlap_comm: bool | None = Field(default=None, validate_default=True)
     """Runs gathers and reductions beside the computation, on a GPU on streams of their own, on CPU on threads. False
-    runs each of them in its turn, which gives the same bits more slowly. `null` means true in stage 3 and false
-    below."""
+    runs each of them in its turn, which gives the same bits more slowly (close ones where gradients are quantized and
+    ranks go different ways through the model: what they send in two parts then depends on timing). `null` means true
+    in stage 3 and false below."""
 
     load_from_fp32_weights: bool = True
     """Restores fp32 main weights from a checkpoint rather than widening its 16-bit weights."""

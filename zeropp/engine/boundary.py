@@ -115,6 +115,8 @@ class Boundary:
                 for index in late:
                     self.engine.reductions.send_again(index)
                 values = self._exchange()
+            if math.isfinite(values[0]) and self._clear_unused(values):
+                values = self._exchange()
             self._settle_holders(values)
             self.engine.schedule.settle_differences(values[self._differed] > 0)
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
@@ -136,9 +138,10 @@ class Boundary:
     def _edited(self, late: list[int]) -> bool:
         """Whether gradients were changed on any rank since backward: what comes late cannot be added to them then.
 
-        torch's GradScaler changes them, and so may the user.
+        torch's GradScaler changes them, and so may the user. A step with Inf or NaN is skipped for those.
         """
-        changed = self._extremes is not None and not torch.equal(self._extremes, self._find_extremes())
+        now = self._find_extremes()
+        changed = self._extremes is not None and not torch.equal(self._extremes, now) and bool(now.isfinite().all())
         flag = torch.tensor([float(changed)], device=self.engine.device)
         with self.engine.agreement.watching("asking whether gradients were changed by hand"):
             self.engine.comm.sum(flag)
@@ -150,6 +153,18 @@ class Boundary:
                 [self.engine.units[index].name for index in late],
             )
         return edited
+
+    def _clear_unused(self, values: list[float]) -> bool:
+        """Zero what carried errors have brought to parameters that no rank has used; the same answer everywhere."""
+        found = False
+        for unit, used in zip(self.engine.units, self._flags(values), strict=True):
+            flags = iter(used)
+            for gradient in unit.gradients:
+                unused = [not next(flags) and trained for trained in gradient.trained]
+                if gradient.feedbacks and gradient.arrived and any(unused):
+                    gradient.clear(unused)
+                    found = True
+        return found
 
     def accept_scaling(self, factor: Tensor) -> None:
         """The wrapper multiplied all gradients by ``factor``: the norm follows, the verdict stays."""
@@ -216,9 +231,12 @@ class Boundary:
             )
 
     def _interpret(self, values: list[float]) -> Verdict:
+        return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), self._flags(values))
+
+    def _flags(self, values: list[float]) -> list[list[bool]]:
+        """Of each unit, which parameters any rank has used."""
         flags = iter(values[self._used :])
-        used = [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
-        return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), used)
+        return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
 
 
 def _rounded(norm: Tensor) -> Tensor:

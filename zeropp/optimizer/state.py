@@ -21,7 +21,8 @@ def layout_id(engine: Engine) -> str:
     """Fingerprint of who owns what; equal exactly when this rank's slices are the same."""
     digest = hashlib.sha256(f"{engine.mode.chain.levels} {engine.mode.states} {engine.comm.rank}".encode())
     for buffer in engine.buffers:
-        digest.update(f"{buffer.unit} {buffer.trainable} {buffer.main_dtype} {buffer.layout}".encode())
+        dtypes = f"{buffer.main_dtype} {buffer.compute_dtype}"
+        digest.update(f"{buffer.unit} {buffer.trainable} {dtypes} {buffer.layout}".encode())
     return digest.hexdigest()[:16]
 
 
@@ -63,9 +64,9 @@ def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> 
             engine,
             wrong,
             f"this state is of another partition (layout {found}, here {layout_id(engine)}): it was saved by another "
-            "rank, with another number of ranks, model or unit settings, or after other parameters were unfrozen or in "
-            "another order. Load the file of the same rank under the same settings, or move weights alone with "
-            "zeropp.full_state and model.load_state_dict",
+            "rank, with another number of ranks, model, precision or unit settings, or after other parameters were "
+            "unfrozen or in another order. Load the file of the same rank under the same settings, or move weights "
+            "alone with zeropp.full_state and model.load_state_dict",
         )
     saved, own = (
         [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
