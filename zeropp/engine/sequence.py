@@ -112,12 +112,14 @@ class Sequences:
     def vary(self, key: PhaseKey, sequence: Sequence) -> bool:
         """Whether a rank that follows ``sequence`` may need what the others do not.
 
-        Phases of this kind have been seen to differ, or others of forward or backward to use more units; or there are
-        modules that have not been used yet, and any rank's data may call for them.
+        Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
+        to use more units; or there are modules that have not been used yet, and any rank's data may call for them.
         """
         if self._known[key].varies or not self._units[key[0]].issubset(sequence.uses):
             return True
-        return key[0] == "forward" and not self._reach(key).issubset(sequence.uses)
+        if key[0] == "forward":
+            return not self._reach(key).issubset(sequence.uses)
+        return any(self._known[part].varies for part in key if part in self._known)
 
     def note_silent(self, key: PhaseKey) -> None:
         """Note that nothing is gathered in this kind of phase: there is nothing to learn; a rank may run it alone."""
