@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 __all__ = [
     "all_gather_single",
+    "backends",
     "bump_versions",
     "current_graph_task",
     "default_store",
@@ -74,6 +75,16 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
 def profiler_enabled() -> bool:
     """Whether a profile is being recorded."""
     return torch._C._autograd._profiler_enabled()
+
+
+def backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Which backend of a group carries the tensors of each type of device.
+
+    ``dist.get_backend`` repeats what the group was made with: "undefined" after a plain ``init_process_group()``.
+    """
+    config: str = dist.distributed_c10d.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    pairs = (entry.partition(":") for entry in config.split(","))
+    return {device: backend for device, _, backend in pairs}
 
 
 def default_store() -> dist.Store:

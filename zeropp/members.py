@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import pickle
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zeropp._compat import all_gather_single
+from zeropp._compat import all_gather_single, backends
 from zeropp.topology import ranks_per_node
 
-__all__ = ["Group", "Members", "find_members", "gather_objects", "group_size", "to_process_group", "world_group"]
+__all__ = [
+    "Group",
+    "Members",
+    "find_members",
+    "gather_objects",
+    "group_size",
+    "is_fake",
+    "to_process_group",
+    "whereabouts",
+    "world_group",
+]
 
 _T = TypeVar("_T")
 
@@ -28,17 +40,26 @@ class Members:
     backend: str
 
 
-def find_members(group: Group, device: torch.device, local_world_size: int | None) -> Members:
+def whereabouts() -> tuple[int, str]:
+    """This process, for the others: its global rank, and the name of its host."""
+    return dist.get_rank() if dist.is_initialized() else 0, socket.gethostname()
+
+
+def find_members(
+    group: Group, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
+) -> Members:
     """Members of a group, and how they lie on nodes. Local; the same on every rank if all is well.
 
     Args:
         group: ranks to partition over: a process group, a one-dimensional DeviceMesh, or None for the world (one rank,
             if torch.distributed is not initialised).
         device: where the model lives; decides the backend.
-        local_world_size: ranks per node, or None for LOCAL_WORLD_SIZE.
+        local_world_size: ranks per node, or None for LOCAL_WORLD_SIZE, or else one node for each host.
+        hosts: :func:`whereabouts` of the members. Of one that could not be asked (a fake group) it is this rank's.
 
     Raises:
-        ValueError: mesh of more than one dimension, unknown or uneven nodes, a group this rank does not belong to.
+        ValueError: mesh of more than one dimension, unknown or uneven nodes, a group this rank does not belong to, or
+            that cannot send what is on the device.
         TypeError: something else was given.
     """
     if group is None and not dist.is_initialized():
@@ -47,10 +68,20 @@ def find_members(group: Group, device: torch.device, local_world_size: int | Non
     ranks = tuple(dist.get_process_group_ranks(process_group))
     if dist.get_rank() not in ranks:
         raise ValueError(f"process_group has ranks {list(ranks)}, this is rank {dist.get_rank()}; only members wrap")
-    backend: str = dist.get_backend(process_group)
-    if ":" in backend or "," in backend:  # one backend per device type, as in "cpu:gloo,cuda:nccl"
-        backend = dict(part.split(":") for part in backend.split(","))[device.type]
-    return Members(ranks, ranks_per_node(ranks, local_world_size), backend)
+    available = backends(process_group)
+    if device.type not in available:
+        raise ValueError(
+            f"the model is on {device}, and the process group has a backend for {sorted(available)} only; make it with "
+            'one, as in init_process_group("cpu:gloo,cuda:nccl"), or move the model there'
+        )
+    _, own = whereabouts()
+    local = ranks_per_node(ranks, local_world_size, [hosts.get(rank, own) for rank in ranks])
+    return Members(ranks, local, available[device.type])
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether a group only pretends: torch's own for trying out large worlds in one process."""
+    return "fake" in backends(group).values()
 
 
 def to_process_group(group: Group) -> dist.ProcessGroup:
@@ -79,7 +110,8 @@ def group_size(group: Group) -> int:
 
 def gather_objects(value: _T, group: dist.ProcessGroup) -> list[_T]:
     """Every member's picklable value, in group order. Unlike torch's own, it works where NumPy is not installed."""
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    available = backends(group)
+    device = "cpu" if "cpu" in available else next(iter(available))  # of an accelerator, the process's current one
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     world = dist.get_world_size(group)
     sizes = torch.empty(world, dtype=torch.int64, device=device)

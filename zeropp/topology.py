@@ -106,37 +106,67 @@ def build_chain(world: int, sizes: Sequence[int]) -> Chain:
     return Chain(tuple(wanted))
 
 
-def ranks_per_node(ranks: Sequence[int], local_world_size: int | None) -> int:
+def ranks_per_node(ranks: Sequence[int], local_world_size: int | None, hosts: Sequence[str] | None = None) -> int:
     """Ranks of a group that share one node.
 
-    Nodes are runs of ``local_world_size`` consecutive global ranks, as torchrun numbers them.
+    With a number of ranks per node, nodes are runs of so many consecutive global ranks, as torchrun numbers them; one
+    host may carry several. Without one, every host is a node.
 
     Args:
         ranks: global ranks of the group, in group order.
         local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE.
+        hosts: name of the machine that each of ``ranks`` runs on, where that is known.
 
     Raises:
-        ValueError: the number is unknown, or the group does not take the same number of ranks from each node,
-            node after node.
+        ValueError: the number is unknown or no number, a node so made spans two hosts, or the group does not take the
+            same number of ranks from each node, node after node.
     """
     if len(ranks) == 1:
         return 1
-    if local_world_size is None:
-        text = os.environ.get("LOCAL_WORLD_SIZE", "")
-        if not text.isdigit() or int(text) < 1:
-            raise ValueError(
-                f"the number of ranks per node is unknown: LOCAL_WORLD_SIZE is {text!r}. Start with torchrun, which "
-                'sets it, or give {"zeropp": {"local_world_size": N}} in the config'
-            )
-        local_world_size = int(text)
-    nodes = [rank // local_world_size for rank in ranks]
+    claimed = local_world_size if local_world_size is not None else _claimed_by_launcher()
+    nodes: Sequence[object]
+    if claimed is not None:
+        nodes, source = [rank // claimed for rank in ranks], f"{claimed} ranks per node"
+        _refuse_nodes_across_hosts(ranks, hosts or [], claimed)
+    elif hosts is not None:
+        nodes, source = list(hosts), "named after their hosts, since LOCAL_WORLD_SIZE is not set"
+    else:
+        raise ValueError(f"the number of ranks per node is unknown: LOCAL_WORLD_SIZE is not set. {_REMEDY}")
     per_node = nodes.count(nodes[0])
     runs = [nodes[start : start + per_node] for start in range(0, len(nodes), per_node)]
     even = len(nodes) % per_node == 0 and all(len(set(run)) == 1 for run in runs)
     if not even or len({run[0] for run in runs}) != len(runs):
         raise ValueError(
-            f"ranks {list(ranks)} lie on nodes {nodes} ({local_world_size} ranks per node): every node must give the "
+            f"ranks {list(ranks)} lie on nodes {nodes} ({source}): every node must give the "
             "same number of ranks, one node after the other. Choose a group that does, or correct "
             'LOCAL_WORLD_SIZE or {"zeropp": {"local_world_size": N}}'
         )
     return per_node
+
+
+_REMEDY = (
+    'Start with torchrun, which sets it, or give {"zeropp": {"local_world_size": N}} in the config, N ranks per node'
+)
+
+
+def _claimed_by_launcher() -> int | None:
+    """LOCAL_WORLD_SIZE, or None where no launcher has set it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if not text:
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"the number of ranks per node is unknown: LOCAL_WORLD_SIZE is {text!r}. {_REMEDY}")
+    return int(text)
+
+
+def _refuse_nodes_across_hosts(ranks: Sequence[int], hosts: Sequence[str], claimed: int) -> None:
+    """What is taken for the fast links inside a node must not be a network."""
+    first: dict[int, tuple[int, str]] = {}
+    for rank, host in zip(ranks, hosts, strict=False):
+        other, its_host = first.setdefault(rank // claimed, (rank, host))
+        if its_host != host:
+            raise ValueError(
+                f"{claimed} ranks per node would make one node of rank {other} on host {its_host!r} and rank {rank} on "
+                f"host {host!r}. Correct LOCAL_WORLD_SIZE or the config's zeropp.local_world_size, or leave both out: "
+                "then each host is a node"
+            )

@@ -244,16 +244,40 @@ def test_uneven_nodes(ranks: list[int], local: int) -> None:
     assert "LOCAL_WORLD_SIZE" in message and "local_world_size" in message and "Choose a group" in message
 
 
-@pytest.mark.parametrize("text", [None, "", "0", "-1", "two", "2.0"])
-def test_unknown_nodes(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("text", ["0", "-1", "two", "2.0"])
+def test_a_launcher_that_says_nonsense(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host names would do, but somebody meant something else."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
+    with pytest.raises(ValueError) as caught:
+        ranks_per_node([0, 1], None, ["a", "a"])
+    assert repr(text) in str(caught.value) and "torchrun" in str(caught.value)
+    assert '"local_world_size"' in str(caught.value)
+    assert ranks_per_node([1], None) == 1  # one rank has no neighbour to ask about
+    assert ranks_per_node([0, 1], 2) == 2
+
+
+@pytest.mark.parametrize("text", [None, ""])
+def test_hosts_where_no_launcher_says_anything(text: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if text is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
-    with pytest.raises(ValueError) as caught:
-        ranks_per_node([0, 1], None)
-    assert "torchrun" in str(caught.value) and '"local_world_size"' in str(caught.value)
-    assert ranks_per_node([1], None) == 1  # one rank has no neighbour to ask about
-    assert ranks_per_node([0, 1], 2) == 2
+    assert ranks_per_node(range(4), None, ["a", "a", "b", "b"]) == 2
+    assert ranks_per_node([3, 9], None, ["b", "a"]) == 1
+    assert ranks_per_node(range(3), None, ["a", "a", "a"]) == 3
+    for hosts in (["a", "b", "b"], ["a", "b", "a", "b"], ["a", "a", "b", "a"]):  # uneven; not node after node
+        with pytest.raises(ValueError, match=r"same number of ranks.*local_world_size"):
+            ranks_per_node(range(len(hosts)), None, hosts)
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE is not set.*torchrun"):
+        ranks_per_node(range(2), None)
+
+
+def test_a_claimed_node_lies_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks_per_node(range(4), 2, ["a"] * 4) == 2  # two nodes on one host are pretended
+    assert ranks_per_node(range(4), 2, ["a", "a", "b", "b"]) == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for claimed in (4, None):
+        with pytest.raises(ValueError, match=r"4 ranks per node.*rank 0 on host 'a' and rank 2 on host 'b'"):
+            ranks_per_node(range(4), claimed, ["a", "a", "b", "b"])
 
 
 def test_the_environment_is_read_and_the_argument_wins(monkeypatch: pytest.MonkeyPatch) -> None:

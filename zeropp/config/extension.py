@@ -29,7 +29,8 @@ class ExtensionConfig(Block):
     """Settings of zeropp itself. DeepSpeed does not know this block."""
 
     local_world_size: Positive | None = None
-    """Ranks on one node. `null` takes the environment variable `LOCAL_WORLD_SIZE`, which launchers set."""
+    """Ranks on one node. `null` takes the environment variable `LOCAL_WORLD_SIZE`, which launchers set; where
+    there is none, each host is a node."""
 
     unit_numel: Count = 0
     """Elements above which a unit is cut into the units of its submodules, further down the module tree.

@@ -29,7 +29,15 @@ from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
 from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
 from zeropp.guard import is_managed, keeper_of, register
-from zeropp.members import Group, find_members, gather_objects, to_process_group, world_group
+from zeropp.members import (
+    Group,
+    find_members,
+    gather_objects,
+    is_fake,
+    to_process_group,
+    whereabouts,
+    world_group,
+)
 from zeropp.placement import Mode, choose_mode
 from zeropp.unit import Unit
 from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, never_called
@@ -84,7 +92,7 @@ def _exchange(group: Group, account: _T) -> list[_T]:
     except ValueError:
         return [account]  # nobody waits for a rank that is no member
     size = dist.get_world_size(process_group)
-    if size <= 1 or dist.get_backend(process_group) == "fake":
+    if size <= 1 or is_fake(process_group):
         return [account]
     return gather_objects(account, process_group)
 
@@ -108,8 +116,9 @@ def build_engine(
     """
     device = together(group, "checking the model", lambda: _check_model(model, config))
     extension = config.zeropp
+    hosts = dict(_exchange(group, whereabouts()))
     members = together(
-        group, "finding nodes", lambda: find_members(group, device, extension.local_world_size), same=True
+        group, "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
     mode = together(group, "choosing groups", lambda: choose_groups(config, len(members.ranks), members.local))
     job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]

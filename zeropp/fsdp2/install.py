@@ -21,7 +21,7 @@ from zeropp.fsdp2.options import Options
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit, find_units
 from zeropp.ledger import Ledger
-from zeropp.members import Members, find_members, gather_objects
+from zeropp.members import Members, find_members, gather_objects, is_fake, whereabouts
 from zeropp.placement import HopSpec, Mode, Placement
 from zeropp.topology import build_chain
 
@@ -128,7 +128,7 @@ def apply(
         beta: share of the old error that is kept; 0.8 if not given.
         gather_hops: 2 for gathering between nodes, then inside them, where there are both; 1 for one all-gather over
             all ranks, for backends that cross each link once by themselves.
-        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets.
+        local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets, or takes a host for a node.
         hang_timeout: seconds that a collective on a process group made here may take.
 
     Returns:
@@ -148,10 +148,13 @@ def apply(
     )
     units = find_units(model)
     meshes = list(dict.fromkeys(unit.group for unit in units))
+    hosts: dict[int, str] = {}
     for mesh in meshes:
-        together(mesh, "zeropp.fsdp2.apply", partial(_check, units, options), same=True)
+        hosts.update([whereabouts()] if is_fake(mesh) else gather_objects(whereabouts(), mesh))
+    for mesh in meshes:
+        together(mesh, "zeropp.fsdp2.apply", partial(_check, units, options, hosts), same=True)
     ledger = Ledger()
-    routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger) for mesh in meshes}
+    routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts) for mesh in meshes}
     comms = _all_comms(routes)
     for unit in units:
         unit.install(*comms[unit])
@@ -171,7 +174,7 @@ def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit,
     return comms
 
 
-def _check(units: Sequence[ShardedUnit], options: Options) -> list[object]:
+def _check(units: Sequence[ShardedUnit], options: Options, hosts: Mapping[int, str]) -> list[object]:
     """Everything that can be refused before anyone has to wait; what all ranks must agree on."""
     options.check()
     if options.secondary == "codes" and all(unit.secondary is None for unit in units):
@@ -187,14 +190,16 @@ def _check(units: Sequence[ShardedUnit], options: Options) -> list[object]:
         account.append(unit.describe())
         for group in (unit.group, unit.secondary):
             if group is not None:
-                members = _members(group, unit.device, options.local_world_size)
+                members = _members(group, unit.device, options.local_world_size, hosts)
                 account.append((len(members.ranks), members.local, members.backend))
     return account
 
 
-def _members(group: dist.ProcessGroup, device: torch.device, local_world_size: int | None) -> Members:
+def _members(
+    group: dist.ProcessGroup, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
+) -> Members:
     try:
-        return find_members(group, device, local_world_size)
+        return find_members(group, device, local_world_size, hosts)
     except ValueError as error:
         raise ValueError(f"{error}. For zeropp.fsdp2.apply it is the argument local_world_size") from None
 
@@ -202,8 +207,16 @@ def _members(group: dist.ProcessGroup, device: torch.device, local_world_size: i
 class _Routes:
     """The hops of one mesh, shared by all units on it."""
 
-    def __init__(self, mesh: dist.ProcessGroup, units: Sequence[ShardedUnit], options: Options, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        mesh: dist.ProcessGroup,
+        units: Sequence[ShardedUnit],
+        options: Options,
+        ledger: Ledger,
+        hosts: Mapping[int, str],
+    ) -> None:
         self.options = options
+        self.hosts = hosts
         self.units = units
         self.ledger = ledger
         self.timeout = timedelta(seconds=options.hang_timeout)
@@ -260,7 +273,7 @@ class _Routes:
         return ReduceRoute(placement, hops, encoding)
 
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
-        members = _members(group, device, self.options.local_world_size)
+        members = _members(group, device, self.options.local_world_size, self.hosts)
         world = len(members.ranks)
         mode = Mode(build_chain(world, [members.local]), states=world, kept=None, gradients=world)
         return members, Placement(mode, group.rank(), members.local)
@@ -278,6 +291,6 @@ class _Routes:
 def _agreed_name(group: dist.ProcessGroup) -> str:
     """A name that no other group of this job has, the same on every rank of the group."""
     name = f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}"
-    if group.size() == 1 or dist.get_backend(group) == "fake":
+    if group.size() == 1 or is_fake(group):
         return name
     return gather_objects(name, group)[0]

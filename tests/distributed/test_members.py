@@ -1,0 +1,136 @@
+"""Who takes part: README's own lines on a plain process group, and nodes where no launcher tells of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.shapes import make_config
+from zeropp.members import find_members, is_fake
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+class Regression(nn.Module):
+    """Returns a loss, as README's model does; large enough that its layers are not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(400, 400) for _ in range(3))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = batch
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - batch).square().mean()
+
+
+def example() -> str:
+    """The first Python block of README, as it stands."""
+    found = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def readme() -> tuple[list[bool], set[str], int, float, float]:
+    """Run README's lines; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
+    torch.manual_seed(0)
+    batches = [torch.randn(4, 400)] * 12
+    space: dict[str, object] = {"Model": Regression, "loader": batches[:1]}
+    exec(compile(example(), "README.md", "exec"), space)
+    optimizer, model = space["optimizer"], space["model"]
+    assert isinstance(optimizer, zeropp.ZeroOptimizer) and isinstance(model, Regression)
+    first = space["loss"]
+    for batch in batches:
+        last = model(batch)
+        optimizer.backward(last)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert isinstance(first, Tensor)
+    comm = optimizer.engine.comm
+    hops = [hop for buffer in optimizer.engine.buffers for hop in buffer.paths.main.hops]
+    backends = {dist.get_backend(hop.group) for hop in hops} | {comm.backend}
+    sent = sum(row.bytes for row in zeropp.comm_report(model).rows if row.kind == "gather")
+    return [hop.pairwise for hop in hops], backends, sent, float(first), float(last)
+
+
+def test_readme_as_it_stands() -> None:
+    """`init_process_group()` names no backend; the fast way over gloo is taken all the same."""
+    for pairwise, backends, sent, first, last in run_ranks(2, readme, init=False):
+        assert pairwise and all(pairwise)
+        assert backends == {"gloo"}
+        assert sent > 3 * 400 * 400  # each layer at least once, half of it in bf16
+        assert last < 0.9 * first
+
+
+def placed(hosts: list[str], launcher: str | None, claimed: int | None) -> tuple[int, set[str]]:
+    """Ranks per node and classes of links of an engine, with host names and LOCAL_WORLD_SIZE as given."""
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    if launcher is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = launcher
+    model = nn.Linear(64, 64)
+    with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
+        optimizer = zeropp.ZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(local_world_size=claimed)
+        )
+    optimizer.backward(model(torch.ones(1, 64)).sum())
+    optimizer.step()
+    links = {row.link for row in zeropp.comm_report(model).rows if row.kind != "control"}
+    return optimizer.engine.comm.local, links
+
+
+NODES: dict[str, tuple[list[str], str | None, int | None, int, set[str]]] = {
+    "one host": (["a"] * 4, None, None, 4, {"local"}),
+    "two hosts": (["a", "a", "b", "b"], None, None, 2, {"local", "cross"}),
+    "four hosts": (["a", "b", "c", "d"], None, None, 1, {"cross"}),
+    "the launcher wins": (["a"] * 4, "2", None, 2, {"local", "cross"}),
+    "the config wins": (["a"] * 4, "4", 1, 1, {"cross"}),
+}
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_from_host_names(name: str) -> None:
+    hosts, launcher, claimed, local, links = NODES[name]
+    assert run_ranks(4, placed, hosts, launcher, claimed) == [(local, links)] * 4
+
+
+WRONG: dict[str, tuple[list[str], str | None, int | None, str]] = {
+    "uneven": (["a", "a", "a", "b"], None, None, "same number of ranks"),
+    "one after the other": (["a", "b", "a", "b"], None, None, "one node after the other"),
+    "a node on two hosts": (["a", "a", "b", "b"], "4", None, "rank 0 on host 'a' and rank 2 on host 'b'"),
+    "a node on two hosts in the config": (["a", "b", "c", "d"], "1", 2, "rank 0 on host 'a' and rank 1 on host 'b'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nodes_that_host_names_contradict(name: str) -> None:
+    *given, pattern = WRONG[name]
+    for failure in run_ranks(4, placed, *given, catch=True, timeout=40):
+        assert isinstance(failure, RankFailure) and failure.type_name == "ValueError"
+        assert re.search(pattern, failure.message), failure.message
+
+
+def without_a_backend() -> tuple[str, bool]:
+    """What is said of a model on a device that the group cannot serve."""
+    dist.init_process_group("cpu:gloo")
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(ValueError) as caught:
+        find_members(group, torch.device("cuda"), None, {})
+    return str(caught.value), is_fake(group)
+
+
+def test_a_group_that_cannot_serve_the_model() -> None:
+    for message, fake in run_ranks(2, without_a_backend, init=False):
+        assert "model is on cuda" in message and "['cpu']" in message and "cpu:gloo,cuda:nccl" in message
+        assert not fake
