@@ -72,7 +72,7 @@ def train_scaled(
     recipe: Recipe | None, poisoned: int, clip: float | None, configured: bool = False, window: int = 1
 ) -> tuple[Any, ...]:
     rank, config = dist.get_rank(), (recipe or Recipe()).config()
-    config["gradient_accumulation_steps"] = window
+    config |= {"gradient_accumulation_steps": window, "managed_gradient_accumulation": False}
     if configured:
         config["gradient_clipping"] = clip
     torch.manual_seed(3)
@@ -127,7 +127,7 @@ def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
 
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
-    """The last window of an epoch may hold fewer backwards than configured; nothing tells which one is the last."""
+    """Of a caller that owns the boundary: nothing tells which backward is the last."""
     runs = run_ranks(2, train_scaled, None, poisoned, None, False, 4)
     check_scaled(runs, plain_scaled(None, 2, poisoned, None))
 

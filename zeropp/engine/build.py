@@ -28,6 +28,7 @@ from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
 from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
+from zeropp.engine.window import Window
 from zeropp.guard import is_managed, keeper_of, register
 from zeropp.members import (
     Group,
@@ -142,6 +143,7 @@ def build_engine(
         mode,
         units,
         device,
+        Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
         limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
         scale=scale,
         hang_timeout=extension.hang_timeout,

@@ -27,6 +27,7 @@ from zeropp.engine.schedule import Schedule
 from zeropp.engine.sequence import IssueHash, PhaseKey
 from zeropp.engine.tensors import cast_floating
 from zeropp.engine.touched import Touched
+from zeropp.engine.window import Window
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.gradient import Gradient
 from zeropp.placement import Mode
@@ -54,6 +55,7 @@ class Engine:
         mode: levels of the parts of units, persistent ones aside.
         units: of the model, indexed in order.
         device: where the model lives.
+        window: of micro-batches.
         limits: of the prefetch plan.
         scale: factor on summed gradients, 1/world for a mean.
         hang_timeout: seconds after which waiting for other ranks is an error.
@@ -68,6 +70,7 @@ class Engine:
         mode: Mode,
         units: SequenceOf[Unit],
         device: torch.device,
+        window: Window,
         *,
         limits: Limits,
         scale: float,
@@ -80,6 +83,7 @@ class Engine:
         self.mode = mode
         self.units = tuple(units)
         self.device = device
+        self.window = window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
         self.agreement = Agreement(comm, hang_timeout, device, at_once=sends and not overlap)
@@ -99,7 +103,7 @@ class Engine:
             log_relearning=log_relearning,
         )
         self.refresh = Refresh(self.units, lanes("refresh"), self.schedule, self.agreement, self.issued, comm)
-        self._note_storages()
+        self.note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
         self.pending = Pending(self.units)
@@ -174,6 +178,8 @@ class Engine:
             if self.flipped:
                 self.settle_trained(self)
             self.refuse_to_train()
+            self.window.note_forward(site.path)
+            self._foresee_boundary()
         key: PhaseKey = ("forward", site.path, training, grad)
         outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
         self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
@@ -222,6 +228,7 @@ class Engine:
             return
         self.require_idle("backward")
         self.before_backward()
+        self._foresee_boundary()
         self.refresh.start_put_off()
         self.phase = Phase.BACKWARD
         queue_end_of_backward(self._end_backward)
@@ -238,7 +245,12 @@ class Engine:
         self._outstanding.clear()
         self._cover_all()
         self.phase = Phase.IDLE
+        self.window.note_backward()
         self.after_backward()
+
+    def _foresee_boundary(self) -> None:
+        """Say whether the running or next backward is the last before a step, as far as one can know."""
+        self.reductions.last = self.window.closing or not self.mode.sums
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         return ("backward", self.reductions.hold, self.trained_set, *outstanding)
@@ -311,27 +323,8 @@ class Engine:
         for buffer in self._unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)
 
-    def retrain(self, number: int, units: Iterable[Unit], *, split: bool) -> None:
-        """Other parameters of ``units`` are trained now.
-
-        Args:
-            number: of the set of trained parameters.
-            units: those concerned.
-            split: some have other buffers now.
-        """
-        self.flipped.clear()
-        self.trained_set = number
-        for unit in units:
-            unit.note_trained()
-        self.reductions.note_trained()
-        if split:
-            self._note_storages()
-            self.schedule.note_sizes()
-            self.pending.make_room()
-            self.refresh.start()
-            self.after_split()
-
-    def _note_storages(self) -> None:
+    def note_storages(self) -> None:
+        """Look which storages gathered weights lie in."""
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
         self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
 
@@ -406,10 +399,11 @@ class Engine:
         """Of trainable flat buffers."""
         return [gradient for unit in self.units for gradient in unit.gradients]
 
-    def zero_grad(self) -> None:
-        """Forget gradients."""
-        self.pending.forget_unsent()
-        self.pending.forget()
+    def zero_grad(self, *, now: bool = False) -> None:
+        """Forget gradients; unless ``now``, not in the middle of a window whose ``step()`` did nothing."""
+        if now or not self.window.kept:
+            self.pending.forget_unsent()
+            self.pending.forget()
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``; see :class:`zeropp.guard.Keeper`."""

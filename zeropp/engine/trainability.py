@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,28 @@ class Trainability:
             self._last += 1
             self._numbers[frozen] = self._last
             engine.schedule.sequences.forget_forwards()
-        engine.retrain(self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
+        self._tell(engine, self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
+
+    def _tell(self, engine: Engine, number: int, units: Iterable[Unit], *, split: bool) -> None:
+        """Let every part of the engine know that other parameters of ``units`` are trained.
+
+        Args:
+            engine: of the model.
+            number: of the set of trained parameters.
+            units: those concerned.
+            split: some have other buffers now.
+        """
+        engine.flipped.clear()
+        engine.trained_set = number
+        for unit in units:
+            unit.note_trained()
+        engine.reductions.note_trained()
+        if split:
+            engine.note_storages()
+            engine.schedule.note_sizes()
+            engine.pending.make_room()
+            engine.refresh.start()
+            engine.after_split()
 
     def _check_same(self, engine: Engine, wanted: dict[str, bool]) -> None:
         doing = "changing which parameters are trained"

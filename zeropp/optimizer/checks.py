@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from zeropp.engine.boundary import Verdict
+from zeropp.engine.engine import Engine
+from zeropp.engine.window import Window
 
 __all__ = [
     "also_forget",
@@ -19,6 +24,8 @@ __all__ = [
     "plain_settings",
     "refuse_inner_group",
     "refuse_inner_step",
+    "refuse_scaler",
+    "refuse_unused",
 ]
 
 
@@ -82,17 +89,37 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
-def also_forget(optimizer: Optimizer, forget: Callable[[], None]) -> Callable[..., None]:
-    """In place of the wrapped optimizer's ``zero_grad``, which does not see gradients that are held back."""
+def also_forget(optimizer: Optimizer, forget: Callable[[], bool | None]) -> Callable[..., None]:
+    """In place of the wrapped optimizer's ``zero_grad``, which does not see gradients that are held back.
+
+    Args:
+        optimizer: the wrapped one.
+        forget: forgets those; False in the middle of a window whose gradients stay.
+    """
     ref = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         target = ref()
-        if target is not None:
+        if target is not None and forget() is not False:
             type(target).zero_grad(target, set_to_none)
-            forget()
 
     return zero_grad
+
+
+def refuse_scaler(window: Window) -> None:
+    """Refuse torch's GradScaler inside an unfinished window: it would unscale a part of the gradients, and then again.
+
+    All that it does to an optimizer before ``step()`` is to look at ``param_groups``, so that is where it is met.
+
+    Raises:
+        RuntimeError: a GradScaler's method asked for the parameter groups.
+    """
+    if isinstance(sys._getframe(2).f_locals.get("self"), torch.amp.GradScaler):
+        raise RuntimeError(
+            f"GradScaler.unscale_() or step() after {window.count} of gradient_accumulation_steps {window.steps} "
+            "micro-batches, and the boundary of the window is where gradients are unscaled: call them, and update(), "
+            'after its last backward, or set {"managed_gradient_accumulation": false} to step whenever you say so'
+        )
 
 
 def refuse_inner_step(*args: object, **kwargs: object) -> None:
@@ -106,6 +133,31 @@ def refuse_inner_step(*args: object, **kwargs: object) -> None:
 def refuse_inner_group(*args: object, **kwargs: object) -> None:
     """In place of the wrapped optimizer's ``add_param_group``, whose parameters would never become slices."""
     raise RuntimeError("this optimizer is wrapped by a ZeroOptimizer; call add_param_group() on that, on every rank")
+
+
+def refuse_unused(engine: Engine, verdict: Verdict) -> None:
+    """Refuse a step in which a trained parameter had no gradient anywhere.
+
+    Raises:
+        RuntimeError: with its name; the same on every rank.
+    """
+    unused = [
+        name
+        for unit in engine.units
+        for name, trained, used in zip(
+            (n for buffer in unit.trainable for n in buffer.names),
+            unit.trained,
+            verdict.used[unit.index],
+            strict=True,
+        )
+        if trained and not used
+    ]
+    if unused:
+        raise RuntimeError(
+            f"{len(unused)} parameters had no gradient on any rank: {unused[:10]}{'...' if unused[10:] else ''}. "
+            "Use them, freeze them with requires_grad_(False), or set "
+            '{"zero_optimization": {"ignore_unused_parameters": true}}'
+        )
 
 
 refuse_inner_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers on either optimizer look for it

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp.config import ConfigSource, load_config
-from zeropp.engine.boundary import Boundary, Verdict
+from zeropp.engine.boundary import Boundary
 from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
 from zeropp.engine.refusals import explain_freed
@@ -24,6 +25,8 @@ from zeropp.optimizer.checks import (
     describe_optimizer,
     refuse_inner_group,
     refuse_inner_step,
+    refuse_scaler,
+    refuse_unused,
 )
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.feedback import CarriedErrors
@@ -33,6 +36,8 @@ from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, layout_id, load_carried, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
+
+_T = TypeVar("_T")
 
 
 class ZeroOptimizer(Optimizer):
@@ -45,6 +50,7 @@ class ZeroOptimizer(Optimizer):
         grad_norm: gradient norm over the whole model at the last step, after averaging, before configured clipping.
         skipped_steps: steps not taken because a gradient was not finite.
         step_was_skipped: whether the last one was.
+        step_was_taken: whether a step has changed weights since the last backward; schedulers follow it.
         grad_scaler: torch's, if one scales the losses and errors are carried over (``zeropp_loco_param``): they follow
             its scale. Without it a change of the scale disturbs them for a step.
     """
@@ -90,8 +96,6 @@ class ZeroOptimizer(Optimizer):
             gradient_scale,
             lambda: [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"],
         )
-        self._accumulation_steps = self.config.resolve_batch(self.engine.comm.world)[2] or 1
-        self._count_backwards(0)
         self.boundary = Boundary(self.engine)
         self.engine.after_backward = _weakly(self._after_backward)
         self.engine.before_backward = _weakly(self._before_backward)
@@ -111,10 +115,10 @@ class ZeroOptimizer(Optimizer):
         self._patch_step_function()
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
-        optimizer.zero_grad = also_forget(optimizer, _weakly(self._forget_held))  # type: ignore[method-assign]
+        optimizer.zero_grad = also_forget(optimizer, _weakly(self._forget_unsent))  # type: ignore[method-assign]
         self.grad_norm: float | None = None
         self.skipped_steps = 0
-        self.step_was_skipped = False
+        self.step_was_skipped = self.step_was_taken = False
         self.grad_scaler: torch.amp.GradScaler | None = None
 
     # The optimizer's own surface.
@@ -122,6 +126,8 @@ class ZeroOptimizer(Optimizer):
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups."""
+        if self.engine.window.unfinished:
+            refuse_scaler(self.engine.window)
         return self.inner.param_groups
 
     @property
@@ -160,7 +166,7 @@ class ZeroOptimizer(Optimizer):
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
-        steps = self._accumulation_steps
+        steps = self.engine.window.steps
         try:
             (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
         except RuntimeError as error:
@@ -184,13 +190,21 @@ class ZeroOptimizer(Optimizer):
             reductions.no_sync = before
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, now: bool = False) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
+        Args:
+            max_norm: bound.
+            now: clip what is there, before ``step(now=True)``. Otherwise nothing is touched where ``step()`` would do
+                nothing.
+
         Returns:
-            The norm before clipping, a scalar on the model's device.
+            The norm before clipping, a scalar on the model's device; where nothing was touched that of the last step,
+            0 before the first.
         """
         self.engine.require_idle("clip_grad_norm_")
+        if self.engine.window.unfinished and not now:
+            return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self._take_edits()
         self.boundary.invalidate()  # the user may have edited gradients since
         self.boundary.verdict()  # the step's one host read: gradients kept back by no_sync must be in first
@@ -198,16 +212,42 @@ class ZeroOptimizer(Optimizer):
         self.boundary.accept_scaling(self._scale_gradients(norm, max_norm))
         return norm
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], Tensor] | None = None, *, now: bool = False
+    ) -> Tensor | None:
         """One optimizer step; skipped on every rank if any gradient anywhere is not finite.
 
+        After the first of ``gradient_accumulation_steps`` micro-batches and before the last it does nothing but run the
+        closure, if the caller calls it after every micro-batch; see [Note: who owns the boundary]. Step hooks run
+        around steps that are taken.
+
         Args:
-            closure: computes the loss and its backward; called once.
+            closure: computes the loss and its backward; called once, before step hooks where it may be one of several.
+            now: take the step with what is there, divided as if the window were whole.
 
         Raises:
             RuntimeError: the ranks are out of step, or a parameter was unused and ignore_unused_parameters is false.
         """
+        window, loss = self.engine.window, None
+        if closure is not None and not window.owned:  # hooks must not run before it is known that a step is taken
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+        self.engine.require_idle("step")
+        taken = now or window.ask()
+        warning = None if now else window.warning()
+        if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
+            warnings.warn(warning, stacklevel=2)
+        if not taken:
+            return loss
+        found = self._take_step(closure)
+        return loss if found is None else found
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch would let hooks run around steps that are not taken
+
+    @Optimizer.profile_hook_step
+    @torch.no_grad()
+    def _take_step(self, closure: Callable[[], Tensor] | None) -> Tensor | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -218,12 +258,13 @@ class ZeroOptimizer(Optimizer):
         norm = self.boundary.norm_tensor()
         self.boundary.forget()  # a second step asks again: every rank must come to it
         self.grad_norm = verdict.norm
-        self.step_was_skipped = not verdict.finite
+        self.step_was_skipped, self.step_was_taken = not verdict.finite, False
         if self.step_was_skipped:
             self.skipped_steps += 1
-            self._count_backwards(0)
+            self.engine.window.restart()
             return loss
-        self._refuse_unused(verdict)
+        if not self.config.zero.ignore_unused_parameters:
+            refuse_unused(self.engine, verdict)
         for piece in self._slices.stepped:
             used = piece.unit < 0 or verdict.used[piece.unit][piece.position]
             piece.show_gradient(used and not piece.removed)
@@ -233,7 +274,8 @@ class ZeroOptimizer(Optimizer):
         self._update()
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
-        self._count_backwards(0)
+        self.engine.window.restart()
+        self.step_was_taken = True
         return loss
 
     def _update(self) -> None:
@@ -247,13 +289,22 @@ class ZeroOptimizer(Optimizer):
             lambda buffers: self.engine.weights_changed(buffers, stepped=True, for_now=later),
         )
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients. Memory of the shards stays, whatever ``set_to_none`` says."""
-        self.engine.require_idle("zero_grad")
-        self.engine.zero_grad()
+    def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:
+        """Forget gradients; after a ``step()`` that did nothing, nothing.
 
-    def _forget_held(self) -> None:
+        Args:
+            set_to_none: as in torch; memory of the shards stays, whatever it says.
+            now: discard the gradients of an unfinished window, too.
+        """
+        self.engine.require_idle("zero_grad")
+        self.engine.zero_grad(now=now)
+
+    def _forget_unsent(self) -> bool:
+        """The wrapped optimizer forgets what it sees; whether it may."""
+        if self.engine.window.kept:
+            return False
         self.engine.pending.forget_unsent()
+        return True
 
     @torch.no_grad()
     def _after_split(self) -> None:
@@ -262,7 +313,7 @@ class ZeroOptimizer(Optimizer):
 
     def _after_forgetting(self) -> None:
         self.boundary.forget()
-        self._count_backwards(0)
+        self.engine.window.restart()
         for piece in self._slices.stepped:
             piece.show_gradient(False)
 
@@ -313,9 +364,8 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     def _after_backward(self) -> None:
         self.boundary.invalidate()
-        held = self.engine.reductions.hold
-        self._count_backwards(self._backwards + 1)
-        if held:
+        self.step_was_taken = False
+        if self.engine.reductions.hold:
             return
         for piece in self._slices.stepped:
             piece.show_gradient(piece.arrived())
@@ -330,11 +380,6 @@ class ZeroOptimizer(Optimizer):
     def _before_backward(self) -> None:
         self._take_edits()
         self._carried.follow(self.grad_scaler)
-
-    def _count_backwards(self, count: int) -> None:
-        """Note how many have run since the last step, and so whether the next is the last, as far as one can know."""
-        self._backwards = count
-        self.engine.reductions.last = count + 1 >= self._accumulation_steps or not self.engine.mode.sums
 
     def _take_edits(self) -> None:
         """Take over gradients that the user has replaced or removed since they were shown.
@@ -353,35 +398,13 @@ class ZeroOptimizer(Optimizer):
             gradient.shard.mul_(factor.to(gradient.dtype))
         return factor
 
-    def _refuse_unused(self, verdict: Verdict) -> None:
-        if self.config.zero.ignore_unused_parameters:
-            return
-        unused = [
-            name
-            for unit in self.engine.units
-            for name, trained, used in zip(
-                (n for buffer in unit.trainable for n in buffer.names),
-                unit.trained,
-                verdict.used[unit.index],
-                strict=True,
-            )
-            if trained and not used
-        ]
-        if unused:
-            raise RuntimeError(
-                f"{len(unused)} parameters had no gradient on any rank: {unused[:10]}{'...' if unused[10:] else ''}. "
-                "Use them, freeze them with requires_grad_(False), or set "
-                '{"zero_optimization": {"ignore_unused_parameters": true}}'
-            )
 
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def _weakly(method: Callable[[], _T]) -> Callable[[], _T | None]:
     """The method, unless its object is gone: the engine must not keep its wrapper alive."""
     ref = weakref.WeakMethod(method)
 
-    def call() -> None:
+    def call() -> _T | None:
         target = ref()
-        if target is not None:
-            target()
+        return None if target is None else target()
 
     return call

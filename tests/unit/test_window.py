@@ -1,0 +1,95 @@
+"""Windows of micro-batches: what each `step()` does, told from the calls alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeropp.engine.window import Window
+
+
+def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
+    """Calls: f a forward of the root, p of a part, b a backward, s a step(), z a zero_grad().
+
+    Returns one letter for each s and z: T a step that is taken, z gradients that are forgotten, "." neither.
+    """
+    window, said = Window(steps, managed=managed), ""
+    for call in calls.replace(" ", ""):
+        if call in "fp":
+            window.note_forward("" if call == "f" else "head")
+        elif call == "b":
+            window.note_backward()
+        elif call == "s":
+            taken = window.ask()
+            said += "T" if taken else "."
+            if taken:
+                window.restart()
+        elif call == "z":
+            said += "." if window.kept else "z"
+            if not window.kept:
+                window.restart()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("calls", "said"),
+    [
+        ("fbs fbs fbs fbs fbs", "...T."),
+        ("fbsz fbsz fbsz fbsz fbsz", "......Tz.."),
+        ("zfbs zfbs zfbs zfbs zfbs", "z......Tz."),
+        ("fbb s fbb s fbb s fbb s", "...T"),  # two losses
+        ("ffbb s ffbb s ffbb s ffbb s", "...T"),  # and two forwards
+        ("f p b p b s f b s f b s f b s", "...T"),  # an auxiliary loss from a part of the model
+        ("p b s p b s p b s p b s", "...T"),  # a model that is never called as a whole
+        ("fb fb fb fb s fb fb fb fb s", "TT"),
+        ("fb fb fb fb sz fb fb s fb s fb fb fb fb s", "TzTTT"),  # short windows, even of one
+        ("fb fb fb fb fb fb s", "T"),  # a long one
+        ("fbs fbs fb fbs fbs fbs fbs fbs fbs", "..T...T."),  # a step() left out once: not forgotten, not for ever
+        ("fb z fbs fbs fbs fbs", "z...T"),  # discarded without a step() before: as in torch
+        ("fs fbs fbs fbs fbs", "....T"),  # no backward ran
+        ("fbs s s fbs fbs fbs", ".....T"),
+    ],
+)
+def test_what_a_step_does(calls: str, said: str) -> None:
+    assert play(calls) == said
+
+
+def test_where_every_step_is_taken() -> None:
+    assert play("fbsz fbsz", steps=1) == "TzTz"
+    assert play("fbsz fbsz", managed=False) == "TzTz"
+
+
+@pytest.mark.parametrize(
+    ("calls", "closing"), [("", False), ("fbfb", False), ("fbfbfb", True), ("fbfbfbf", True), ("fbfbfbfb", True)]
+)
+def test_which_backward_is_the_last(calls: str, closing: bool) -> None:
+    """Of the one that comes next."""
+    window = Window(4, managed=True)
+    for call in calls:
+        window.note_forward("") if call == "f" else window.note_backward()
+    if not calls.endswith("f"):
+        assert window.closing is (len(calls) == 8)
+        window.note_forward("")
+    assert window.closing is closing
+
+
+def test_what_is_said() -> None:
+    window, said = Window(4, managed=True), []
+    for call in "fbsfbsfbfbs":
+        if call == "s":
+            window.ask()
+            said.append(window.warning())
+        else:
+            window.note_forward("") if call == "f" else window.note_backward()
+    first, second, third = said
+    assert first is not None and "after 1 of gradient_accumulation_steps 4" in first and "step_was_taken" in first
+    assert second is None, "said twice"
+    assert third is None, "the window is whole"
+    window = Window(4, managed=True)
+    for call in "fbsfbfb":
+        if call == "s":
+            window.ask()
+            window.warning()
+        else:
+            window.note_forward("") if call == "f" else window.note_backward()
+    assert window.ask()
+    assert "taken after 3 of" in str(window.warning())

@@ -1,0 +1,104 @@
+"""The micro-batches between two optimizer steps, and who says where they end.
+
+[Note: who owns the boundary] With ``gradient_accumulation_steps`` N, one caller runs N backwards and then calls
+``step()``; another, as with DeepSpeed, calls ``step()`` after each of them and expects all but every Nth call to do
+nothing. The calls tell them apart: a micro-batch that no ``step()`` follows is the mark of a caller that accumulates by
+itself. Such a caller owns the boundary: every ``step()`` is taken, also in a window that the end of the data cuts
+short. All of it is decided by calls that every rank makes alike, so ranks agree without a word.
+"""
+
+from __future__ import annotations
+
+__all__ = ["Window"]
+
+
+class Window:
+    """Counts micro-batches: all backwards since the last forward of the root that recorded a graph are one.
+
+    Args:
+        steps: micro-batches in a window, gradient_accumulation_steps.
+        managed: False leaves the boundary to the caller from the start.
+
+    Attributes:
+        steps: as given.
+        count: micro-batches of which a backward has run since the last step.
+    """
+
+    def __init__(self, steps: int, *, managed: bool) -> None:
+        self.steps = steps
+        self.count = 0
+        self._owned = steps == 1 or not managed  # the caller has the boundary for good
+        self._skipped = False  # some micro-batch of this window had no step() after it
+        self._asked = False  # step() was called since the last backward, and did nothing
+        self._ever_asked = self._explained = False
+        self._fresh = True  # the next backward begins a micro-batch
+        self._root_runs = False
+
+    @property
+    def owned(self) -> bool:
+        """Whether every ``step()`` is taken, now and later."""
+        return self._owned
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a ``step()`` would do nothing now."""
+        return not self._owned and not self._skipped and self.count < self.steps
+
+    @property
+    def kept(self) -> bool:
+        """Whether gradients stay, since the ``step()`` before ``zero_grad()`` did nothing."""
+        return self._asked
+
+    @property
+    def closing(self) -> bool:
+        """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
+        return self.count + self._fresh >= self.steps
+
+    def note_forward(self, path: str) -> None:
+        """A forward begins at the module of that name and records a graph; inside another it does not count.
+
+        Forwards of parts of the model, for an auxiliary loss perhaps, begin no micro-batch, unless the model is never
+        called as a whole.
+        """
+        self._root_runs |= path == ""
+        self._fresh |= path == "" or not self._root_runs
+
+    def note_backward(self) -> None:
+        """A backward is over."""
+        if self._fresh:
+            if self.count and not self._asked:
+                self._skipped = True
+                self._owned |= not self._ever_asked
+            self.count += 1
+        self._fresh = self._asked = False
+
+    def ask(self) -> bool:
+        """``step()`` was called: whether it is taken."""
+        if self.unfinished:
+            self._asked = self._ever_asked = True
+            return False
+        return True
+
+    def warning(self) -> str | None:
+        """What the caller of a ``step()`` must hear: once, that it may do nothing; and of each window cut short."""
+        if self._asked and not self._explained:
+            self._explained = True
+            return (
+                f"step() did nothing after {self.count} of gradient_accumulation_steps {self.steps} micro-batches, and "
+                f"so will zero_grad(); every {self.steps}th call steps. Guard schedulers with "
+                "optimizer.step_was_taken; step(now=True) steps with what is there; "
+                '{"managed_gradient_accumulation": false} takes every step()'
+            )
+        if self._skipped and not self._owned and self.count < self.steps:
+            return (
+                f"step() is taken after {self.count} of gradient_accumulation_steps {self.steps} micro-batches, since "
+                "one of them passed without a step(). Discard gradients with zero_grad(), or own the boundary, "
+                '{"managed_gradient_accumulation": false}'
+            )
+        return None
+
+    def restart(self) -> None:
+        """A step was taken or skipped, or gradients were discarded."""
+        self.count = 0
+        self._skipped = self._asked = False
+        self._fresh = True
