@@ -83,6 +83,8 @@ def test_links_lead_to_sections() -> None:
         ("`zero_optimization`", "reduce_scatter", ("boolean", "`true`", "", "nothing to do")),
         ("`zero_optimization.offload_optimizer`", "ratio", ("number", "`1.0`", ">= 0, <= 1", "with `device`")),
         ("`zeropp`", "hang_timeout", ("number", "`600.0`", "> 0, <= 100,000,000", "works")),
+        ("`zeropp`", "warn_after", ("number or null", "`30.0`", "> 0, <= 100,000,000", "works")),
+        ("Top level", "managed_gradient_accumulation", ("boolean", "`true`", "", "works")),
         ("Top level", "train_batch_size", ("integer or null", "`null`", ">= 1", "works")),
         ("Top level", "log_level", ("string or null", "`null`", "", "no effect")),
         ("Keys of other DeepSpeed features", "wandb", ("any JSON", "`null`", "", "no effect")),

@@ -150,6 +150,7 @@ def test_supported_settings_pass() -> None:
         "torch_autocast": {"enabled": False, "dtype": "bf16"},
         "gradient_clipping": 1.0,
         "gradient_accumulation_steps": 4,
+        "managed_gradient_accumulation": False,
         "gradient_allreduce_op": "sum",
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
@@ -160,6 +161,7 @@ def test_supported_settings_pass() -> None:
             "unit_numel": 10,
             "unit_min_blocks": 0,
             "hang_timeout": 5,
+            "warn_after": None,
             "cast_inputs": False,
         },
     }

@@ -13,6 +13,7 @@ from zeropp.config.base import Block, Count, Positive, PositiveReal, integer
 Bits = Annotated[Literal[4, 8, 16, 32], BeforeValidator(integer)]
 
 LONGEST_TIMEOUT = 100_000_000  # seconds; backends count nanoseconds in 64 bits
+Seconds = Annotated[PositiveReal, Le(LONGEST_TIMEOUT)]
 
 
 class GradientBitsConfig(Block):
@@ -39,9 +40,13 @@ class ExtensionConfig(Block):
     """Blocks of 256 elements that each rank's piece of a unit holds at least. A smaller unit merges with
     its neighbours, or its parameters become persistent, which bounds padding by 1 %. 0 merges nothing."""
 
-    hang_timeout: Annotated[PositiveReal, Le(LONGEST_TIMEOUT)] = 600.0
+    hang_timeout: Seconds = 600.0
     """Seconds that a rank waits for a collective before it raises and names the units each rank waits
     for."""
+
+    warn_after: Seconds | None = 30.0
+    """Seconds after which a rank that waits for others logs once who waits where; long before
+    `hang_timeout`. `null` never does."""
 
     cast_inputs: bool = True
     """Casts floating inputs of the root module to the compute type when `bf16` or `fp16` is enabled."""

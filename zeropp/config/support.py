@@ -104,14 +104,13 @@ _TOP = {
     **_each(
         EFFECT,
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
-        "gradient_allreduce_op allgather_size",
+        "gradient_allreduce_op allgather_size managed_gradient_accumulation",
     ),
     **_each(IDLE, "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather"),
     **_each(UNREAD, "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level"),
     **_each(
         LATER,
-        "managed_gradient_accumulation sequence_parallel_size prescale_gradients gradient_predivide_factor "
-        "sparse_gradients dataloader_drop_last",
+        "sequence_parallel_size prescale_gradients gradient_predivide_factor sparse_gradients dataloader_drop_last",
     ),
     "seq_parallel_communication_data_type": Support(Kind.GOVERNED, governor="sequence_parallel_size"),
     "communication_data_type": _only(None, "fp32", "bf16", remedy='set "bf16" or "fp32"'),
@@ -141,8 +140,8 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     ExtensionConfig: {
         **_each(
             EFFECT,
-            "local_world_size unit_numel unit_min_blocks hang_timeout cast_inputs defer_cross_reduction hadamard "
-            "feedback secondary weight_codec",
+            "local_world_size unit_numel unit_min_blocks hang_timeout warn_after cast_inputs defer_cross_reduction "
+            "hadamard feedback secondary weight_codec",
         ),
         "gradient_bits": BLOCK,
     },

@@ -44,8 +44,8 @@ class Config(OutsideKeys):
     no batch size is given."""
 
     managed_gradient_accumulation: bool = True
-    """Counts backward passes to know the last one of a step. With ZeroOptimizer every `step()` steps, counted or
-    not, which is what DeepSpeed's engine needs False for."""
+    """Whether a `step()` inside an unfinished window of `gradient_accumulation_steps` micro-batches does nothing,
+    for loops that call it after every micro-batch. False takes every step: the caller owns the boundary."""
 
     gradient_clipping: NonNegative = 0.0
     """Largest norm of all gradients together; larger gradients are scaled down to it. 0 clips nothing."""
