@@ -71,7 +71,6 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
 
 
 _ZERO = {
-    "gather_16bit_weights_on_model_save": LATER,
     **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
     **_each(
         EFFECT,
@@ -84,7 +83,8 @@ _ZERO = {
         IDLE,
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
         "allgather_partitions allgather_bucket_size sub_group_size allgather_sequential "
-        "use_all_reduce_for_fetch_params round_robin_gradients memory_efficient_linear enable_sanity_checks",
+        "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params round_robin_gradients "
+        "memory_efficient_linear enable_sanity_checks",
     ),
     # The last two are errors already when the configuration is loaded.
     **_each(
