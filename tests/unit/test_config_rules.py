@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 
@@ -311,6 +312,14 @@ def test_one_warning_names_all() -> None:
     (warning,) = caught
     assert str(warning.message).endswith("have no effect: amp, wandb, steps_per_print, dump_state")
     assert warning.filename == __file__
+
+
+def test_a_warning_about_a_call_through_the_library_points_at_its_caller() -> None:
+    inside: dict[str, Any] = {"__name__": "zeropp.optimizer.anywhere", "load_config": load_config}
+    exec(compile("def wrap(source): return load_config(source)", "wrapper.py", "exec"), inside)
+    with pytest.warns(UserWarning, match="no effect: amp") as caught:
+        inside["wrap"]({"amp": True})
+    assert [w.filename for w in caught] == [__file__]
 
 
 def test_what_is_switched_off_is_not_worth_a_warning() -> None:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO = "auto"
-_INTERNAL = ("zeropp.config", "pydantic")
+_INTERNAL = ("zeropp", "pydantic")
 
 
 def number(value: object) -> object:
@@ -54,7 +54,7 @@ def alias(*keys: str) -> AliasChoices:
 def notify(message: str, category: type[Warning]) -> None:
     """Warns at the line of user code that asked for the configuration, not at one of this package."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INTERNAL):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
