@@ -15,6 +15,9 @@ from zeropp.config.offload import OffloadParamConfig
 from zeropp.config.support import SUPPORT, Kind, uncovered
 from zeropp.config.zero import ZeroConfig
 
+# what is tested here seldom depends on the stage
+pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
+
 FIELDS = [(path, model, name) for path, model in blocks(Config) for name in model.model_fields]
 LIMITED = [
     (path, model, name)
