@@ -8,6 +8,9 @@ from hypothesis import strategies as st
 
 from zeropp.config import ConfigError, load_config
 
+# what is tested here seldom depends on the stage
+pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
+
 KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 

@@ -9,6 +9,9 @@ import pytest
 
 from zeropp.config import Config, ConfigError, load_config
 
+# what is tested here seldom depends on the stage
+pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
+
 FLAG = ("flag",)
 COUNT = ("count",)  # integers from 0
 POSITIVE = ("positive",)  # integers from 1

@@ -1,66 +1,25 @@
-"""Rules between keys: "auto", deprecated forms, contradictions, unknown keys, keys without effect."""
+"""Rules between keys: deprecated forms, contradictions, unknown keys, keys without effect."""
 
 from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pytest
 
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.config.outside import OutsideKeys
 
+STAGE = {"zero_optimization": {"stage": 3}}
+# what is tested here seldom depends on the stage
+pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
+
 
 def problems(source: dict[str, object]) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
         load_config(source)
     return caught.value.problems
-
-
-# "auto"
-
-
-def test_auto_in_a_block_is_the_default() -> None:
-    config = load_config(
-        {
-            "zero_optimization": {
-                "stage": 3,
-                "reduce_bucket_size": "auto",
-                "stage3_prefetch_bucket_size": "auto",
-                "overlap_comm": "auto",
-                "offload_optimizer": {"device": "auto", "buffer_count": "auto"},
-            },
-            "fp16": {"enabled": "auto", "loss_scale_window": 7},
-            "bf16": {"enabled": "auto"},
-            "optimizer": {"type": "AdamW", "legacy_fusion": "auto"},
-        }
-    )
-    assert config.zero.reduce_bucket_size == 500_000_000
-    assert config.zero.prefetch_bucket_size == 50_000_000
-    assert config.zero.overlap_comm is True
-    assert config.zero.offload_optimizer is not None
-    assert (config.zero.offload_optimizer.device, config.zero.offload_optimizer.buffer_count) == ("none", 4)
-    assert (config.fp16.enabled, config.fp16.loss_scale_window, config.bf16.enabled) == (False, 7, False)
-
-
-@pytest.mark.parametrize(
-    "key", ["gradient_clipping", "train_batch_size", "gradient_accumulation_steps", "zero_optimization", "wandb"]
-)
-def test_auto_at_the_top_is_an_error(key: str) -> None:
-    (problem,) = problems({key: "auto"})
-    assert problem.startswith(f'{key}: "auto" was left unresolved; give a value or remove the key')
-
-
-def test_all_unresolved_keys_are_named() -> None:
-    (problem,) = problems({"gradient_clipping": "auto", "bf16": {}, "train_batch_size": "auto"})
-    assert problem.startswith("gradient_clipping, train_batch_size: ")
-
-
-def test_auto_has_no_meaning_in_constructor_arguments() -> None:
-    (problem,) = problems({"optimizer": {"type": "AdamW", "params": {"lr": "auto", "eps": 1e-8}}})
-    assert problem.startswith('optimizer.params: lr: "auto"')
-    (problem,) = problems({"scheduler": {"params": {"warmup_num_steps": "auto"}}})
-    assert "warmup_num_steps" in problem
 
 
 # deprecated forms
@@ -76,18 +35,18 @@ def loaded_with_warnings(source: dict[str, object]) -> tuple[Config, list[str]]:
 
 
 def test_cpu_offload() -> None:
-    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload": True}})
+    config, messages = loaded_with_warnings({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert config.zero.offload_optimizer is not None and config.zero.offload_optimizer.device == "cpu"
     assert config.zero.offload_param is None
     (message,) = messages
     assert message == "zero_optimization.cpu_offload is deprecated; set offload_optimizer instead"
-    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload": False}})
+    config, messages = loaded_with_warnings({"zero_optimization": {"stage": 2, "cpu_offload": False}})
     assert config.zero.offload_optimizer is None
     assert len(messages) == 1
 
 
 def test_cpu_offload_param() -> None:
-    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload_param": True}})
+    config, messages = loaded_with_warnings({"zero_optimization": {"stage": 3, "cpu_offload_param": True}})
     assert config.zero.offload_param is not None and config.zero.offload_param.device == "cpu"
     assert config.zero.offload_optimizer is None
     assert len(messages) == 1 and "cpu_offload_param" in messages[0]
@@ -96,7 +55,7 @@ def test_cpu_offload_param() -> None:
 @pytest.mark.parametrize("pin", [True, False])
 def test_cpu_offload_use_pin_memory(pin: bool) -> None:
     zero = {"cpu_offload_use_pin_memory": pin, "cpu_offload": True, "offload_param": {"device": "cpu"}}
-    config, messages = loaded_with_warnings({"zero_optimization": zero})
+    config, messages = loaded_with_warnings({"zero_optimization": {"stage": 3, **zero}})
     assert config.zero.offload_optimizer is not None and config.zero.offload_param is not None
     assert config.zero.offload_optimizer.pin_memory is config.zero.offload_param.pin_memory is pin
     assert sorted(message.split()[0] for message in messages) == [
@@ -106,13 +65,13 @@ def test_cpu_offload_use_pin_memory(pin: bool) -> None:
 
 
 def test_pin_memory_without_offload_pins_nothing() -> None:
-    config, messages = loaded_with_warnings({"zero_optimization": {"cpu_offload_use_pin_memory": True}})
+    config, messages = loaded_with_warnings({"zero_optimization": {"stage": 3, "cpu_offload_use_pin_memory": True}})
     assert config.zero.offload_param is config.zero.offload_optimizer is None
     assert len(messages) == 1
 
 
 def test_gather_fp16_weights() -> None:
-    old = {"stage3_gather_fp16_weights_on_model_save": True}
+    old = {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}
     config, messages = loaded_with_warnings({"zero_optimization": old})
     assert config.zero.gather_16bit_weights_on_model_save is True
     assert len(messages) == 1 and "stage3_gather_16bit_weights_on_model_save" in messages[0]
@@ -271,7 +230,7 @@ def test_problems_say_what_was_given_and_expected() -> None:
 @pytest.mark.parametrize("key", list(OutsideKeys.model_fields))
 def test_keys_of_other_features_are_accepted_with_a_warning(key: str) -> None:
     with pytest.warns(UserWarning, match=f"no effect: {key}$") as caught:
-        config = load_config({key: {"enabled": True, "unknown": [1]}})
+        config = load_config({key: {"enabled": True, "unknown": [1]}, **STAGE})
     assert len(caught) == 1
     assert getattr(config, key) == {"enabled": True, "unknown": [1]}
 
@@ -307,17 +266,25 @@ def test_the_named_features_are_known() -> None:
 
 def test_one_warning_names_all() -> None:
     with pytest.warns(UserWarning) as caught:
-        load_config({"wandb": {"enabled": True}, "steps_per_print": 10, "amp": True, "dump_state": True})
+        load_config({"wandb": {"enabled": True}, "steps_per_print": 10, "amp": True, "dump_state": True, **STAGE})
     (warning,) = caught
     assert str(warning.message).endswith("have no effect: amp, wandb, steps_per_print, dump_state")
     assert warning.filename == __file__
 
 
+def test_a_warning_about_a_call_through_the_library_points_at_its_caller() -> None:
+    inside: dict[str, Any] = {"__name__": "zeropp.optimizer.anywhere", "load_config": load_config}
+    exec(compile("def wrap(source): return load_config(source)", "wrapper.py", "exec"), inside)
+    with pytest.warns(UserWarning, match="no effect: amp") as caught:
+        inside["wrap"]({"amp": True, **STAGE})
+    assert [w.filename for w in caught] == [__file__]
+
+
 def test_what_is_switched_off_is_not_worth_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_config({"wandb": {"enabled": False, "team": "x"}, "amp": {}, "autotuning": None})
-        load_config({"steps_per_print": math.inf, "wall_clock_breakdown": False})
+        load_config({"wandb": {"enabled": False, "team": "x"}, "amp": {}, "autotuning": None, **STAGE})
+        load_config({"steps_per_print": math.inf, "wall_clock_breakdown": False, **STAGE})
 
 
 def test_what_lightning_and_accelerate_write_is_accepted() -> None:

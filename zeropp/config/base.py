@@ -13,7 +13,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO = "auto"
-_INTERNAL = ("zeropp.config", "pydantic")
+_INTERNAL = ("zeropp", "pydantic")
+
+
+def is_auto(value: object) -> bool:
+    """Whether a value is left to a trainer to fill in."""
+    return isinstance(value, str) and value == AUTO
 
 
 def number(value: object) -> object:
@@ -54,7 +59,7 @@ def alias(*keys: str) -> AliasChoices:
 def notify(message: str, category: type[Warning]) -> None:
     """Warns at the line of user code that asked for the configuration, not at one of this package."""
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INTERNAL):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
@@ -70,9 +75,6 @@ class Block(BaseModel):
         protected_namespaces=(),  # before 2.10, pydantic warns of every field that starts with model_
     )
 
-    auto_is_default: ClassVar[bool] = True
-    """Whether a value of "auto" stands for the default of its key."""
-
     retired: ClassVar[Mapping[str, str]] = {}
     """Deprecated keys and what took their place, for suggestions and the reference page."""
 
@@ -82,26 +84,16 @@ class Block(BaseModel):
         if not isinstance(data, Mapping):
             return data
         given = dict(data)
-        autos = [str(key) for key, value in given.items() if isinstance(value, str) and value == AUTO]
-        if autos and not cls.auto_is_default:
-            raise ValueError(
-                f'{", ".join(autos)}: "auto" was left unresolved; give a value or remove the key, '
-                "or load the configuration after the trainer has filled it in"
-            )
-        for key in autos:
-            del given[key]
-        given = cls.upgrade(given)
-        cls._refuse_doubles(given)
-        return given
+        for name, field in cls.model_fields.items():
+            found = [key for key in spellings(name, field) if key in given]
+            if len(found) > 1:
+                raise ValueError(f"{' and '.join(found)} are two spellings of one key; keep one of them")
+            for key in found:
+                if is_auto(given[key]):
+                    del given[key]  # stands for the default
+        return cls.upgrade(given)
 
     @classmethod
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
         """Rewrites deprecated forms to the current ones; blocks that have such forms override it."""
         return given
-
-    @classmethod
-    def _refuse_doubles(cls, given: Mapping[str, object]) -> None:
-        for name, field in cls.model_fields.items():
-            found = [key for key in spellings(name, field) if key in given]
-            if len(found) > 1:
-                raise ValueError(f"{' and '.join(found)} are two spellings of one key; keep one of them")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zeropp.config.base import AUTO, notify
+from zeropp.config.base import AUTO, is_auto, notify
 
 REPLACEMENTS: Mapping[str, str] = {
     "cpu_offload": "offload_optimizer",
@@ -37,17 +37,17 @@ def upgrade_zero(given: dict[str, object]) -> dict[str, object]:
 
 
 def _taken(given: dict[str, object], old: str, *new: str) -> bool | None:
-    """Removes a deprecated key and returns its value; None where it is absent."""
+    """Removes a deprecated key and returns its value; None where it is absent or "auto"."""
     if old not in given:
         return None
     value = given.pop(old)
     clash = [key for key in new if key in given]
     if clash:
         raise ValueError(f"{old} is the old form of {clash[0]} and both are given; keep only {clash[0]}")
-    if not isinstance(value, bool):
+    if not isinstance(value, bool) and not is_auto(value):
         raise ValueError(f"{old}: got {value!r}, expected a boolean; set {REPLACEMENTS[old]} instead")
     notify(f"zero_optimization.{old} is deprecated; set {REPLACEMENTS[old]} instead", FutureWarning)
-    return value
+    return value if isinstance(value, bool) else None
 
 
 def _pinned(name: str, block: object, pin: bool) -> dict[str, object]:

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def listing(headline: str, lines: Sequence[str], what: str) -> str:
+    """A headline with one line behind it, or with the number of `what` and all lines below it."""
+    if len(lines) == 1:
+        return f"{headline}: {lines[0]}"
+    return "\n  ".join([f"{headline}, {len(lines)} {what}:", *lines])
+
+
 class ConfigError(ValueError):
     """A configuration is malformed, out of bounds or contradicts itself.
 
@@ -18,10 +25,7 @@ class ConfigError(ValueError):
         super().__init__(self._text())
 
     def _text(self) -> str:
-        if len(self.problems) == 1:
-            return f"{self.headline}: {self.problems[0]}"
-        lines = [f"{self.headline}, {len(self.problems)} problems:"]
-        return "\n  ".join([*lines, *self.problems])
+        return listing(self.headline, self.problems, "problems")
 
 
 class UnsupportedConfigError(ConfigError):

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zeropp.config.auto import warn_of_choices
 from zeropp.config.describe import value_text
 from zeropp.config.errors import ConfigError
 from zeropp.config.explain import problems
@@ -39,7 +40,10 @@ def load_config(source: ConfigSource = None) -> Config:
         config = Config.model_validate(given)
     except ValidationError as error:
         raise ConfigError(problems(error, Config)) from None
-    warn_without_effect(config)
+    named = isinstance(source, str | os.PathLike) and os.path.exists(source)
+    name = str(source) if named else "the configuration"
+    warn_of_choices(given, config, name)
+    warn_without_effect(config, name)
     return config
 
 

@@ -27,7 +27,9 @@ _INTRODUCTION = """\
 The configuration is a JSON object in DeepSpeed's format. `zeropp.config.load_config` takes it as a dict, as
 the path of a file or as a url-safe base64 string. Files may have comments (`//`, `#`, `/* */`) and trailing
 commas; a key given twice is an error, and so is an unknown key. Whole numbers may be written as `5e8`.
-Without any configuration the stage is 3; in a configuration that says nothing about it the stage is 0.
+Without any configuration the stage is 3; in a configuration that does not set it the stage is 0, and a warning
+says so. `"auto"` stands for the default of its key, as if the key were absent, and one warning names all these
+keys and what was chosen; in the `params` of an optimizer or a scheduler it needs a value.
 
 The last column says how far each key reaches in this version:
 

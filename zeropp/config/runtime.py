@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, field_validator
+from pydantic import BeforeValidator, Field, JsonValue
 
-from zeropp.config.base import AUTO, Block, Count, Positive, alias
+from zeropp.config.base import Block, Count, Positive, alias, is_auto
 
 
 def _upper(value: object) -> object:
@@ -138,21 +138,19 @@ class CompileConfig(Block):
     """Names of the passes to run; `null` follows the stage."""
 
 
-class _NamedBlock(Block):
+class NamedBlock(Block):
+    """An object to make: its class and the arguments."""
+
     params: dict[str, JsonValue] = Field(default={})
     """Keyword arguments of its constructor."""
 
-    @field_validator("params")
-    @classmethod
-    def _arguments_are_resolved(cls, params: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        # Inside `params` there is no default of ours that "auto" could stand for.
-        autos = [key for key, value in params.items() if value == AUTO]
-        if autos:
-            raise ValueError(f'{", ".join(autos)}: "auto" was left unresolved; give a value or drop the key')
-        return params
+    @property
+    def unresolved(self) -> list[str]:
+        """Arguments at "auto", which no default of ours can stand for."""
+        return [key for key, value in self.params.items() if is_auto(value)]
 
 
-class OptimizerConfig(_NamedBlock):
+class OptimizerConfig(NamedBlock):
     """An optimizer that the library makes."""
 
     type: str | None = None
@@ -163,7 +161,7 @@ class OptimizerConfig(_NamedBlock):
     """Chooses the older fusion of DeepSpeed's LAMB and Adam variants."""
 
 
-class SchedulerConfig(_NamedBlock):
+class SchedulerConfig(NamedBlock):
     """A learning rate scheduler that the library makes and advances at each step that is not skipped."""
 
     type: str | None = None

@@ -21,6 +21,7 @@ from zeropp.config.runtime import (
     AioConfig,
     CheckpointConfig,
     CompileConfig,
+    NamedBlock,
     OptimizerConfig,
     ParallelWriteConfig,
     SchedulerConfig,
@@ -71,7 +72,6 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
 
 
 _ZERO = {
-    "gather_16bit_weights_on_model_save": LATER,
     **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
     **_each(
         EFFECT,
@@ -84,7 +84,8 @@ _ZERO = {
         IDLE,
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
         "allgather_partitions allgather_bucket_size sub_group_size allgather_sequential "
-        "use_all_reduce_for_fetch_params round_robin_gradients memory_efficient_linear enable_sanity_checks",
+        "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params round_robin_gradients "
+        "memory_efficient_linear enable_sanity_checks",
     ),
     # The last two are errors already when the configuration is loaded.
     **_each(
@@ -177,18 +178,20 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             yield from _refused(value, here)
         elif support.kind is Kind.LIMITED and value not in accepted_values(model, name):
             remedy = support.remedy or f"leave it at {value_text(model.model_fields[name].default)}"
+            if isinstance(value, NamedBlock) and value.unresolved:
+                remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
 
 
-def warn_without_effect(config: Config) -> None:
-    """Warns once, naming all keys that are set but that nothing reads."""
+def warn_without_effect(config: Config, name: str) -> None:
+    """Warns once, naming all keys that are set but that nothing reads in what was loaded from `name`."""
     keys = [
-        name
-        for name, support in SUPPORT[Config].items()
-        if support.kind is Kind.UNREAD and not _switched_off(getattr(config, name))
+        key
+        for key, support in SUPPORT[Config].items()
+        if support.kind is Kind.UNREAD and not _switched_off(getattr(config, key))
     ]
     if keys:
-        notify(f"these keys of the configuration have no effect: {', '.join(keys)}", UserWarning)
+        notify(f"these keys of {name} have no effect: {', '.join(keys)}", UserWarning)
     for text in _without_company(config):
         notify(text, UserWarning)
 

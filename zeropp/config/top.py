@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 from pydantic import AllowInfNan, BeforeValidator, Field, model_validator
@@ -27,10 +27,7 @@ Steps = Annotated[float, AllowInfNan(True), BeforeValidator(number), Ge(0)]
 
 
 class Config(OutsideKeys):
-    """Keys at the top level. Here `"auto"` is an error, as the trainer that knows the value has to fill it
-    in; inside the blocks below, `"auto"` stands for the default."""
-
-    auto_is_default: ClassVar[bool] = False
+    """Keys at the top level, and the blocks below it."""
 
     train_batch_size: Positive | None = None
     """Samples of one optimizer step, over all ranks and micro-batches. It is micro-batch size x

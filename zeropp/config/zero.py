@@ -108,7 +108,8 @@ class ZeroConfig(Block):
         default=False,
         validation_alias=stage3("gather_16bit_weights_on_model_save"),
     )
-    """Lets `save_16bit_model` collect the full 16-bit weights and write them as one state dict."""
+    """Asks to collect whole weights in the compute type for saving. Nothing is left to do: `model.state_dict()`,
+    called on every rank, gives whole weights anyway."""
 
     module_granularity_threshold: Integer = Field(default=0, validation_alias=stage3("module_granularity_threshold"))
     """A module with at most this many elements of parameters for each module in its tree is a leaf module:

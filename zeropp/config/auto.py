@@ -1,0 +1,65 @@
+"""What a configuration leaves open, and what was chosen there: one warning each for `"auto"` and for the stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from zeropp.config.base import Block, is_auto, notify, spellings
+from zeropp.config.describe import value_text
+from zeropp.config.errors import listing
+from zeropp.config.top import Config
+
+_STAGE = ("zero_optimization", "stage")
+_NOTHING = "partitions nothing; set 1, 2 or 3, or 0 to keep it"
+# Weights keep the type that the model came with, so float32 cannot be promised.
+_OWN_TYPE = "so the model computes in its parameters' own type, float32 unless it was cast"
+
+
+class _Auto(NamedTuple):
+    key: str  # as the user spelled it
+    path: tuple[str, ...]  # the field and the blocks that lead to it
+    chosen: object
+
+
+def warn_of_choices(given: Mapping[str, object], config: Config, name: str) -> None:
+    """Warns of what `config` has where `given`, from a source called `name`, leaves it open."""
+    autos = list(_autos(given, config, "", ()))
+    if autos:
+        headline = f'{name} has "auto" where no trainer filled in a value, so the default is used'
+        lines = [f"{auto.key}: {_chosen(auto, config)}" for auto in autos]
+        notify(listing(headline, lines, "keys"), UserWarning)
+    if "stage" not in config.zero.model_fields_set and _STAGE not in [auto.path for auto in autos]:
+        notify(f"{name} does not set zero_optimization.stage, which is then 0 and {_NOTHING}", UserWarning)
+
+
+def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[str, ...]) -> Iterator[_Auto]:
+    fields = {key: name for name, field in type(block).model_fields.items() for key in spellings(name, field)}
+    for key in (key for key in given if key in fields):
+        value, chosen, here = given[key], getattr(block, fields[key]), (*path, fields[key])
+        if is_auto(value):
+            yield _Auto(prefix + key, here, chosen)
+        elif isinstance(value, Mapping) and isinstance(chosen, Block):
+            yield from _autos(value, chosen, f"{prefix}{key}.", here)
+
+
+def _chosen(auto: _Auto, config: Config) -> str:
+    """The value in words, and what it means where the value alone would not tell."""
+    value = "its defaults" if isinstance(auto.chosen, Block) else value_text(auto.chosen)
+    own_type = not config.bf16.enabled and not config.fp16.enabled
+    match auto.path:
+        case ("bf16", "enabled") if own_type:
+            return f"{value}, {_OWN_TYPE}; set true or false"
+        case ("fp16", "enabled") if own_type:
+            return f"{value}, {_OWN_TYPE}; enable bf16 for 16 bits, or set false"
+        case ("zero_optimization", "stage"):
+            return f"{value}, which {_NOTHING}"
+        case ("gradient_clipping",):
+            return f"{value}, so no gradient is clipped (Hugging Face's trainers fill in 1.0)"
+        case ("train_batch_size",) | ("train_micro_batch_size_per_gpu",):
+            one_is_given = config.train_batch_size or config.train_micro_batch_size_per_gpu
+            return "derived from the other two" if one_is_given else f"{value}, any size that your loop passes in"
+        case ("gradient_accumulation_steps",):
+            both_are_given = config.train_batch_size and config.train_micro_batch_size_per_gpu
+            return "derived from the other two" if both_are_given else "1"
+    return value
