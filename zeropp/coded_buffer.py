@@ -65,7 +65,7 @@ class CodedBuffer(FlatBuffer):
         own.copy_from(places + fragment.offset // BLOCK, part, places)
 
     def adopt_codes(self, source: FlatBuffer, messages: Tensor) -> None:
-        """Take parameters over from a buffer that has them, too.
+        """Take over parameters that another buffer has, too.
 
         Args:
             source: the other buffer, in codes like this.
@@ -73,10 +73,14 @@ class CodedBuffer(FlatBuffer):
         """
         piece = source.layout.numel // source.placement.mode.states
         own, whole = _Blocks(self.shard, self._piece_numel), _Blocks(messages, piece)
-        offsets = dict(zip(source.names, (slot.offset for slot in source.layout.slots), strict=True))
+        slots = zip(source.parameters, source.layout.slots, strict=True)
+        offsets = {id(parameter): slot.offset for parameter, slot in slots}
         for fragment in self.fragments():
+            parameter = self.parameters[fragment.slot]
+            if id(parameter) not in offsets:
+                continue
             places = torch.arange(-(-(fragment.stop - fragment.start) // BLOCK), device=self.device)
-            there = offsets[self.names[fragment.slot]] + fragment.start
+            there = offsets[id(parameter)] + fragment.start
             own.copy_from(places + fragment.offset // BLOCK, whole, places + there // BLOCK)
 
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions
-from zeropp.comm import Comm
 from zeropp.differences import DifferencePath
 from zeropp.gradient import Gradient
 from zeropp.guard import guard, unguard
@@ -127,13 +126,6 @@ class FlatBuffer:
         """This rank's shard of whole values."""
         start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
         return whole if stop - start == whole.numel() else whole[start:stop].clone()
-
-    def fill_from_first(self, comm: Comm, whole: Tensor) -> None:
-        """Put the values that rank 0 has in its parameters into a whole buffer."""
-        if comm.rank == 0:
-            for view, parameter in zip(self.layout.views(whole), self.parameters, strict=True):
-                view.copy_(parameter)
-        comm.broadcast(whole)
 
     def _prepare_paths(self) -> None:
         refresh, fetch = self.paths.refresh, self.paths.fetch

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["Keeper", "guard", "is_guarded", "is_managed", "keeper_of", "register", "unguard"]
+__all__ = ["Keeper", "guard", "is_guarded", "is_managed", "keeper_of", "own_dtype", "register", "unguard"]
 
 _GETTERS = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "names", "is_cuda", "is_cpu", "is_meta",
@@ -80,20 +80,39 @@ class Keeper(Protocol):
 class _Tag:
     """Tie from a parameter to its name and keeper; weak, so that a parameter keeps no engine alive."""
 
-    __slots__ = ("keeper", "layout", "name")
+    __slots__ = ("keeper", "layout", "name", "own_dtype")
 
-    def __init__(self, name: str, keeper: Keeper, parameter: nn.Parameter, strides: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, keeper: Keeper, parameter: nn.Parameter, strides: tuple[int, ...], own: torch.dtype
+    ) -> None:
         self.name = name
         self.keeper = weakref.ref(keeper)
+        self.own_dtype = own
         self.layout = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
 
 _GUARDS: dict[type[nn.Parameter], type[nn.Parameter]] = {}
 
 
-def register(parameter: nn.Parameter, name: str, keeper: Keeper, strides: tuple[int, ...]) -> None:
-    """Tell the guard who keeps a parameter, how it is called, and the strides it has when its values are there."""
-    parameter._zeropp_tag = _Tag(name, keeper, parameter, strides)  # type: ignore[attr-defined]
+def register(
+    parameter: nn.Parameter, name: str, keeper: Keeper, strides: tuple[int, ...], own_dtype: torch.dtype
+) -> None:
+    """Tell the guard about a parameter.
+
+    Args:
+        parameter: with the shape and dtype it has from now on.
+        name: in the model.
+        keeper: who keeps its values.
+        strides: when its values are there.
+        own_dtype: before it was wrapped.
+    """
+    parameter._zeropp_tag = _Tag(name, keeper, parameter, strides, own_dtype)  # type: ignore[attr-defined]
+
+
+def own_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype that a parameter has of its own, whatever it is computed with."""
+    tag = parameter.__dict__.get("_zeropp_tag")
+    return tag.own_dtype if tag is not None else parameter.dtype
 
 
 def keeper_of(parameter: torch.Tensor) -> Keeper | None:
@@ -173,8 +192,8 @@ def _intercept(
             keeper = tag.keeper()
             if keeper is None:
                 raise RuntimeError(
-                    f"parameter {tag.name!r} is partitioned, and the ZeroOptimizer that holds its values is gone; "
-                    "keep the optimizer as long as the model, or save zeropp.full_state(model) before dropping it"
+                    f"parameter {tag.name!r} is partitioned, and what held its values is gone: its model was dropped, "
+                    "or closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
                 )
             if func in (_GET_GRAD, _SET_GRAD):
                 return _gradient_access(func, args, kwargs, tag.name, keeper)

@@ -6,7 +6,6 @@ share calls to the pool, so each one also shows that the refusals before it left
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import time
@@ -147,8 +146,7 @@ def wrapped_twice_own(model: nn.Module, rank: int) -> Args:
 
 
 def wrapped_again(model: nn.Module, rank: int) -> Args:
-    zeropp.ZeroOptimizer(sgd(model), model, make_config())
-    gc.collect()
+    zeropp.ZeroOptimizer(sgd(model), model, make_config()).close()
     model.held = None  # what is left of the model stays as it is
     return plain(model)
 
@@ -198,8 +196,8 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "no parameters": (lambda m, r: Args(sgd(m), nn.ReLU()), "ValueError", "no parameters|does not belong"),
     "foreign parameters": (lambda m, r: Args(sgd(Routed()), m), "ValueError", "not belong to the model; make the opt"),
     "wrapped twice": (wrapped_twice, "ValueError", "already managed by a ZeroOptimizer|does not belong"),
-    "wrapped twice, old optimizer": (wrapped_twice_own, "ValueError", "managed by a ZeroOptimizer; wrap a model once"),
-    "wrapped, dropped, wrapped": (wrapped_again, "ValueError", "ZeroOptimizer that is gone.*keep the ZeroOptimizer"),
+    "wrapped twice, old optimizer": (wrapped_twice_own, "ValueError", "managed by a ZeroOptimizer.*del optimizer"),
+    "wrapped, closed, wrapped": (wrapped_again, "ValueError", r"given up by close\(\)"),
     "optimizer wrapped twice": (zero_of_zero, "ValueError", "ZeroOptimizer already; give it the plain"),
     "meta parameter": (with_meta, "ValueError", "'extra' is on the meta device.*to_empty"),
     "all on meta": (lambda m, r: plain(nn.Linear(3, 3, device="meta")), "ValueError", "on the meta device.*to_empty"),

@@ -462,23 +462,6 @@ def test_close_takes_every_hook_away() -> None:
         assert after == before
 
 
-def dropped() -> list[str]:
-    """An engine that is gone leaves no hook that fails or holds anything."""
-    model = Routed()
-    optimizer = trained(model, make_config())
-    del optimizer
-    gc.collect()
-    with pytest.raises(RuntimeError, match="ZeroOptimizer that holds"):
-        model(torch.randn(2, 8))
-    with pytest.raises(RuntimeError, match="ZeroOptimizer that holds"):
-        model.state_dict()
-    return []
-
-
-def test_a_model_without_its_optimizer_says_so() -> None:
-    run_ranks(2, dropped)
-
-
 def released_by(make: Callable[[], nn.Module]) -> int:
     model = make()
     optimizer = trained(model, make_config(reuse=0, prefetch=0))

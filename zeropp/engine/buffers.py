@@ -16,6 +16,7 @@ from zeropp.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.encoding import Encoding, choose_encoding
 from zeropp.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.gradient import Gradient, GradientPaths
+from zeropp.guard import own_dtype
 from zeropp.layout import BufferLayout, build_layout, dense_strides
 from zeropp.paths import CodedGatherPath, GatherPath, Leg, ReducePath
 from zeropp.placement import Mode, Placement
@@ -49,7 +50,7 @@ def planned_buffers(
     """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
-        own, trainable = parameters[name].dtype, parameters[name].requires_grad
+        own, trainable = own_dtype(parameters[name]), parameters[name].requires_grad
         dtype = torch.bfloat16 if config.bf16.enabled else own
         main = torch.promote_types(dtype, torch.float32) if trainable else own
         groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)

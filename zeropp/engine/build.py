@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -27,11 +27,13 @@ from zeropp.engine.idle import warn_of_idle
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
+from zeropp.engine.takeover import Former, former_engines, give_to_modules
 from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
 from zeropp.engine.window import Window
-from zeropp.guard import is_managed, keeper_of, register
+from zeropp.guard import own_dtype, register
 from zeropp.members import (
     Group,
+    Members,
     find_members,
     gather_objects,
     is_fake,
@@ -121,7 +123,7 @@ def build_engine(
     members = together(
         group, "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
-    mode = together(group, "choosing groups", lambda: choose_groups(config, len(members.ranks), members.local))
+    mode = together(group, "choosing groups", lambda: _choose(config, members, former_engines(model)))
     job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
     comm = make_comm(members, mode.chain, extension.hang_timeout, job)
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
@@ -131,9 +133,12 @@ def build_engine(
     units = maker.make_units(model, specs)
     if comm.world > 1:
         warn_of_idle(config, units, comm)  # before anything is partitioned: warnings may be errors
+    former = Former(former_engines(model))
+    own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     for unit in units:
         for buffer in unit.buffers:
-            buffer.adopt(partial(buffer.fill_from_first, comm))
+            former.adopt(buffer, comm)
+    former.close()
     _share_buffers(model, config, comm, device)
     zero = config.zero
     if scale is None:
@@ -151,10 +156,9 @@ def build_engine(
         log_relearning=zero.log_trace_cache_warnings,
         overlap=bool(zero.overlap_comm),
     )
-    for unit in units:
-        for buffer in unit.buffers:
-            for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-                register(parameter, slot.name, engine, slot.strides)
+    for buffer in engine.buffers:
+        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
     _install_sites(model, engine, specs)
     for unit in units:
         install_gradient_hooks(engine, unit)
@@ -163,8 +167,19 @@ def build_engine(
     engine.settle_trained = Trainability(maker).settle
     apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}
     engine.refuse_to_train = partial(refuse_complex, apart)
+    give_to_modules(model, engine)
     engine.refresh.start()
     return engine
+
+
+def _choose(config: Config, members: Members, former: Sequence[Engine]) -> Mode:
+    for engine in former:
+        if engine.comm.ranks != members.ranks:
+            raise ValueError(
+                f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
+                f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
+            )
+    return choose_groups(config, len(members.ranks), members.local)
 
 
 def choose_groups(config: Config, world: int, local: int) -> Mode:
@@ -220,16 +235,6 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 f"parameter {name!r} is a DTensor, already distributed by another library; give zeropp a model of "
                 "plain parameters"
             )
-        if is_managed(parameter):
-            state = (
-                "is already managed by a ZeroOptimizer"
-                if keeper_of(parameter)
-                else "was partitioned by a ZeroOptimizer that is gone, and its values with it"
-            )
-            raise ValueError(
-                f"parameter {name!r} {state}; wrap a model once, keep the ZeroOptimizer as long as the model, and give "
-                "several parameter groups to one optimizer"
-            )
         if parameter.layout is not torch.strided or parameter.is_inference():
             kind = "was made in inference mode" if parameter.is_inference() else f"has layout {parameter.layout}"
             raise ValueError(f"parameter {name!r} {kind}; expected a dense tensor that autograd can track")
@@ -264,6 +269,7 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 "Build it without max_norm, and normalise what it returns"
             )
     check_dtypes(model, config)
+    former_engines(model)
     return next(iter(devices))
 
 
@@ -275,7 +281,7 @@ def check_dtypes(model: nn.Module, config: Config) -> None:
     """
     codec = choose_encoding(config).differences
     for name, parameter in model.named_parameters():
-        dtype = torch.bfloat16 if config.bf16.enabled else parameter.dtype
+        dtype = torch.bfloat16 if config.bf16.enabled else own_dtype(parameter)
         if codec is not None and parameter.requires_grad and dtype not in BASES[codec]:
             raise ValueError(
                 f'zeropp.weight_codec "{codec}" sends differences of weights in '

@@ -6,6 +6,7 @@ The way of one parameter: a hook (`hooks`) says its module is about to run; the 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from enum import Enum
@@ -112,6 +113,7 @@ class Engine:
         self.settle_trained: Callable[[Engine], None] = lambda engine: None
         self.after_split: Callable[[], None] = lambda: None
         self.refuse_to_train: Callable[[], None] = lambda: None
+        self.optimizer: weakref.ref[object] | None = None
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = 0  # number of the set of parameters that are trained; backwards are learned for each
         self._backwards = 0  # finished or given up

@@ -24,7 +24,7 @@ from zeropp.engine.sequence import PhaseKey
 from zeropp.engine.tensors import differentiable
 from zeropp.unit import Unit
 
-__all__ = ["BackwardCall", "Driver", "Return", "Site", "SiteHooks"]
+__all__ = ["OWNED_AS", "BackwardCall", "Driver", "Return", "Site", "SiteHooks"]
 
 
 class Return(Enum):
@@ -150,7 +150,8 @@ class BackwardCall:
             driver.backward_left(self)
 
 
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+OWNED_AS = "_zeropp_engine"  # in a module's __dict__, see [Note: ownership]
+_MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS])
 
 
 def _kept_tensors(module: nn.Module) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from zeropp.engine.engine import Engine
 from zeropp.unit import UnitState
 
-__all__ = ["explain_freed", "refuse_changes"]
+__all__ = ["explain_freed", "refuse_changes", "restorer"]
 
 
 _MOVING = (
@@ -36,7 +36,7 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
     for module in model.modules():
         for name, message in (("_apply", _MOVING), ("__reduce_ex__", _PICKLING)):
             module.__dict__[name] = _refuse(message)
-            engine.on_close(_restorer(module, name))
+            engine.on_close(restorer(module, name))
     ref = weakref.ref(engine)
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -45,10 +45,11 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
             target.zero_grad()
 
     model.__dict__["zero_grad"] = zero_grad
-    engine.on_close(_restorer(model, "zero_grad"))
+    engine.on_close(restorer(model, "zero_grad"))
 
 
-def _restorer(module: nn.Module, name: str) -> Callable[[], None]:
+def restorer(module: nn.Module, name: str) -> Callable[[], None]:
+    """Takes an attribute of a module object away again, if that is still there."""
     ref = weakref.ref(module)
 
     def restore() -> None:

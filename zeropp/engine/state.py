@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zeropp.coded_buffer import CodedBuffer
 from zeropp.engine.engine import Engine
+from zeropp.engine.refusals import restorer
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.guard import keeper_of
 from zeropp.ledger import Ledger
@@ -35,7 +35,7 @@ def engine_of(model: nn.Module) -> Engine:
         if isinstance(keeper, Engine):
             return keeper
     raise ValueError(
-        f"{type(model).__name__} is not managed by zeropp, or its ZeroOptimizer is gone; wrap it first: "
+        f"{type(model).__name__} is not managed by zeropp, or was until close(); wrap it first: "
         "zeropp.ZeroOptimizer(optimizer, model, config)"
     )
 
@@ -222,7 +222,7 @@ class _Loading:
 def _alive(ref: weakref.ref[Engine]) -> Engine:
     engine = ref()
     if engine is None:
-        raise RuntimeError("the ZeroOptimizer that holds this model's values is gone; keep it as long as the model")
+        raise RuntimeError("what held this model's values is gone; keep the model, or any module of it")
     return engine
 
 
@@ -240,4 +240,4 @@ def install_state_hooks(model: nn.Module, engine: Engine) -> None:
         engine.hooks.keep(module.register_load_state_dict_post_hook(loading.end))
         if module._parameters:
             module.__dict__["_save_to_state_dict"] = saving.save_of(module)
-            engine.on_close(partial(module.__dict__.pop, "_save_to_state_dict", None))
+            engine.on_close(restorer(module, "_save_to_state_dict"))

@@ -96,6 +96,7 @@ class ZeroOptimizer(Optimizer):
             gradient_scale,
             lambda: [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"],
         )
+        self.engine.optimizer = weakref.ref(self)
         self.boundary = Boundary(self.engine)
         self.engine.after_backward = _weakly(self._after_backward)
         self.engine.before_backward = _weakly(self._before_backward)
