@@ -2,8 +2,8 @@
 
 After the last backward one number tells every rank whether all gradients are finite, before torch's GradScaler looks.
 In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still hold
-gradients on some rank, whether all ranks issued the same collectives, and now and then whether they keep the same
-weights.
+gradients on some rank, whether all ranks issued the same collectives and have the same settings, and now and then
+whether they keep the same weights.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,11 +21,15 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.holders import Holders
 from zeropp_kernels.reference import squared_norm
 
-__all__ = ["Boundary", "Verdict"]
+__all__ = ["Boundary", "Settings", "Verdict"]
+
+_Code = TypeVar("_Code", int, Tensor)
 
 _log = logging.getLogger("zeropp")
 
-_HALF = 4096  # the squared issue hash is summed in two halves, each exact in float64
+_HALF = 4096  # the square of a hash is summed in two halves, each exact in float64
+_HASH = slice(1, 4)  # of what was issued, see _spread
+_SETTINGS = slice(4, 7)  # of the optimizer's
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,18 @@ class Verdict:
         return self.norm - self.norm == 0.0
 
 
+class Settings(Protocol):
+    """Numbers that every rank steps with, seen from here."""
+
+    def code(self) -> int | Tensor:
+        """24 bits of a hash, on the host or on the device."""
+        ...
+
+    def disagreement(self) -> RuntimeError:
+        """The error when hashes differ. Collective."""
+        ...
+
+
 class Boundary:
     """Assembles, sums and reads the vector.
 
@@ -53,17 +70,17 @@ class Boundary:
         holders: compares what ranks keep.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine
+        self._settings = settings
         self.reads = 0
         self.holders = Holders(engine)
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._extremes: Tensor | None = None  # of the gradients after the last backward
-        # Places in the vector, behind the norm and three numbers of the hash: a flag for each unit with unsent
-        # gradients, one for strays among them, one for ranks that passed over units, one for each used parameter; and
-        # checksums at the end.
-        self._unsent = 4
+        # Places in the vector, behind the norm and two hashes: a flag for each unit with unsent gradients, one for
+        # strays among them, one for ranks that passed over units, one for each used parameter; checksums at the end.
+        self._unsent = 7
         self._stray = self._unsent + len(engine.units)
         self._differed = self._stray + 1
         self._used = self._differed + 1
@@ -192,8 +209,8 @@ class Boundary:
         squares = torch.zeros((), dtype=torch.float64, device=engine.device)
         if shards:
             squares = squared_norm(shards)
-        issued = engine.issued.value
-        flags = [float(issued), float(issued * issued // _HALF), float(issued * issued % _HALF)]
+        settings = self._settings.code()
+        flags = [*_spread(engine.issued.value), *(_spread(settings) if isinstance(settings, int) else (0.0,) * 3)]
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.differed))
@@ -203,7 +220,10 @@ class Boundary:
         if self.holders.due:
             engine.refresh.settle()
             parts.append(self.holders.sums())
-        return torch.cat(parts)
+        vector = torch.cat(parts)
+        if isinstance(settings, Tensor):
+            vector[_SETTINGS] = torch.stack(_spread(settings)).to(vector)
+        return vector
 
     def _read(self, vector: Tensor) -> list[float]:
         """The one place that reads numbers on the host."""
@@ -223,12 +243,18 @@ class Boundary:
         return [unit.index for unit in self.engine.units if values[self._unsent + unit.index] > 0]
 
     def _check_in_step(self, values: list[float]) -> None:
-        world = self.engine.comm.world
-        total, squares = int(values[1]), int(values[2]) * _HALF + int(values[3])
-        if world * squares != total * total and self.engine.comm.backend != "fake":
+        if self._differ(values[_HASH]):
             raise self.engine.agreement.failure(
                 f"at the boundary with issue hash {self.engine.issued.value:x}, which differs between ranks"
             )
+        if self._differ(values[_SETTINGS]):
+            raise self._settings.disagreement()
+
+    def _differ(self, numbers: list[float]) -> bool:
+        """Whether numbers of a hash, summed over ranks, come from different hashes: n * sum(x * x) > sum(x) ** 2."""
+        world = self.engine.comm.world
+        total, squares = int(numbers[0]), int(numbers[1]) * _HALF + int(numbers[2])
+        return world * squares != total * total and self.engine.comm.backend != "fake"
 
     def _interpret(self, values: list[float]) -> Verdict:
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), self._flags(values))
@@ -237,6 +263,11 @@ class Boundary:
         """Of each unit, which parameters any rank has used."""
         flags = iter(values[self._used :])
         return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
+
+
+def _spread(code: _Code) -> list[_Code]:
+    """A hash, and its square in two halves, in the order of the vector."""
+    return [code, code * code // _HALF, code * code % _HALF]
 
 
 def _rounded(norm: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from zeropp.engine.state import install_state_hooks
 from zeropp.engine.takeover import Former, former_engines, give_to_modules
 from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
 from zeropp.engine.window import Window
-from zeropp.guard import own_dtype, register
+from zeropp.guard import is_managed, own_dtype, register
 from zeropp.members import (
     Group,
     Members,
@@ -300,6 +300,7 @@ def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
 def _describe(model: nn.Module) -> list[str]:
     parameters = [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        f"{' (wrapped before)' if is_managed(p) else ''}"
         for name, p in model.named_parameters()
     ]
     return [*parameters, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]

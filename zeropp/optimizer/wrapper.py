@@ -32,6 +32,7 @@ from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import agree_on_group
 from zeropp.optimizer.portions import choose_portions, step_by_portions
+from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, layout_id, load_carried, load_main_weights, main_weights
 
@@ -97,7 +98,7 @@ class ZeroOptimizer(Optimizer):
             lambda: [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"],
         )
         self.engine.optimizer = weakref.ref(self)
-        self.boundary = Boundary(self.engine)
+        self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.engine.after_backward = _weakly(self._after_backward)
         self.engine.before_backward = _weakly(self._before_backward)
         self.engine.pending.after_forgetting = _weakly(self._after_forgetting)
