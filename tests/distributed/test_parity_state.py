@@ -358,3 +358,26 @@ def test_a_wrong_file_on_one_rank_is_loaded_on_none(settings: dict[str, object],
     first, second = run_ranks(2, loads_a_wrong_file, settings, plain)
     assert "the states given to ranks [1] do not fit; nothing was loaded" in first[0] and first[1]
     assert said in second[0] and second[1]
+
+
+def load_state_of(saver: int, world: int) -> tuple[str, str]:
+    """What each rank hears when all load the state of one rank, which says it is one of ``world``."""
+    _, optimizer = wrap(Recipe())
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, optimizer.state_dict())
+    state: Any = states[saver]
+    if world != dist.get_world_size():
+        state["zeropp"].update(world=world, layout="another")
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_a_state_that_one_rank_saved_for_all_is_named() -> None:
+    first, second = run_ranks(2, load_state_of, 0, 2)
+    assert second[0] == "ValueError" and "saved by rank 0 of 2; this is rank 1: each rank saves its own" in second[1]
+    assert first[0] == "RuntimeError" and "ranks [1] do not fit" in first[1]
+    for kind, message in run_ranks(2, load_state_of, 1, 8):
+        assert kind == "ValueError" and "saved by rank 1 of 8, and there are 2 ranks now" in message

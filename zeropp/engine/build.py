@@ -27,6 +27,7 @@ from zeropp.engine.idle import warn_of_idle
 from zeropp.engine.prefetch import Limits
 from zeropp.engine.refusals import refuse_changes
 from zeropp.engine.state import install_state_hooks
+from zeropp.engine.structure import watch_structure
 from zeropp.engine.takeover import Former, former_engines, give_to_modules
 from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
 from zeropp.engine.window import Window
@@ -133,7 +134,7 @@ def build_engine(
     units = maker.make_units(model, specs)
     if comm.world > 1:
         warn_of_idle(config, units, comm)  # before anything is partitioned: warnings may be errors
-    former = Former(former_engines(model))
+    former = Former(model)
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     for unit in units:
         for buffer in unit.buffers:
@@ -168,6 +169,7 @@ def build_engine(
     apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}
     engine.refuse_to_train = partial(refuse_complex, apart)
     give_to_modules(model, engine)
+    watch_structure(model, engine)
     engine.refresh.start()
     return engine
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from zeropp.engine.agreement import LENT
 from zeropp.engine.engine import Engine
 from zeropp.engine.external import register_external_parameter
+from zeropp.engine.lent import Graphs, lend, take_back
 from zeropp.engine.state import gather_main
 from zeropp.guard import is_guarded, keeper_of
 
@@ -91,11 +93,23 @@ class GatheredParameters:
         if kind is None:  # else other ranks may not come to where edits are shared
             for loan in loans:
                 loan.finish()
+            _warn_of_graphs([line for loan in loans for line in loan.graphs.alive()])
 
     def _give_back(self) -> None:
         for loan in self._loans:
             loan.give_back()
         self._loans = []
+
+
+def _warn_of_graphs(lines: Sequence[str]) -> None:
+    """Say of graphs that backward will refuse where they were made; those of values that were only read are gone."""
+    if lines:
+        warnings.warn(
+            f"what was computed at {', '.join(lines[:3])}{', ...' if lines[3:] else ''} inside GatheredParameters is "
+            "still held with its graph, and backward through it will be refused: no gradient of it would be reduced. "
+            "Compute a penalty on weights inside the model's forward; if it is only to be read, under torch.no_grad()",
+            stacklevel=3,
+        )
 
 
 def _refuse_others(given: Sequence[object]) -> None:
@@ -127,13 +141,17 @@ class _Loan:
         self.values = [gathered[buffer][index] for buffer, index in self.places]
         self.before = [_fingerprint(value) for value in self.values] if modifier_rank is None else []
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
-        for (buffer, index), value in zip(self.places, self.values, strict=True):
+        self.graphs = Graphs()
+        for (buffer, index), value, name in zip(self.places, self.values, self.names, strict=True):
             buffer.lend(index, value)
+            lend(buffer.parameters[index], name, self.graphs)
         engine.lent += 1
 
     def give_back(self) -> None:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
         self.engine.lent -= 1
+        for buffer, index in self.places:
+            take_back(buffer.parameters[index])
         self.values = [buffer.take_back(index) for buffer, index in self.places]
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
             parameter = buffer.parameters[index]

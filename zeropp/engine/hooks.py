@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -44,11 +44,13 @@ class Site:
         units: fetched for the module's forward, persistent ones aside.
         skipped: its running forward goes by without hooks. Inside a compiled region they would break its graph, and
             without units they are of use only where a pass begins.
+        kept: tensors on the module that carry a hook already, of the call that made them.
     """
 
     path: str
     units: tuple[Unit, ...]
     skipped: bool = False
+    kept: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     @property
     def frozen(self) -> tuple[Unit, ...]:
@@ -154,9 +156,20 @@ OWNED_AS = "_zeropp_engine"  # in a module's __dict__, see [Note: ownership]
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS])
 
 
-def _kept_tensors(module: nn.Module) -> list[Tensor]:
-    """Differentiable tensors that a module has put on itself, a loss perhaps, in place of returning them."""
-    return differentiable([value for name, value in vars(module).items() if name not in _MODULE_ATTRIBUTES])
+def _kept_tensors(module: nn.Module, site: Site, *, deep: bool) -> list[Tensor]:
+    """Differentiable tensors that a forward has put on its module: a loss, a penalty on weights.
+
+    Args:
+        module: whose forward it was.
+        site: of the module.
+        deep: look into any object, which takes its time; there is no output that backward could come by.
+    """
+    kinds = object if deep else (Tensor, list, tuple, dict)
+    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
+    found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
+    known = {id(tensor) for ref in site.kept if (tensor := ref()) is not None}
+    site.kept = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
+    return [tensor for tensor in found if id(tensor) not in known]
 
 
 @dataclass
@@ -217,6 +230,11 @@ class SiteHooks:
                     found.update(unit.index for unit in site.units if not unit.persistent)
             self._reach[start] = frozenset(found)
         return self._reach[start]
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The module whose hooks these are, unless it is gone."""
+        return next((module for module, site in self._sites.items() if site.path == ""), None)
 
     def keep(self, handle: RemovableHandle) -> None:
         """Remove another hook together with these."""
@@ -284,7 +302,9 @@ class SiteHooks:
             if frame.call is None and not failed and stack and stack[0].call is not None:
                 returns = Return.ANNOUNCED
             elif frame.call is not None and not failed:
-                outputs = differentiable(output) or _kept_tensors(module)
+                outputs = differentiable(output)
+                kept = _kept_tensors(module, site, deep=not outputs)
+                outputs += [tensor for tensor in kept if all(tensor is not other for other in outputs)]
                 for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
                     if tensor.is_leaf:  # it outlives the graph, and would collect hooks of old ones

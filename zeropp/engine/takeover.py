@@ -7,12 +7,13 @@ last module, without the garbage collector. The optimizer owns the engine, too, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import Tensor, nn
 
 from zeropp.coded_buffer import CodedBuffer
 from zeropp.comm import Comm
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.refusals import restorer
@@ -54,11 +55,11 @@ def former_engines(model: nn.Module) -> list[Engine]:
                 "optimizer, or let go of that one first (del optimizer): the next takes the main weights over"
             )
         found[id(keeper)] = keeper
-    here = {id(parameter) for parameter in parameters.values()}
+    modules = set(model.modules())
     for engine in found.values():
         engine.require_idle("wrapping the model again")
-        missing = [n for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True) if id(p) not in here]
-        if missing:
+        missing = _missing(engine, model)
+        if missing and engine.hooks.root not in modules:
             raise ValueError(
                 f"parameters {missing[:10]} were wrapped together with those given now, and are not among them; wrap "
                 "the whole model again"
@@ -66,12 +67,21 @@ def former_engines(model: nn.Module) -> list[Engine]:
     return list(found.values())
 
 
+def _missing(engine: Engine, model: nn.Module) -> list[str]:
+    """Parameters that are no longer in the model."""
+    here = {id(parameter) for parameter in model.parameters()}
+    return [n for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True) if id(p) not in here]
+
+
 class Former:
     """Main weights of engines whose optimizers are gone, one flat buffer at a time. Collective over their ranks."""
 
-    def __init__(self, engines: Iterable[Engine]) -> None:
-        self._engines = list(engines)
+    def __init__(self, model: nn.Module) -> None:
+        self._engines = former_engines(model)
         for engine in self._engines:
+            missing = _missing(engine, model)
+            if missing:
+                notify(f"values of {missing} are given up: they are no longer in the model", UserWarning)
             engine.finish_load()
             engine.schedule.drop_held()
             engine.refresh.settle()

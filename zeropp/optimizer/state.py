@@ -63,10 +63,8 @@ def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> 
         raise _refusal(
             engine,
             wrong,
-            f"this state is of another partition (layout {found}, here {layout_id(engine)}): it was saved by another "
-            "rank, with another number of ranks, model, precision or unit settings, or after other parameters were "
-            "unfrozen or in another order. Load the file of the same rank under the same settings, or move weights "
-            "alone with zeropp.full_state and model.load_state_dict",
+            f"this state is of another partition: {_where_from(engine, state['zeropp'])}. To move weights alone there "
+            "are zeropp.full_state and model.load_state_dict",
         )
     saved, own = (
         [len(group["params"]) for group in groups] for groups in (state["param_groups"], optimizer.param_groups)
@@ -92,6 +90,23 @@ def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] |
     cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
     warnings.warn(f"carried errors of quantized gradients {cause}; they begin anew", stacklevel=3)
     carried.clear()
+
+
+def _where_from(engine: Engine, saved: dict[str, Any]) -> str:
+    """Why a state does not fit, as far as it tells."""
+    rank, world, here = saved.get("rank"), saved.get("world"), engine.comm
+    if world not in (None, here.world):
+        return f"it was saved by rank {rank} of {world}, and there are {here.world} ranks now; start as many"
+    if rank not in (None, here.rank):
+        return (
+            f"it was saved by rank {rank} of {world}; this is rank {here.rank}: each rank saves its own state, in a "
+            "file of its own, and loads that"
+        )
+    return (
+        f"layout {saved.get('layout')}, here {layout_id(engine)}. It was saved with another model, placement, "
+        "precision or unit settings, or after other parameters were unfrozen or in another order; load it under the "
+        "same ones"
+    )
 
 
 def _misfits(engine: Engine, wrong: bool) -> list[int]:

@@ -320,11 +320,16 @@ class ZeroOptimizer(Optimizer):
             piece.show_gradient(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of this rank alone: the wrapped optimizer's, its main weights, counters. Save one per rank."""
+        """State of this rank alone: the wrapped optimizer's, its main weights, counters.
+
+        Not collective, and no whole: every rank saves its own, in a file of its own, and loads that.
+        """
         self.engine.require_idle("state_dict")
         state = dict(self.inner.state_dict())
         state["zeropp"] = {
             "layout": layout_id(self.engine),
+            "rank": self.engine.comm.rank,
+            "world": self.engine.comm.world,
             "main_weights": main_weights(self.engine),
             "waiting": self._slices.waiting(),
             "carried": self._carried.state_dict(),

@@ -1,0 +1,135 @@
+"""Modules and parameters that change after a model was wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import Block, Routed, make_config
+
+
+class WithHead(Routed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.spare = nn.Linear(8, 8)
+        self.extra: nn.Module | None = None
+
+    def forward(self, x: Tensor, route: object = None) -> Tensor:
+        out: Tensor = self.head(super().forward(x))
+        return out
+
+
+def replace_head(model: WithHead) -> None:
+    model.head = nn.Linear(8, 8)
+
+
+def replace_where_the_old_one_was(model: WithHead) -> None:
+    """The new module may get the old one's place in memory."""
+    del model.head
+    model.head = nn.Linear(8, 8)
+
+
+def replace_block(model: WithHead) -> None:
+    model.blocks[1] = Block()
+
+
+def append_block(model: WithHead) -> None:
+    model.blocks.append(Block())
+
+
+def replace_parameter(model: WithHead) -> None:
+    model.blocks[2].lin.weight = nn.Parameter(torch.zeros(8, 8))
+
+
+def register_parameter(model: WithHead) -> None:
+    model.head.register_parameter("scale", nn.Parameter(torch.ones(8)))
+
+
+def adapt(model: WithHead) -> None:
+    model.blocks[0].lin.adapter = nn.Linear(8, 2, bias=False)
+
+
+def frozen(model: WithHead) -> None:
+    model.blocks[0].lin.register_parameter("gain", nn.Parameter(torch.ones(1), requires_grad=False))
+
+
+NEW: dict[str, tuple[Callable[[WithHead], None], list[str]]] = {
+    "head": (replace_head, ["head.weight", "head.bias"]),
+    "head, in its place": (replace_where_the_old_one_was, ["head.weight", "head.bias"]),
+    "block": (replace_block, ["blocks.1.lin.weight", "blocks.1.lin.bias"]),
+    "one more block": (append_block, ["blocks.4.lin.weight", "blocks.4.lin.bias"]),
+    "parameter": (replace_parameter, ["blocks.2.lin.weight"]),
+    "one more parameter": (register_parameter, ["head.scale"]),
+    "adapter": (adapt, ["blocks.0.lin.adapter.weight"]),
+    "frozen": (frozen, ["blocks.0.lin.gain"]),
+}
+
+
+def without_spare(model: WithHead) -> None:
+    del model.spare
+
+
+def with_activation(model: WithHead) -> None:
+    model.extra = nn.ReLU()
+
+
+def tied(model: WithHead) -> None:
+    model.head.weight = model.spare.weight
+
+
+HARMLESS: dict[str, Callable[[WithHead], None]] = {
+    "taken out": without_spare, "no parameters": with_activation, "tied": tied,
+}  # fmt: skip
+
+
+def changed(name: str, grad: bool) -> tuple[list[str], bool]:
+    """What forwards say after a change, and whether the model works once it is wrapped again."""
+    model = WithHead()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(hang_timeout=10))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    (NEW[name][0] if name in NEW else HARMLESS[name])(model)
+    said = []
+    for _ in range(2):  # it does not get used to it
+        try:
+            with torch.set_grad_enabled(grad):
+                model(torch.ones(2, 8))
+        except RuntimeError as error:
+            said.append(str(error))
+    del optimizer
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    return said, optimizer.step_was_taken
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", NEW)
+def test_new_parameters_are_named(name: str, grad: bool) -> None:
+    for said, trains in run_ranks(2, changed, name, grad):
+        assert len(said) == 2 and all(f"parameters {NEW[name][1]} came after" in text for text in said), said
+        assert trains
+
+
+def changed_harmlessly(name: str) -> list[str]:
+    model = WithHead()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(hang_timeout=10))
+    HARMLESS[name](model)
+    for _ in range(3):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(zeropp.full_state(model))
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_brings_no_parameters_is_fine(name: str) -> None:
+    for names in run_ranks(2, changed_harmlessly, name):
+        assert "head.weight" in names and ("spare.weight" in names) == (name != "taken out")
