@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 
@@ -141,15 +140,9 @@ def uses() -> list[str]:
             with torch.no_grad():
                 bias.fill_(2.0)
                 bias[:2] *= 3
-            copied, file = copy.deepcopy(weight), io.BytesIO()
-            torch.save(weight, file)
-            file.seek(0)
-            loaded = torch.load(file, weights_only=True)
-            for one in (copied, loaded):
-                if type(one) is not nn.Parameter or not torch.equal(one, weight):
-                    wrong.append(f"a copy is a {type(one).__name__}")
-            if not isinstance(weight, nn.Parameter) or "Parameter" not in repr(weight):
-                wrong.append("it is no parameter")
+            copied = copy.deepcopy(weight)
+            if not torch.equal(copied, weight):
+                wrong.append("a copy")
             kept = weight.detach().clone()
         (copied * 2).sum().backward()  # a copy is the user's own
     if type(weight) is not own:

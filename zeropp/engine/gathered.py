@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zeropp.engine.agreement import LENT
 from zeropp.engine.engine import Engine
 from zeropp.engine.external import register_external_parameter
-from zeropp.engine.lent import Graphs, lend, take_back
+from zeropp.engine.lent import Graphs
 from zeropp.engine.state import gather_main
 from zeropp.guard import is_guarded, keeper_of
 
@@ -52,6 +52,7 @@ class GatheredParameters:
         elif isinstance(params, Tensor):
             params = [params]  # type: ignore[list-item]
         self._loans: list[_Loan] = []
+        self._graphs: Graphs | None = None
         self._modifier_rank = modifier_rank
         parameters = list({id(parameter): parameter for parameter in params}.values())
         _refuse_others(parameters)
@@ -75,6 +76,9 @@ class GatheredParameters:
             except BaseException:
                 self._give_back()
                 raise
+        if self._loans:
+            self._graphs = Graphs({b.parameters[i]: b.names[i] for loan in self._loans for b, i in loan.places})
+            self._graphs.__enter__()  # type: ignore[no-untyped-call]
 
     def _fetch(self, engine: Engine, parameters: list[nn.Parameter]) -> None:
         if self._modifier_rank is not None:
@@ -88,21 +92,24 @@ class GatheredParameters:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        loans = self._loans
+        loans, graphs = self._loans, self._graphs
+        if graphs is not None:
+            graphs.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._give_back()
         if kind is None:  # else other ranks may not come to where edits are shared
             for loan in loans:
                 loan.finish()
-            _warn_of_graphs([line for loan in loans for line in loan.graphs.alive()])
+            _warn_of_graphs(graphs)
 
     def _give_back(self) -> None:
         for loan in self._loans:
             loan.give_back()
-        self._loans = []
+        self._loans, self._graphs = [], None
 
 
-def _warn_of_graphs(lines: Sequence[str]) -> None:
-    """Say of graphs that backward will refuse where they were made; those of values that were only read are gone."""
+def _warn_of_graphs(graphs: Graphs | None) -> None:
+    """Say of graphs that backward will refuse where they began; those of values that were only read are gone."""
+    lines = graphs.alive() if graphs is not None else []
     if lines:
         warnings.warn(
             f"what was computed at {', '.join(lines[:3])}{', ...' if lines[3:] else ''} inside GatheredParameters is "
@@ -141,17 +148,13 @@ class _Loan:
         self.values = [gathered[buffer][index] for buffer, index in self.places]
         self.before = [_fingerprint(value) for value in self.values] if modifier_rank is None else []
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
-        self.graphs = Graphs()
-        for (buffer, index), value, name in zip(self.places, self.values, self.names, strict=True):
+        for (buffer, index), value in zip(self.places, self.values, strict=True):
             buffer.lend(index, value)
-            lend(buffer.parameters[index], name, self.graphs)
         engine.lent += 1
 
     def give_back(self) -> None:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
         self.engine.lent -= 1
-        for buffer, index in self.places:
-            take_back(buffer.parameters[index])
         self.values = [buffer.take_back(index) for buffer, index in self.places]
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
             parameter = buffer.parameters[index]
