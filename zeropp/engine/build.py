@@ -160,18 +160,23 @@ def build_engine(
     for buffer in engine.buffers:
         for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
+    engine.settle_trained = Trainability(maker).settle
+    _install(model, engine, specs)
+    engine.refresh.start()
+    return engine
+
+
+def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
+    """Tie an engine that is ready to the model's modules and parameters."""
     _install_sites(model, engine, specs)
-    for unit in units:
+    for unit in engine.units:
         install_gradient_hooks(engine, unit)
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
-    engine.settle_trained = Trainability(maker).settle
     apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}
     engine.refuse_to_train = partial(refuse_complex, apart)
     give_to_modules(model, engine)
     watch_structure(model, engine)
-    engine.refresh.start()
-    return engine
 
 
 def _choose(config: Config, members: Members, former: Sequence[Engine]) -> Mode:
