@@ -129,7 +129,7 @@ def markdown(found: dict, settings: dict) -> str:
         f"{s['seq_len']} bytes a rank; {s['rounds']} rounds of {s['steps']} steps, systems in turn. All ranks share "
         f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. FSDP2 hides no "
         "communication behind that: its streams are CUDA's. torch "
-        f"{torch.__version__}, {platform.processor() or platform.machine()}.",
+        f"{torch.__version__}, {platform.processor() or platform.machine()}. TCP's congestion control: {found['tcp']}.",
         "",
         "Bytes: what the first node's device sent to other nodes in a step, in units of M (n-1)/n = "
         f"{measured.unit / 1e6:.2f} MB (M: the weights in bf16). In the tables of speed they are those between two "
