@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "bench"))
 
-import network_report as report  # noqa: E402 (the path above comes first)
+import congestion  # noqa: E402 (the path above comes first)
+import network_report as report  # noqa: E402
 from model_flags import add_model_flags, given_flags  # noqa: E402
 from network_links import DEVICE, nodes, unavailable  # noqa: E402
 
@@ -54,6 +55,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=2, help="steps a system and round")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before anything is measured")
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16", help="compute; gradients on the wire, too")
+    parser.add_argument(
+        "--tcp",
+        metavar="NAME",
+        help="congestion control on the links; default: cubic where the kernel allows it, else reno, else what it has",
+    )
     add_model_flags(parser)
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_network-<NAME>.md, .json and .png")
     args = parser.parse_args()
@@ -65,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
 
 def wrong(args: argparse.Namespace) -> str | None:
     """What is wrong with the command line; ranks on their nodes could only say it many times over."""
+    if args.tcp is not None and args.tcp not in congestion.allowed():
+        return f"--tcp {args.tcp}: the kernel allows {', '.join(congestion.allowed()) or 'no choice'}"
     if args.nodes < 2:
         return f"--nodes {args.nodes}: there is nothing between fewer than 2 nodes"
     for name in ("local", "rounds", "steps", "warm_up", *(flag.replace("-", "_") for flag in given_flags(args))):
@@ -105,7 +113,7 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
     }  # fmt: skip
     words = [sys.executable, str(ROOT / "bench" / "network_ranks.py")]
     words += [f"--{name}={value}" for name, value in flags.items()]
-    with nodes(args.nodes) as found, contextlib.ExitStack() as stack:
+    with nodes(args.nodes, args.tcp) as found, contextlib.ExitStack() as stack:
         ranks = []
         for rank in range(args.nodes * args.local):
             node, local = divmod(rank, args.local)

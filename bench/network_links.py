@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import congestion
+
 __all__ = ["DEVICE", "Node", "cut_into_frames", "nodes", "sent_bytes", "set_rate", "unavailable"]
 
 DEVICE = "uplink"
@@ -24,7 +26,6 @@ _MTU = "9000"  # bytes a frame, as on the networks of clusters; headers are 0.7 
 _SEGMENT = 60 * 1024  # bytes that TCP hands the device at once, at most; network cards cut them into frames themselves
 # Bytes that may pass at once: one segment, or the kernel would cut it here, on the cores that the ranks compute on.
 _BURST = 64 * 1024
-_CONGESTION = "cubic"  # Linux's own choice; others probe the link by leaving it idle at times
 _UNCUT = 2**16 - 1  # frames, more than a segment has
 _QUEUE = 64 * 2**20  # bytes that may wait: frames that are dropped would be sent, and counted, twice
 
@@ -54,8 +55,12 @@ def unavailable() -> str | None:
 
 
 @contextlib.contextmanager
-def nodes(count: int) -> Iterator[list[Node]]:
+def nodes(count: int, tcp: str | None = None) -> Iterator[list[Node]]:
     """``count`` nodes that reach each other at full speed, until :func:`set_rate`; gone at the end, whatever ends it.
+
+    Args:
+        count: how many.
+        tcp: the congestion control that TCP is to use there; None for what ``congestion`` chooses.
 
     Raises:
         RuntimeError: they cannot be made.
@@ -78,7 +83,7 @@ def nodes(count: int) -> Iterator[list[Node]]:
             _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "mtu", _MTU, "up")
             _run("ip", "-n", node.name, "address", "add", f"{node.address}/24", "dev", DEVICE)
             _run("ip", "-n", node.name, "link", "set", DEVICE, "mtu", _MTU, "gso_max_size", str(_SEGMENT), "up")
-            _run(*node.command("sh", "-c", f"echo {_CONGESTION} > /proc/sys/net/ipv4/tcp_congestion_control"))
+            _run(*node.command(sys.executable, congestion.__file__, *([tcp] if tcp else [])))
         yield found
     finally:
         for number in before:  # whoever is impatient, and `timeout`, sends several

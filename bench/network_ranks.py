@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
     sys.path.insert(0, str(_source))
 
-import torch  # noqa: E402 (the path above comes first)
+import congestion  # noqa: E402 (the path above comes first)
+import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from contestant import Contestant, meet  # noqa: E402
 from gpt import GPT, GPTConfig  # noqa: E402
@@ -204,6 +205,7 @@ def main() -> None:
         with torch.device("meta"):
             model = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
         measured = {"rows": race.rows, "losses": losses, "counted": bytes_by_codec, "found": found}
+        measured["tcp"] = congestion.in_force()
         measured["numel"] = sum(p.numel() for p in model.parameters())
         Path(args.result).write_text(json.dumps(measured))
     meet(torch.device("cpu"))

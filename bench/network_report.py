@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["markdown", "save"]
+__all__ = ["BASE", "Measured", "markdown", "rate_name", "save"]
 
 BASE = "zeropp_s3"
 
@@ -33,6 +34,10 @@ class Measured:
     def step(self, kind: str, rate: float | None, system: str) -> float:
         return statistics.median(self.values("s", kind, rate, system))
 
+    def speed(self, kind: str, rate: float | None, system: str) -> float:
+        """Tokens a second, all ranks together."""
+        return self.micro_batches(system) * self.tokens / self.step(kind, rate, system)
+
     def micro_batches(self, system: str) -> int:
         return int(system.partition("_x")[2] or 1)
 
@@ -40,16 +45,17 @@ class Measured:
         return list(dict.fromkeys(r["system"] for r in self.found["rows"] if (r["kind"], r["rate"]) == (kind, rate)))
 
 
-def _rate_name(kind: str, rate: float | None) -> str:
+def rate_name(kind: str, rate: float | None, base: str = BASE) -> str:
+    """For a title; ``base`` is what the system is called whose waiting defines a rate."""
     if rate is None:
         return "no limit"
-    share = f", where {BASE} waits {kind.removeprefix('wait')} % of its step" if kind.startswith("wait") else ""
+    share = f", where {base} waits {kind.removeprefix('wait')} % of its step" if kind.startswith("wait") else ""
     return f"{rate:g} Mbit/s{share}"
 
 
 def _speed_table(measured: Measured, kind: str, rate: float | None) -> list[str]:
     lines = [
-        "", f"## {_rate_name(kind, rate)}", "",
+        "", f"## {rate_name(kind, rate)}", "",
         "| system | step s (min, max) | tokens/s | / zeropp_s3 | by round (min, max) | bytes |",
         "|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -58,7 +64,8 @@ def _speed_table(measured: Measured, kind: str, rate: float | None) -> list[str]
         seconds = measured.values("s", kind, rate, name)
         step, times = statistics.median(seconds), measured.micro_batches(name)
         sent = statistics.median(measured.values("bytes", kind, rate, name)) / measured.unit
-        cells = [name, f"{step:.2f} ({min(seconds):.2f}, {max(seconds):.2f})", f"{times * measured.tokens / step:.0f}"]
+        cells = [name, f"{step:.2f} ({min(seconds):.2f}, {max(seconds):.2f})"]
+        cells.append(f"{measured.speed(kind, rate, name):.0f}")
         if base:
             ratios = [times * one / own for one, own in zip(base, seconds, strict=True)]
             cells.append(f"{times * statistics.median(base) / step:.2f}")
@@ -129,7 +136,7 @@ def markdown(found: dict, settings: dict) -> str:
         f"{s['seq_len']} bytes a rank; {s['rounds']} rounds of {s['steps']} steps, systems in turn. All ranks share "
         f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. FSDP2 hides no "
         "communication behind that: its streams are CUDA's. torch "
-        f"{torch.__version__}, {platform.processor() or platform.machine()}.",
+        f"{torch.__version__}, {platform.processor() or platform.machine()}. TCP's congestion control: {found['tcp']}.",
         "",
         "Bytes: what the first node's device sent to other nodes in a step, in units of M (n-1)/n = "
         f"{measured.unit / 1e6:.2f} MB (M: the weights in bf16). In the tables of speed they are those between two "
@@ -142,41 +149,6 @@ def markdown(found: dict, settings: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _plot(found: dict, settings: dict, path: Path) -> bool:
-    """Bytes as bars, tokens a second over rates as lines; False without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    measured = Measured(found, settings)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5))
-    names = measured.systems("free", None)
-    sent = [found["counted"][name]["device"] / measured.unit for name in names]
-    bars = left.barh(names[::-1], sent[::-1], color="#4878a8")
-    left.bar_label(bars, fmt="%.2f", padding=2)
-    left.set_xlabel("bytes a node sends in a step, units of M (n-1)/n")
-    left.margins(x=0.12)
-    limited = sorted((rate, kind) for kind, rate in measured.kinds if rate is not None)
-    for name in names:
-        points = [(rate, measured.step(kind, rate, name)) for rate, kind in limited]
-        speeds = [measured.micro_batches(name) * measured.tokens / step for _, step in points]
-        right.plot([rate for rate, _ in points], speeds, marker="o", label=name)
-    right.set_xscale("log")
-    right.set_yscale("log")
-    right.set_xlabel("Mbit/s between nodes")
-    right.set_ylabel("tokens a second, all ranks")
-    right.legend(fontsize=7)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{settings['nodes']} nodes of {settings['local']} ranks, {settings['dtype']}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    return True
-
-
 def save(found: dict, settings: dict, text: str, folder: Path, name: str) -> list[Path]:
     """Write <date>_network-<name>.md, .json and, with matplotlib, .png; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,4 +156,9 @@ def save(found: dict, settings: dict, text: str, folder: Path, name: str) -> lis
     paths = [stem.with_suffix(suffix) for suffix in (".md", ".json", ".png")]
     paths[0].write_text(text)
     paths[1].write_text(json.dumps({"settings": settings, **found}, indent=1) + "\n")
-    return paths if _plot(found, settings, paths[2]) else paths[:2]
+    if importlib.util.find_spec("matplotlib") is None:
+        return paths[:2]
+    import network_plot  # which needs it
+
+    network_plot.draw(Measured(found, settings)).savefig(paths[2], dpi=110)
+    return paths

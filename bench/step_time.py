@@ -123,6 +123,7 @@ def supervise(args: argparse.Namespace) -> None:
 
 def work(args: argparse.Namespace) -> None:
     """One rank: build the systems, take turns, and let rank 0 write the numbers down."""
+    import congestion
     import torch
     import torch.distributed as dist
     from contestant import Contestant
@@ -152,6 +153,7 @@ def work(args: argparse.Namespace) -> None:
     measured = {"systems": {name: contestant.measured() for name, contestant in contestants.items()}}
     measured["peak_bytes"] = meter.peak_bytes()
     measured["wire"] = os.environ["STEP_TIME_WIRE"]
+    measured["tcp"] = congestion.in_force()
     if rank == 0:
         args.result.write_text(json.dumps(measured))
     dist.barrier()

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import congestion
+
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1  # <linux/sockios.h>, <linux/if.h>
 
@@ -23,7 +25,10 @@ def free_port() -> int:
 
 
 def enter() -> None:
-    """Move this process to a new network namespace and bring its loopback up. Needs root on Linux."""
+    """Move this process to a new network namespace, bring its loopback up and choose TCP's congestion control there.
+
+    Needs root on Linux.
+    """
     import fcntl
 
     if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
@@ -33,6 +38,7 @@ def enter() -> None:
         fcntl.ioctl(control, _SIOCGIFFLAGS, request)
         name, flags = struct.unpack_from("16sh", request)
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh22x", name, flags | _IFF_UP))
+    congestion.settle()
 
 
 def private_network() -> tuple[Callable[[], None] | None, str]:

@@ -132,7 +132,8 @@ def _notes(measured: dict) -> list[str]:
     ]
     reason = measured["wire"]
     notes.append(
-        "Sent: a rank and step, from the loopback counter of a network namespace holding this job alone."
+        "Sent: a rank and step, from the loopback counter of a network namespace holding this job alone; TCP's "
+        f"congestion control there: {measured['tcp']}."
         if reason == "private"
         else f"Sent: {reason}."
     )

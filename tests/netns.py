@@ -6,7 +6,7 @@
 
 The loopback device of a new namespace has carried nothing, and nobody else can use it, so its counters are the traffic
 of what ran inside. A frame on loopback counts once as sent and once as received: `sent_bytes` is the sum over all
-ranks, with TCP's own overhead (below one per cent for large tensors).
+ranks, with TCP's headers and with what it sent again; `payload_bytes` is without both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,22 @@ from pathlib import Path
 
 import pytest
 
-__all__ = ["Counters", "Network", "private_network", "unavailable"]
+from bench import congestion
+
+__all__ = ["EACH", "UNDER", "Counters", "Network", "beside", "private_network", "unavailable"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _numbers = itertools.count()
+_FRAME = 9000  # bytes. Segments that TCP sends again are counted in frames; of the usual 65536, few are full.
+_HEADERS = 52  # bytes of IP, TCP and its time stamps; loopback counts no Ethernet header
+
+# For parametrize: TCP's congestion control, None for the one that is chosen, and whether a core is busy. UNDER leaves
+# all but the chosen one to the campaign; EACH, for what is cheap, only busy cores.
+_CHOSEN = [pytest.param(None, False, id="chosen")]
+_IDLE = [pytest.param(name, False, id=name) for name in congestion.allowed()]
+_BUSY = [pytest.param(name, True, id=f"{name}-busy", marks=pytest.mark.campaign) for name in congestion.allowed()]
+UNDER = [*_CHOSEN, *(pytest.param(*p.values, id=p.id, marks=pytest.mark.campaign) for p in _IDLE), *_BUSY]
+EACH = [*(_IDLE or _CHOSEN), *_BUSY]
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,23 @@ class Counters:
     received_packets: int
     sent_bytes: int
     sent_packets: int
+    resent_segments: int
+    """Of TCP, on all devices of the namespace."""
+
+    @classmethod
+    def parse(cls, devices: str, protocols: str, device: str = "lo") -> Counters:
+        """From the texts of /proc/net/dev and /proc/net/snmp."""
+        lines = {name.strip(): values.split() for name, _, values in (x.partition(":") for x in devices.splitlines())}
+        if device not in lines:
+            raise ValueError(f"no device {device!r} here; /proc/net/dev says:\n{devices}")
+        names, values = (line.split() for line in protocols.splitlines() if line.startswith("Tcp:"))
+        resent = int(values[names.index("RetransSegs")])
+        return cls(*(int(lines[device][column]) for column in (0, 1, 8, 9)), resent)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Without headers, and without what TCP sent again: whole frames, though a segment may fill less of one."""
+        return self.sent_bytes - _HEADERS * self.sent_packets - (_FRAME - _HEADERS) * self.resent_segments
 
     def __sub__(self, other: Counters) -> Counters:
         return Counters(
@@ -45,6 +74,7 @@ class Counters:
             self.received_packets - other.received_packets,
             self.sent_bytes - other.sent_bytes,
             self.sent_packets - other.sent_packets,
+            self.resent_segments - other.resent_segments,
         )
 
 
@@ -120,13 +150,8 @@ class Network:
 
     def counters(self, device: str = "lo") -> Counters:
         """The device's counters now."""
-        text = self.run(["cat", "/proc/net/dev"], timeout=30).stdout
-        for line in text.splitlines():
-            name, colon, values = line.partition(":")
-            if colon and name.strip() == device:
-                numbers = [int(value) for value in values.split()]
-                return Counters(numbers[0], numbers[1], numbers[8], numbers[9])
-        raise ValueError(f"no device {device!r} in namespace {self.name}; /proc/net/dev says:\n{text}")
+        devices, protocols = (self.run(["cat", f"/proc/net/{name}"], timeout=30).stdout for name in ("dev", "snmp"))
+        return Counters.parse(devices, protocols, device)
 
     @staticmethod
     def _end(process: subprocess.Popen[str]) -> None:
@@ -142,10 +167,13 @@ class Network:
 
 
 @contextlib.contextmanager
-def private_network() -> Iterator[Network]:
+def private_network(tcp: str | None = None) -> Iterator[Network]:
     """Make a namespace, and remove it with all its processes at the end.
 
     Skips the test, with the reason, where none can be made.
+
+    Args:
+        tcp: the congestion control that TCP is to use; None for what ``congestion`` chooses.
     """
     reason = unavailable()
     if reason is not None:
@@ -156,8 +184,24 @@ def private_network() -> Iterator[Network]:
     except RuntimeError as error:
         pytest.skip(f"no network namespace can be made here: {error}")
     try:
-        _ip("-n", network.name, "link", "set", "lo", "up")
+        _ip("-n", network.name, "link", "set", "lo", "mtu", str(_FRAME), "up")
+        network.run([sys.executable, congestion.__file__, *([tcp] if tcp else [])], timeout=30)
         yield network
     finally:
         network.end_leftovers()
         _ip("netns", "delete", network.name)
+
+
+@contextlib.contextmanager
+def beside(busy: bool) -> Iterator[None]:
+    """With a process, if ``busy``, that keeps a core busy; it ends with this one, whatever ends that."""
+    if not busy:
+        yield
+        return
+    endless = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    pass"
+    process = subprocess.Popen([sys.executable, "-c", endless])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()

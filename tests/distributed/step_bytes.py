@@ -1,4 +1,4 @@
-"""Started by test_bytes: some steps of a wide model; prints what the ledger says and what the device has carried.
+"""Started by test_bytes: some steps of a wide model; prints what the ledger says and what the loopback has carried.
 
 Arguments: ranks per node, steps, dtype of computing (fp32 or bf16).
 """
@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import zeropp
+from tests.netns import Counters
 
 
-def sent_bytes() -> int:
-    """Of the loopback device, all ranks together."""
-    with open("/proc/net/dev") as file:
-        for line in file:
-            name, _, values = line.partition(":")
-            if name.strip() == "lo":
-                return int(values.split()[8])
-    raise RuntimeError("no loopback device")
+def counters() -> Counters:
+    """Of the loopback, all ranks together."""
+    return Counters.parse(Path("/proc/net/dev").read_text(), Path("/proc/net/snmp").read_text())
 
 
 def main(local: int, steps: int, dtype: str) -> None:
@@ -47,16 +44,17 @@ def main(local: int, steps: int, dtype: str) -> None:
     for _ in range(2):  # orders are learned here
         step()
     dist.barrier()
-    before, counted = sent_bytes(), ledger.total_bytes
+    before, counted = counters(), ledger.total_bytes
     dist.barrier()
     for _ in range(steps):
         step()
     dist.barrier()
-    after, counted = sent_bytes(), ledger.total_bytes - counted
+    carried, counted = counters() - before, ledger.total_bytes - counted
     rows: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(rows, counted)
     if dist.get_rank() == 0:
-        print(json.dumps({"ledger": sum(rows), "device": after - before}))
+        found = {"ledger": sum(rows), "payload": carried.payload_bytes, "resent": carried.resent_segments}
+        print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 

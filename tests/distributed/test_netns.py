@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.netns import private_network
+from bench import congestion
+from tests.netns import EACH, beside, private_network
 
 SCRIPT = Path(__file__).with_name("gather_bytes.py")
 pytestmark = pytest.mark.root
@@ -19,17 +20,26 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-def test_counts_the_bytes_of_a_gather() -> None:
+@pytest.mark.parametrize(("tcp", "busy"), EACH)
+def test_counts_the_bytes_of_a_gather(tcp: str | None, busy: bool) -> None:
     shard_nbytes = 16 << 20
-    seen = []
-    for _ in range(3):  # a late receiver makes TCP send segments again: the least counts
-        with private_network() as network:
-            assert network.counters().sent_bytes == 0
-            network.torchrun(SCRIPT, str(shard_nbytes), ranks=2)
-            seen.append(network.counters().sent_bytes)
-        if seen[-1] <= 2 * shard_nbytes * 1.02:
-            break
-    assert 2 * shard_nbytes <= min(seen) <= 2 * shard_nbytes * 1.02, seen
+    with private_network(tcp) as network, beside(busy):
+        assert network.counters().sent_bytes == 0
+        network.torchrun(SCRIPT, str(shard_nbytes), ranks=2)
+        found = network.counters()
+    assert 1 <= found.payload_bytes / (2 * shard_nbytes) <= 1.002, found
+
+
+def test_the_congestion_control_is_the_one_that_is_chosen_or_asked_for() -> None:
+    for name in [None, *congestion.allowed()]:
+        with private_network(name) as network:
+            found = network.run(["cat", "/proc/sys/net/ipv4/tcp_congestion_control"]).stdout.strip()
+        assert found == name or (name is None and found == congestion.choice(congestion.allowed(), found))
+
+
+def test_a_congestion_control_that_the_kernel_refuses_is_named() -> None:
+    with pytest.raises(RuntimeError, match="instead of nonesuch; allowed: "), private_network("nonesuch"):
+        pass
 
 
 def test_failure_shows_the_output_and_leaves_nothing() -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import network
+from bench import congestion, network
+from tests.netns import UNDER, beside
 
 SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "network.py"
+CHOSEN = (None, False)  # congestion control, and whether a core is busy, as in UNDER
 SMALL = ["--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--batch=1", "--rounds=1", "--steps=1"]
 pytestmark = pytest.mark.root
 
@@ -24,30 +26,39 @@ def namespaces(pid: int) -> list[str]:
     return [line.split()[0] for line in listed.splitlines() if line.startswith(f"zeropp-{pid}-")]
 
 
+def command(tcp: str | None, *flags: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), *flags, *([f"--tcp={tcp}"] if tcp else [])]
+
+
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(("tcp", "busy"), UNDER)
 @pytest.mark.parametrize("nodes", [2, 3])
-def test_figures_of_a_small_model(nodes: int) -> None:
-    command = [sys.executable, str(SCRIPT), f"--nodes={nodes}", "--systems=zeropp_s3,zeropp_pp", "--rates=20", *SMALL]
-    done = subprocess.Popen([*command, "--equal=zeropp_pp"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors = done.communicate(timeout=220)
+def test_figures_of_a_small_model(nodes: int, tcp: str | None, busy: bool) -> None:
+    words = command(tcp, f"--nodes={nodes}", "--systems=zeropp_s3,zeropp_pp", "--rates=5", *SMALL, "--equal=zeropp_pp")
+    with beside(busy):
+        done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        output, errors = done.communicate(timeout=220)
     assert done.returncode == 0, output + errors
     assert namespaces(done.pid) == []
+    named = re.findall(r"TCP's congestion control: (\w+)\.", output)
+    assert named == [tcp or congestion.choice(congestion.allowed(), default=named[0])]
     sections = dict(re.findall(r"^## (.+)\n\n((?:.|\n)+?)(?=\n## |\Z)", output, re.MULTILINE))
-    assert set(sections) >= {"no limit", "20 Mbit/s", "Bytes between nodes, ledger and device", "Losses"}
+    assert set(sections) >= {"no limit", "5 Mbit/s", "Bytes between nodes, ledger and device", "Losses"}
     sent = sent_of(output, ["zeropp_s3", "zeropp_pp"])
     # So small that all weights are persistent: once a step, as the gradients. Headers, acknowledgements and control
     # messages weigh more than in a model of some size.
     assert 1.98 < sent["zeropp_s3"] < 2.4 and 0.75 < sent["zeropp_pp"] < 1.1, sent
-    free, limited = (
-        float(next(row for row in sections[title].splitlines() if row.startswith("| zeropp_s3")).split()[3])
-        for title in ("no limit", "20 Mbit/s")
-    )
-    assert limited > free, "the link was not limited"
+    row = next(row.split() for row in sections["5 Mbit/s"].splitlines() if row.startswith("| zeropp_s3"))
+    seconds, units = float(row[3]), float(row[-2])
+    nbytes = units * 1e6 * float(re.findall(r"units of M \(n-1\)/n = ([\d.]+) MB", output)[0])
+    burst = 2**16  # bytes that pass at once after a pause
+    assert seconds > 0.9 * (nbytes - burst) * 8 / 5e6, "the link was not limited"
     equal = next(title for title in sections if title.startswith("Where the time on the link equals"))
     assert "| zeropp_pp |" in sections[equal]
 
 
 WRONG: dict[str, str] = {
+    "--tcp=nonesuch": "--tcp nonesuch: the kernel allows ",
     "--nodes=1": "nothing between fewer than 2 nodes",
     "--steps=0": "--steps 0: expected at least 1",
     "--local=0": "--local 0: expected at least 1",
@@ -91,11 +102,12 @@ def sent_of(output: str, systems: list[str]) -> dict[str, float]:
 MOST = {"zeropp_s3": 3.1, "zeropp_pp": 0.80, "zeropp_pp_x4": 0.80, "zeropp_delta4": 0.55}
 
 
-def sent_in_a_step(systems: list[str], nodes: int, warm_up: int) -> dict[str, float]:
+def sent_in_a_step(systems: list[str], nodes: int, warm_up: int, tcp: str | None, busy: bool) -> dict[str, float]:
     """Of a model whose blocks are partitioned, a step; "zeropp_s3" among the systems."""
     size = ["--layers=6", "--d-model=256", "--heads=4", "--seq-len=64", "--batch=1", "--rounds=1", "--steps=2"]
-    command = [sys.executable, str(SCRIPT), f"--systems={','.join(systems)}", "--rates=none", f"--warm-up={warm_up}"]
-    done = subprocess.run([*command, f"--nodes={nodes}", *size], capture_output=True, text=True, timeout=500)
+    what = [f"--systems={','.join(systems)}", "--rates=none", f"--warm-up={warm_up}", f"--nodes={nodes}"]
+    with beside(busy):
+        done = subprocess.run(command(tcp, *what, *size), capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     row = done.stdout.split("## Bytes between nodes")[1].split("| zeropp_s3 |")[1].split("|")
     assert float(row[2]) > 1.0073, "fewer headers than 66 bytes for every frame of 9000"
@@ -103,9 +115,10 @@ def sent_in_a_step(systems: list[str], nodes: int, warm_up: int) -> dict[str, fl
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(("tcp", "busy"), UNDER)
 @pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.campaign)])
-def test_bytes_between_nodes_stay_below_what_is_promised(nodes: int) -> None:
-    sent = sent_in_a_step(list(MOST), nodes, warm_up=2)
+def test_bytes_between_nodes_stay_below_what_is_promised(nodes: int, tcp: str | None, busy: bool) -> None:
+    sent = sent_in_a_step(list(MOST), nodes, 2, tcp, busy)
     assert sent.keys() == MOST.keys()
     assert all(sent[name] <= bound for name, bound in MOST.items()), sent
 
@@ -115,27 +128,50 @@ def test_bytes_between_nodes_stay_below_what_is_promised(nodes: int) -> None:
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_exact_differences_stay_below_what_is_promised(nodes: int) -> None:
     """Once the first, large steps of a training are over."""
-    sent = sent_in_a_step(["zeropp_s3", "zeropp_lossless"], nodes, warm_up=60)
+    sent = sent_in_a_step(["zeropp_s3", "zeropp_lossless"], nodes, 60, *CHOSEN)
     assert sent["zeropp_s3"] <= 3.1 and sent["zeropp_lossless"] <= 0.64, sent
 
 
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_nothing_is_left_after_an_interruption(number: signal.Signals) -> None:
-    command = [sys.executable, str(SCRIPT), "--systems=zeropp_s3", "--rates=1", "--rounds=1000", *SMALL[:-2]]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def running_on_nodes(process: subprocess.Popen[bytes], said: Path) -> list[str]:
+    """The processes on its nodes, once there are some; fails with what it has said if none come up."""
     until = time.monotonic() + 60
-    running: list[str] = []
-    while not running and time.monotonic() < until:
+    while process.poll() is None and time.monotonic() < until:
         time.sleep(0.2)
+        found: list[str] = []
         for name in namespaces(process.pid):
-            running += subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-    assert running, "no ranks came up"
-    time.sleep(3)  # they are importing torch
-    process.send_signal(number)
-    time.sleep(0.05)
-    process.send_signal(number)  # one more, while it cleans up
-    assert process.wait(timeout=40) != 0
+            found += subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+        if found:
+            return found
+    code = process.poll()
+    process.terminate()
+    process.wait(timeout=40)
+    raise AssertionError(f"no ranks came up, exit code {code}; the child said:\n{said.read_text()}")
+
+
+def test_where_no_ranks_come_up_the_words_of_the_child_are_shown(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", "raise SystemExit('told to')"], stderr=file)
+    with pytest.raises(AssertionError, match="exit code 1; the child said:\ntold to"):
+        running_on_nodes(process, said)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("tcp", "busy"), UNDER)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_after_an_interruption(
+    number: signal.Signals, tcp: str | None, busy: bool, tmp_path: Path
+) -> None:
+    words = command(tcp, "--systems=zeropp_s3", "--rates=1", "--rounds=1000", *SMALL[:-2])
+    said = tmp_path / "said"
+    with beside(busy), said.open("w") as file:
+        process = subprocess.Popen(words, stdout=file, stderr=file)
+        running = running_on_nodes(process, said)
+        time.sleep(3)  # they are importing torch
+        process.send_signal(number)
+        time.sleep(0.05)
+        process.send_signal(number)  # one more, while it cleans up
+        assert process.wait(timeout=40) != 0
     assert namespaces(process.pid) == []
     assert not [pid for pid in running if Path(f"/proc/{pid}/status").exists() and "zombie" not in state(pid)]
 
