@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Pair, Route, Routed, chain, make_config, share
+from tests.distributed.shapes import Block, Pair, Route, Routed, chain, make_config, share
 from tests.distributed.test_sequence import ALL, BRANCHES, follow
 
 BARE = {"reuse": 0, "prefetch": 0}
@@ -100,6 +100,40 @@ def recomputed(steps: list[list[Route]]) -> None:
 
 def test_reentrant_checkpointing_in_another_order() -> None:
     run_ranks(2, recomputed, [[ALL], [ALL], [ALL, chain(1, 0, 2, 3)], [ALL]])
+
+
+class Around(Block):
+    """A block that may run another one in its middle; backward then comes to that one before its own gradients."""
+
+    def forward(self, x: Tensor, inner: nn.Module | None = None) -> Tensor:
+        middle = self.lin(x)
+        return x + torch.tanh(middle if inner is None else inner(middle))
+
+
+class Encircled(nn.Module):
+    """Block 0, then block 1 after block 2, or around it, or alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Around() for _ in range(3))
+
+    def forward(self, x: Tensor, how: str) -> Tensor:
+        first, last, other = self.blocks
+        x = first(x)
+        return last(x, other) if how == "around" else last(other(x) if how == "after" else x)
+
+
+def encircle(settings: dict[str, object]) -> None:
+    pair = Pair(Encircled(), make_config(**settings))
+    for ways in (["alone"], ["alone"], ["after", "around"], ["around", "after"], ["alone"], ["after"]):
+        pair.train(*ways)
+        pair.check()
+
+
+@pytest.mark.parametrize("settings", [{}, BARE, {"overlap_comm": False}], ids=str)
+def test_ranks_leave_a_known_order_when_one_has_sent_more(settings: dict[str, object]) -> None:
+    """Both come to block 2 in backward, one with block 1's gradients sent, the other before it has any."""
+    run_ranks(2, encircle, settings)
 
 
 class Borrowing(Routed):
