@@ -102,6 +102,56 @@ def test_reentrant_checkpointing_in_another_order() -> None:
     run_ranks(2, recomputed, [[ALL], [ALL], [ALL, chain(1, 0, 2, 3)], [ALL]])
 
 
+class Parts(nn.Module):
+    """A block whose layer is recomputed, the reentrant way, as often as it is called.
+
+    What is frozen of it keeps its weights there until backward has left it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+        self.lin.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor, calls: int) -> Tensor:
+        for _ in range(calls):
+            x = x + torch.tanh(checkpoint(self.lin, x, use_reentrant=True))
+        return x
+
+
+class InParts(nn.Module):
+    """Blocks whose gradients come as often as they call their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Parts() for _ in range(3))
+
+    def forward(self, x: Tensor, calls: tuple[int, ...]) -> Tensor:
+        x = x.requires_grad_()
+        for block, count in zip(self.blocks, calls, strict=True):
+            x = block(x, count)
+        return x
+
+
+def sent_in_parts() -> list[dict[str, int]]:
+    """How often each unit was reduced, in each step; backward is learned in the first."""
+    pair = Pair(InParts(), make_config())
+    found = []
+    for _ in range(4):
+        pair.optimizer.engine.comm.ledger.reset()
+        pair.train((1, 2, 1), (1, 1, 3))
+        pair.check()
+        rows = pair.optimizer.engine.comm.ledger.rows
+        found.append({row.unit: row.calls for row in rows if row.kind == "reduce"})
+    return found
+
+
+def test_gradients_that_come_more_often_on_one_rank_are_sent_once() -> None:
+    """A unit is complete when its gradients have come as often as they do on any rank."""
+    for found in run_ranks(2, sent_in_parts):
+        assert found[1:] == [{f"blocks.{number}": 1 for number in range(3)}] * 3, found
+
+
 class Around(Block):
     """A block that may run another one in its middle; backward then comes to that one before its own gradients."""
 
