@@ -595,39 +595,27 @@ def test_inside_a_pass_any_use_equals_torch(name: str, settings: dict[str, objec
         assert live <= bound
 
 
-def kept_loss(settings: dict[str, object]) -> str:
-    """The error of a backward from a loss that no hook could see, "" if it was right; then a usual step."""
+def kept_loss(settings: dict[str, object]) -> float:
+    """How far weights are off plain torch's after backwards from a loss that no forward returned."""
     torch.manual_seed(3)
     model, plain = Keeps().double(), Keeps().double()
     plain.load_state_dict(model.state_dict())
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     x = torch.ones(2, 8, dtype=torch.float64)
-    message = ""
     for _ in range(3):
-        optimizer.zero_grad()
-        plain_optimizer.zero_grad()
-        model(x)
-        plain(x)
-        try:
-            model.loss.backward()
-        except RuntimeError as error:
-            message = str(error)
-            optimizer.zero_grad()
-            continue
-        plain.loss.backward()
-        optimizer.step()
-        plain_optimizer.step()
-    off = worst(zeropp.full_state(model), plain.state_dict())
-    assert off < 1e-12, off
-    return message
+        for each, its in ((model, optimizer), (plain, plain_optimizer)):
+            its.zero_grad()
+            each(x)
+            each.loss.backward()
+            its.step()
+    return worst(zeropp.full_state(model), plain.state_dict())
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
 def test_a_loss_kept_on_the_module(settings: dict[str, object]) -> None:
-    """Fetched, or an error that says which parameter was away."""
-    for message in run_ranks(2, kept_loss, settings):
-        assert message == "" or "first.weight" in message or "last.weight" in message, message
+    """Backward is right, though it begins at nothing that a forward has returned."""
+    assert max(run_ranks(2, kept_loss, settings)) < 1e-12
 
 
 def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
