@@ -14,7 +14,7 @@ from torch import Tensor
 import zeropp
 from tests.distributed.grown import WIDTH, Spec, grow, specs
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.shapes import make_config, share, worst
+from tests.distributed.shapes import apart, make_config, share, worst
 
 PLACED: list[dict[str, object]] = [
     {},
@@ -55,7 +55,7 @@ def train(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> fl
                 its = plain(rows(step, part, other, spread)).square().mean()
                 (its / world / micro).backward()
                 if other == rank:
-                    off = max(off, float((its - loss).detach().abs()))
+                    off = max(off, apart(its.detach(), loss.detach()))
         optimizer.step()
         reference.step()
         if step == 1:

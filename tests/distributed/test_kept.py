@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.parity import assert_close
-from tests.distributed.shapes import Block, make_config
+from tests.distributed.shapes import Block, apart, make_config, worst
 from zeropp.engine.refresh import Refresh
 from zeropp.flat_buffer import FlatBuffer
 from zeropp.streams import Stage
@@ -191,7 +191,7 @@ def half_way(settings: dict[str, object], what: str, only: int | None) -> float:
     with torch.no_grad():
         found = model(x)
         whole.load_state_dict(zeropp.full_state(model))
-        difference = float((found - whole(x)).abs().max())
+        difference = apart(found, whole(x))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # a graph of older weights
         old.backward()
     optimizer.zero_grad()
@@ -219,7 +219,7 @@ def clamped(settings: dict[str, object]) -> float:
                 for parameter in group["params"]:
                     parameter.clamp_(-0.1, 0.1)
 
-    worst = 0.0
+    off = 0.0
     optimizer.register_step_post_hook(clamp)
     reference.register_step_post_hook(clamp)
     for _ in range(4):
@@ -227,8 +227,8 @@ def clamped(settings: dict[str, object]) -> float:
         train(plain, reference, 1)
         x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(2, 16)
         with torch.no_grad():
-            worst = max(worst, float((model(x) - plain(x)).abs().max()))
-    return worst
+            off = max(off, apart(model(x), plain(x)))
+    return off
 
 
 @pytest.mark.parametrize("name", [*KEPT, "stage 3"])
@@ -337,8 +337,7 @@ def after_an_error(settings: dict[str, object], how: str) -> float:
                     model("no tensor", True)
         optimizer.step()
         reference.step()
-    state = zeropp.full_state(model)
-    return max(float((state[key] - value).abs().max()) for key, value in plain.state_dict().items())
+    return worst(zeropp.full_state(model), plain.state_dict())
 
 
 @pytest.mark.parametrize("how", ["forward", "evaluation", "lent"])
@@ -366,9 +365,7 @@ def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, 
         scaler.update()
         if not optimizer.step_was_skipped:
             reference.step()
-    state = zeropp.full_state(model)
-    worst = max(float((state[key] - value).abs().max()) for key, value in plain.state_dict().items())
-    return worst, optimizer.skipped_steps
+    return worst(zeropp.full_state(model), plain.state_dict()), optimizer.skipped_steps
 
 
 @pytest.mark.parametrize("name", HOLDING)
@@ -394,8 +391,7 @@ def cleared(settings: dict[str, object]) -> float:
             reference.zero_grad()
     optimizer.step()
     reference.step()
-    state = zeropp.full_state(model)
-    return max(float((state[key] - value).abs().max()) for key, value in plain.state_dict().items())
+    return worst(zeropp.full_state(model), plain.state_dict())
 
 
 @pytest.mark.parametrize("name", HOLDING)
