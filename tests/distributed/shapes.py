@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "Pair",
     "Route",
     "Routed",
+    "apart",
     "chain",
     "gathers",
     "logged",
@@ -191,10 +193,15 @@ def share(model: nn.Module) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
+def apart(left: Tensor, right: Tensor) -> float:
+    """Largest absolute difference; infinite where one is NaN, over which Python's ``max`` would pass."""
+    return float((left.cpu().double() - right.cpu().double()).abs().nan_to_num(math.inf).max())
+
+
 def worst(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
-    """Largest absolute difference of two state dicts with the same keys."""
+    """Largest absolute difference of two state dicts with the same keys; see :func:`apart`."""
     assert left.keys() == right.keys(), (sorted(left), sorted(right))
-    return max(float((left[key].cpu().double() - right[key].cpu().double()).abs().max()) for key in left)
+    return max(apart(left[key], right[key]) for key in left)
 
 
 def shards(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:

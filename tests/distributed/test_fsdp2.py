@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.distributed.fsdp2_models import PLAIN, gradients, plain_gradients, sharded, units, whole
 from tests.distributed.fsdp2_oracle import Net, bound, table_of, tensors_of, tokens
 from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import apart
 from zeropp import fsdp2
 
 Named = dict[str, Tensor]
@@ -113,12 +114,15 @@ def test_the_divide_factor_replaces_the_mean() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"hadamard": True}, {"hadamard": True, "feedback": "both"}], ids=str)
 def test_gradients_with_everything_quantized(settings: dict[str, Any]) -> None:
-    """Backward sees other weights then: the error is small and the factor 1, of what has groups to itself."""
+    """Backward sees other weights then: the error is small and the factor 1, but for a vector in crowded groups."""
     for taken, (plain,), _ in run_ranks(4, first_step, settings, 2, "fp32", "fp32", local_world_size=2):
         for name, value in taken.items():
             mean = torch.stack([each[name] for each in plain]).mean(0)
             error, slope = float((value - mean).norm() / mean.norm()), float((value * mean).sum() / mean.square().sum())
-            assert mean.numel() < 1024 or (error < 0.3 and abs(slope - 1) < 0.1), f"{name}: {error}, factor {slope}"
+            if name == "head.bias":  # neighbours in its groups are twenty times as large, and most of it is rounded off
+                assert error < 0.9 and slope > 0.2, f"{name}: {error}, factor {slope}"
+            else:
+                assert error < 0.3 and abs(slope - 1) < 0.1, f"{name}: {error}, factor {slope}"
 
 
 class Idle(Net):
@@ -192,7 +196,7 @@ def beside_tensor_parallel() -> list[tuple[float, float]]:
         model(torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank() // 2))).backward()
         found.append(gradients(model))
     usual = found[0]
-    return [max(float((f[n] - usual[n]).abs().max() / usual[n].abs().max()) for n in usual) for f in found[1:]]
+    return [max(apart(f[n], usual[n]) / float(usual[n].abs().max()) for n in usual) for f in found[1:]]
 
 
 def test_beside_tensor_parallel() -> None:

@@ -15,6 +15,7 @@ import zeropp_kernels as kernels
 from tests.distributed.fsdp2_models import DTYPES, PLAIN, buffers, gradients, hooks, sharded, units, whole
 from tests.distributed.fsdp2_oracle import Net, bound, half_scales, rounded, table_of, tensors_of, tokens
 from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import apart
 from tests.distributed.watch import watch_weights
 from zeropp import fsdp2
 from zeropp.fsdp2 import install
@@ -160,7 +161,7 @@ def compared(reshard: bool | int, dtype: str) -> tuple[list[float], list[float],
             loss.backward()
             values.append(loss.item())
         one, two = gradients(ours), gradients(usual)
-        worst = max(worst, *(float((one[name] - two[name]).abs().max() / two[name].abs().max()) for name in two))
+        worst = max(worst, *(apart(one[name], two[name]) / float(two[name].abs().max()) for name in two))
         with torch.no_grad():
             for p in (p for model in (ours, usual) for p in model.parameters() if p.grad is not None):
                 p -= 0.1 * p.grad

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import zeropp
 from tests.distributed.grown import WIDTH, Spec, grow, specs
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.shapes import make_config, share, worst
+from tests.distributed.shapes import apart, make_config, share, worst
 
 PLACED: list[dict[str, object]] = [
     {},
@@ -53,7 +55,7 @@ def train(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> fl
                 its = plain(rows(step, part, other, spread)).square().mean()
                 (its / world / micro).backward()
                 if other == rank:
-                    off = max(off, float((its - loss).detach().abs()))
+                    off = max(off, apart(its.detach(), loss.detach()))
         optimizer.step()
         reference.step()
         if step == 1:
@@ -62,7 +64,8 @@ def train(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> fl
     return max(off, worst(zeropp.full_state(model), plain.state_dict()))
 
 
-REFUSALS = ("no longer in step", "partitioned", "was released", "zeropp")
+REFUSALS = ("the ranks are no longer in step", "backward reached a weight whose unit was released")
+LEAST = 0.95  # of the modules must train; all of the forty do
 
 
 def check(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> bool:
@@ -72,26 +75,32 @@ def check(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> bo
     if failures:
         assert len(failures) == 2, f"only one rank raised: {failures[0].text}"
         for failure in failures:
-            assert any(text in failure.message for text in REFUSALS), failure.text
+            assert failure.is_a(RuntimeError) and failure.message.startswith(REFUSALS), failure.text
         return False
     assert max(results) <= 1e-9, f"off by {results}"
     return True
 
 
-CASES = given(
-    spec=specs(), placed=st.sampled_from(PLACED), micro=st.sampled_from([1, 2]), spread=st.booleans()
-)
+def check_many(count: int, number: int) -> None:
+    """Modules drawn with a seed."""
+    trained: list[bool] = []
+
+    @seed(number)
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(spec=specs(), placed=st.sampled_from(PLACED), micro=st.sampled_from([1, 2]), spread=st.booleans())
+    def one(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> None:
+        trained.append(check(spec, placed, micro, spread))
+
+    one()
+    assert len(trained) >= count
+    assert sum(trained) >= LEAST * len(trained), f"only {sum(trained)} of {len(trained)} trained, seed {number}"
 
 
-@CASES
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-def test_forty_modules(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> None:
-    check(spec, placed, micro, spread)
+def test_forty_modules() -> None:
+    check_many(40, 1)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
-@CASES
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-def test_many_modules(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> None:
-    check(spec, placed, micro, spread)
+def test_many_modules() -> None:
+    check_many(400, random.SystemRandom().getrandbits(32))

@@ -33,14 +33,14 @@ class Steep(nn.Module):
         return (self.weight.float() * SLOPE).sum()
 
 
-def stepped(settings: dict[str, object], backwards: int) -> tuple[int, Tensor]:
-    """(steps skipped, weights after two steps)."""
+def stepped(settings: dict[str, object], backwards: int, divided: bool = True) -> tuple[int, Tensor]:
+    """(steps skipped, weights after two steps); a step's loss is the mean over its backwards, or their sum."""
     model = Steep()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=RATE), model, make_config(**settings))
     for _ in range(2):
         optimizer.zero_grad()
         for _ in range(backwards):
-            optimizer.backward(model())
+            optimizer.backward(model()) if divided else model().backward()
         optimizer.step()
     return optimizer.skipped_steps, zeropp.full_state(model)["weight"]
 
@@ -52,3 +52,12 @@ def test_a_mean_that_float16_can_hold_is_finite(name: str) -> None:
     for skipped, weight in run_ranks(4, stepped, settings, backwards, local_world_size=2):
         assert skipped == 0
         torch.testing.assert_close(weight, expected, rtol=2**-10, atol=0)  # one rounding to float16 a hop
+
+
+@pytest.mark.parametrize("name", ["deferred", "mics, held"])
+def test_a_sum_of_backwards_beyond_float16_may_be_held(name: str) -> None:
+    """What a node holds is the sum over its ranks and its backwards; it goes on scaled down by both."""
+    expected = torch.full((300,), 1 - 4 * RATE * SLOPE)
+    for skipped, weight in run_ranks(4, stepped, PLACED[name], 2, False, local_world_size=2):
+        assert skipped == 0
+        torch.testing.assert_close(weight, expected, rtol=2**-9, atol=0)

@@ -294,7 +294,7 @@ def closed() -> list[str]:
     optimizer.close()
     said = []
     for use in (optimizer.step, model.state_dict, lambda: zeropp.full_state(model), lambda: model(torch.ones(1, 8))):
-        with pytest.raises((RuntimeError, ValueError)) as caught:
+        with pytest.raises(RuntimeError) as caught:
             use()
         said.append(str(caught.value))
     return said
@@ -302,8 +302,7 @@ def closed() -> list[str]:
 
 def test_use_after_close_is_refused() -> None:
     for said in run_ranks(2, closed):
-        assert "close()" in said[0]
-        assert all("partitioned" in text or "close()" in text or "not managed" in text for text in said), said
+        assert len(said) == 4 and all("was called after close()" in text for text in said), said
 
 
 def loads_another_precision(ranks: tuple[int, ...]) -> tuple[str, bool]:

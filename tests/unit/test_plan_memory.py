@@ -107,8 +107,10 @@ def test_mixed_dtypes_in_one_unit() -> None:
     model = nn.Sequential(nn.Linear(30, 20), nn.Linear(30, 20))
     model[0].bias = nn.Parameter(model[0].bias.detach().bfloat16())
     plan = memory(model, config(), 2)
-    assert plan.units[0].gathered == 4 * BLOCK * 4 + 2 * BLOCK * 2
+    assert plan.units[0].gathered == plan.units[0].message == 4 * BLOCK * 4 + 2 * BLOCK * 2
     assert plan.terms["main_weights"] == (4 + 2 + 4) * BLOCK // 2 * 4
+    deferred = {"zeropp": {**SPREAD["zeropp"], "defer_cross_reduction": True}}
+    assert memory(model, {**config(), **deferred}, 4, 2).units[0].held == (4 + 4) * BLOCK // 2 * 4
 
 
 def test_persistent_weights_are_whole_in_compute_dtype() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -165,6 +166,12 @@ def test_prefetch_hides_every_gather_but_the_first() -> None:
     run = Case(forward, backward, frozenset(), [10] * 6, Limits(10, 20, 0)).run()
     assert (run.demanded, run.most_ahead) == (1, 10)
     assert run.held == frozenset({4}), "the gather of backward's second unit starts at forward's last use"
+
+
+@pytest.mark.parametrize(("prefetch", "ahead"), [(19, (0, 1)), (20, (0, 1, 2)), (21, (0, 1, 2))])
+def test_what_is_fetched_ahead_may_reach_the_limit(prefetch: int, ahead: tuple[int, ...]) -> None:
+    plan = make_plan([0, 1, 2, 3], [], frozenset(), [10] * 4, Limits(prefetch, HUGE, 0))
+    assert plan.issue[0] == ahead
 
 
 def test_one_unit_at_most_overtakes_the_one_in_use() -> None:
