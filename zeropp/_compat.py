@@ -16,6 +16,7 @@ __all__ = [
     "all_gather_single",
     "backends",
     "bump_versions",
+    "chosen_timeout",
     "current_graph_task",
     "default_store",
     "is_compiled",
@@ -43,6 +44,15 @@ def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
     sharing = [position for position, tensor in enumerate(tensors) if tensor._version != position]
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(before))
     return sharing
+
+
+def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | None:
+    """Seconds after which a group's collectives on a device fail, if somebody chose other than torch's default."""
+    c10d = dist.distributed_c10d
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
+    return None if timeout is None or timeout in defaults else float(timeout.total_seconds())
 
 
 def current_graph_task() -> int:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zeropp._compat import all_gather_single, backends
+from zeropp._compat import all_gather_single, backends, chosen_timeout
 from zeropp.topology import ranks_per_node
 
 __all__ = [
@@ -38,6 +38,11 @@ class Members:
     ranks: tuple[int, ...]  # global rank of each member
     local: int  # members per node
     backend: str
+    timeout: float | None = None  # seconds, of the user's own group if that is not torch's default
+
+    def patience(self, hang_timeout: float) -> float:
+        """Seconds to wait for others: what the configuration says, or the group's timeout if that is shorter."""
+        return hang_timeout if self.timeout is None else min(hang_timeout, self.timeout)
 
 
 def whereabouts() -> tuple[int, str]:
@@ -76,7 +81,7 @@ def find_members(
         )
     _, own = whereabouts()
     local = ranks_per_node(ranks, local_world_size, [hosts.get(rank, own) for rank in ranks])
-    return Members(ranks, local, available[device.type])
+    return Members(ranks, local, available[device.type], chosen_timeout(process_group, device))
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:

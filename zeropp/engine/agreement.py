@@ -8,16 +8,18 @@ and when a rank gives up waiting.
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from zeropp._compat import default_store
 from zeropp.comm import Comm
+from zeropp.engine.accounts import Account, explain
+from zeropp.engine.watch import Watch
 from zeropp.stalls import make_stalls
 
 __all__ = ["ADDED", "LENT", "SAVED", "TRAINED", "Agreement"]
@@ -28,19 +30,25 @@ _WIDTH = 8  # integers in an exchange
 _MEET, LENT, SAVED, TRAINED, ADDED = 100, 101, 102, 103, 104
 
 _TOGETHER = 0.2  # seconds within which ranks that do the same come to the same place
+_TIMED_OUT = "timed? ?out"  # in the words of backends
+_CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
 
 
 class Agreement:
     """Exchange of small rows of integers, and of last words."""
 
-    def __init__(self, comm: Comm, hang_timeout: float, device: torch.device, *, at_once: bool) -> None:
+    def __init__(
+        self, comm: Comm, hang_timeout: float, warn_after: float | None, device: torch.device, *, at_once: bool
+    ) -> None:
         self.comm = comm
         self.hang_timeout = hang_timeout
         self.at_once = at_once  # work on lanes is done in the model's own order, which stands still for it
         self.stalls = make_stalls(device, comm.ledger.add_wait)
         self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
-        self._incident = f"{comm.job}/hang"
+        self.phase = ""  # the pass that this rank is in, in words
+        alone = comm.world == 1 or comm.backend == "fake"
+        self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
 
     def wait(self, wait: Callable[[float], bool], doing: str, exposed: tuple[str, str] | None = None) -> None:
         """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
@@ -53,20 +61,31 @@ class Agreement:
         timing = contextlib.nullcontext() if exposed is None else self.stalls.timing(*exposed)
         with timing, self.watching(doing):
             if not wait(self.hang_timeout):
-                raise self.failure(doing)
+                raise self.failure(doing, waited=True)
 
     @contextlib.contextmanager
-    def watching(self, *doing: str) -> Iterator[None]:
-        """Turn an error of a collective into the common error; at once if the ranks have lost each other before."""
+    def watching(self, *doing: str, call: str = "", phase: str = "") -> Iterator[None]:
+        """Turn an error of a collective into the common error; at once if the ranks have lost each other before.
+
+        Args:
+            doing: for the error.
+            call: the collective call of the user that this is a part of, if ranks may come to it one by one.
+            phase: where the rank is, if it is in no pass.
+        """
         if self.lost is not None:
             raise RuntimeError(self.lost)
         try:
-            yield
+            with self.watch.waiting(lambda: Account(" ".join(doing), call, phase or self.phase)):
+                yield
         except RuntimeError as error:
             alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)  # nobody waits: try less
             if self.lost is not None or alone:
                 raise
-            raise self.failure(f"{' '.join(doing)} ({str(error).splitlines()[0]})") from error
+            waited, closed = (re.search(pattern, str(error), re.IGNORECASE) for pattern in (_TIMED_OUT, _CLOSED))
+            if waited or closed:  # the backend's own words say less
+                why = "" if waited else " when the connection to another rank was closed"
+                raise self.failure(" ".join(doing) + why, call, phase, waited=waited is not None) from None
+            raise self.failure(f"{' '.join(doing)} ({str(error).splitlines()[0]})", call, phase) from error
 
     @contextlib.contextmanager
     def issuing(self, doing: str, unit: str, kind: str) -> Iterator[None]:
@@ -75,18 +94,17 @@ class Agreement:
         with timing, self.watching(doing, unit):
             yield
 
-    def exchange(self, kind: int, values: list[int], doing: str) -> list[list[int]]:
-        """Every rank's values; all ranks must be at the same kind of exchange.
+    def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
+        """Every rank's values; all ranks must be at the same kind of exchange. ``call``: see :meth:`watching`.
 
         Raises:
             RuntimeError: some rank did not come within ``hang_timeout``, or is at another kind of exchange.
         """
         row = [kind, *values, *[0] * (_WIDTH - len(values))]  # one width, or ranks at different kinds could not talk
-        with self.watching(doing):
+        with self.watching(doing, call=call):
             rows = self.comm.all_gather_ints(row)
         if any(row[0] != kind for row in rows):
-            others = [rank for rank, row in enumerate(rows) if row[0] != kind]
-            raise self.failure(f"{doing}, while ranks {others} are somewhere else in the program")
+            raise self.failure(doing, call)
         return [row[1 : 1 + len(values)] for row in rows]
 
     def meet(self, what: str) -> None:
@@ -96,9 +114,9 @@ class Agreement:
             RuntimeError: some rank has not.
         """
         code = zlib.crc32(what.encode())
-        rows = self.exchange(_MEET, [code], f"at {what}")
+        rows = self.exchange(_MEET, [code], f"at {what}", what)
         if any(row != [code] for row in rows):
-            raise self.failure(f"at {what}, and others at another collective call")
+            raise self.failure(f"at {what}", what)
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's picklable value; for the end of a learned phase and for reports."""
@@ -125,37 +143,39 @@ class Agreement:
             time.sleep(0.001)
         return store.compare_set(f"{name}/answer", "", "some") == b"all"
 
-    def failure(self, doing: str) -> RuntimeError:
-        """The error to raise when waiting is over: what this rank waits for, and what the others say."""
-        comm = self.comm
-        accounts = self._collect(f"rank {comm.rank} was {doing}")
-        self.lost = (
-            f"the ranks are no longer in step (hang_timeout {self.hang_timeout:g} s): {accounts}. No weight was "
-            "changed by this step. Every rank must run the same modules in the same order; look for code that "
-            "depends on the rank or on its data, or for a rank that failed earlier. Slow is not hung: if a rank was "
-            'only late, raise {"zeropp": {"hang_timeout": seconds}}'
-        )
+    def failure(self, doing: str, call: str = "", phase: str = "", *, waited: bool = False) -> RuntimeError:
+        """The error to raise when waiting is over: the likely cause, and what each rank was doing.
+
+        Args:
+            doing: of this rank.
+            call: see :meth:`watching`, like ``phase``.
+            phase: where the rank is.
+            waited: whether ``hang_timeout`` was reached.
+        """
+        comm, account = self.comm, Account(doing, call, phase or self.phase)
+        accounts, store_is_gone = {comm.rank: account}, False
+        if comm.world > 1 and comm.backend != "fake":
+            try:
+                accounts = self._ask_around(account)
+            except RuntimeError:  # the process that keeps the store is gone, perhaps the very one that failed
+                store_is_gone = True
+        parts = [explain(accounts, comm.world)]
+        if store_is_gone:
+            parts[0] += "; the others cannot be asked, since the job's store is gone"
+        parts.append("No weight was changed by this step")
+        if waited:
+            parts.append(
+                f"hang_timeout, {self.hang_timeout:g} s, was reached: slow is not hung, so if a rank was only late, "
+                'raise {"zeropp": {"hang_timeout": seconds}} and the timeout given to init_process_group'
+            )
+        self.lost = ". ".join(parts)
         return RuntimeError(self.lost)
 
-    def _collect(self, own: str) -> str:
-        comm = self.comm
-        if comm.world == 1 or comm.backend == "fake":
-            return own
-        keys = [f"{self._incident}/{rank}" for rank in range(comm.world)]
-        try:
-            return self._ask_around(default_store(), keys, own)
-        except RuntimeError:  # the process that keeps the store is gone, perhaps the very one that failed
-            return f"{own}; the others cannot be asked, since the job's store is gone"
-
-    def _ask_around(self, store: dist.Store, keys: list[str], own: str) -> str:
-        comm = self.comm
-        store.set(keys[comm.rank], own)
+    def _ask_around(self, account: Account) -> dict[int, Account]:
+        self.watch.publish(account)
         until = time.monotonic() + _GRACE
-        while time.monotonic() < until and not store.check(keys):
+        accounts = self.watch.heard()
+        while time.monotonic() < until and len(accounts) < self.comm.world:
             time.sleep(0.05)
-        heard = [key for key in keys if store.check([key])]
-        accounts = [store.get(key).decode() for key in heard]
-        silent = [rank for rank, key in enumerate(keys) if key not in heard]
-        if silent:
-            accounts.append(f"ranks {silent} said nothing")
-        return "; ".join(accounts)
+            accounts = self.watch.heard()
+        return {**accounts, self.comm.rank: account}

@@ -105,7 +105,7 @@ class Boundary:
         """
         self._extremes = self._find_extremes()
         flag = torch.where(self._extremes.isfinite().all(), 0.0, torch.nan)
-        with self.engine.agreement.watching("sharing whether gradients are finite"):
+        with self.engine.agreement.watching("sharing whether gradients are finite", phase="a backward"):
             self.engine.comm.sum(flag)
         target[:1] += flag.to(target.dtype)
 
@@ -160,7 +160,7 @@ class Boundary:
         now = self._find_extremes()
         changed = self._extremes is not None and not torch.equal(self._extremes, now) and bool(now.isfinite().all())
         flag = torch.tensor([float(changed)], device=self.engine.device)
-        with self.engine.agreement.watching("asking whether gradients were changed by hand"):
+        with self.engine.agreement.watching("asking whether gradients were changed by hand", phase="step()"):
             self.engine.comm.sum(flag)
         edited = self._read(flag)[0] > 0
         if edited:
@@ -190,7 +190,7 @@ class Boundary:
 
     def _exchange(self) -> list[float]:
         self._vector = self._assemble()
-        with self.engine.agreement.watching("at the boundary reduction"):
+        with self.engine.agreement.watching("adding up norms and flags", phase="step()"):
             self.engine.comm.sum(self._vector)
         return self._read(self._vector)
 
@@ -232,7 +232,7 @@ class Boundary:
             host = vector.to("cpu", non_blocking=True)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(vector.device))
-            self.engine.agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the boundary reduction")
+            self.engine.agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the sum of norms and flags")
         else:
             host = vector
         values: list[float] = host.tolist()
@@ -245,7 +245,7 @@ class Boundary:
     def _check_in_step(self, values: list[float]) -> None:
         if self._differ(values[_HASH]):
             raise self.engine.agreement.failure(
-                f"at the boundary with issue hash {self.engine.issued.value:x}, which differs between ranks"
+                f"comparing what was gathered and reduced, hash {self.engine.issued.value:x}", phase="step()"
             )
         if self._differ(values[_SETTINGS]):
             raise self._settings.disagreement()

@@ -126,7 +126,8 @@ def build_engine(
     )
     mode = together(group, "choosing groups", lambda: _choose(config, members, former_engines(model)))
     job = _exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
-    comm = make_comm(members, mode.chain, extension.hang_timeout, job)
+    patience = members.patience(extension.hang_timeout)
+    comm = make_comm(members, mode.chain, patience, job)
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
     _warn_of_unknown_leaves(model, config)
     specs = form_units(model, comm.world, unit_options(config))
@@ -152,7 +153,8 @@ def build_engine(
         Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
         limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
         scale=scale,
-        hang_timeout=extension.hang_timeout,
+        hang_timeout=patience,
+        warn_after=extension.warn_after,
         input_dtype=torch.bfloat16 if config.bf16.enabled and extension.cast_inputs else None,
         log_relearning=zero.log_trace_cache_warnings,
         overlap=bool(zero.overlap_comm),

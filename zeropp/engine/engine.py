@@ -60,6 +60,7 @@ class Engine:
         limits: of the prefetch plan.
         scale: factor on summed gradients, 1/world for a mean.
         hang_timeout: seconds after which waiting for other ranks is an error.
+        warn_after: seconds after which it is logged, or None.
         input_dtype: floating inputs of the model are cast to it; None leaves them alone.
         log_relearning: warn when a known order is given up.
         overlap: let gathers and reductions run beside computing.
@@ -76,6 +77,7 @@ class Engine:
         limits: Limits,
         scale: float,
         hang_timeout: float,
+        warn_after: float | None,
         input_dtype: torch.dtype | None,
         log_relearning: bool,
         overlap: bool,
@@ -87,7 +89,7 @@ class Engine:
         self.window = window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
-        self.agreement = Agreement(comm, hang_timeout, device, at_once=sends and not overlap)
+        self.agreement = Agreement(comm, hang_timeout, warn_after, device, at_once=sends and not overlap)
         self.issued = IssueHash()
         lanes = partial(make_lanes, device=device, sends=sends, overlap=overlap)
         self.gather_lanes, self.reduce_lanes = lanes("gather"), lanes("reduce")

@@ -165,7 +165,8 @@ class _Loan:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         engine = self.engine
         wrong = self._lost() if self.modifier_rank is None else self._misshapen()
-        rows = engine.agreement.exchange(LENT, [int(bool(wrong))], "leaving GatheredParameters")
+        doing = "leaving GatheredParameters"
+        rows = engine.agreement.exchange(LENT, [int(bool(wrong))], doing, "the end of GatheredParameters")
         if any(row[0] for row in rows):
             ranks = [engine.comm.ranks[index] for index, row in enumerate(rows) if row[0]]
             raise RuntimeError(

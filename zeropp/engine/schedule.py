@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
+from zeropp.engine.accounts import describe_phase
 from zeropp.engine.agreement import Agreement
 from zeropp.engine.prefetch import Limits, Plan, make_plan
 from zeropp.engine.reductions import Reductions
@@ -95,22 +96,23 @@ class Schedule:
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
         self.key, self._then = key, then
+        self.agreement.phase = phase = describe_phase(key)
         if then is not None:
             self._forward = key
         self._learned, self._own, self._foreseen, self._apart = [], set(), set(), False
         if self._silent and key[0] == "forward":
             self.sequences.note_silent(key)
         elif self._failed:
-            self.agreement.exchange(_AGAIN, [], f"starting {key} after an error")
+            self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")
             self._failed = False
         expected = self.sequences.expected(key)
         self.reductions.begin(expected)
         if expected is None:
             self._stop_following()
             code = zlib.crc32(repr(key).encode())
-            rows = self.agreement.exchange(_BEGIN, [code], f"starting {key}")
+            rows = self.agreement.exchange(_BEGIN, [code], f"starting {phase}")
             if any(row != [code] for row in rows):
-                raise self.agreement.failure(f"starting {key}")
+                raise self.agreement.failure(f"starting {phase}")
         else:
             self._follow(expected, 0)
 
@@ -176,6 +178,7 @@ class Schedule:
             self.sequences.remember(self.key, self._sequence)
         self._recent.add(self.key)
         self._let_go_of_kept()
+        self.agreement.phase = ""
 
     def settle_differences(self, differed: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
@@ -214,7 +217,7 @@ class Schedule:
             sequence = Sequence(sequence.uses, *self.reductions.end_learning(len(sequence.uses)))
         else:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.key}")
+        accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.phase}")
         self.sequences.remember(self.key, sequence, mixed=any(own != accounts[0][0] for own, _ in accounts))
         for _, foreseen in accounts:
             self.sequences.foresee(foreseen)
@@ -227,6 +230,7 @@ class Schedule:
         """
         self._failed |= running and (self.key[0] == "backward" or not self._silent)
         self._sequence, self._plan, self._learned = None, None, []
+        self.agreement.phase = ""
         for unit in self.units:
             unit.holds = 0
         self._let_go(self.held)
@@ -329,7 +333,7 @@ class Schedule:
             return 0
         late = self.key[0] == "backward" and self.reductions.has_late()
         want = unit.index if unit is not None else _DONE - _APART * self._apart - _LATE * late
-        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.key}"
+        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
         while True:
             heads = self.reductions.ready_heads(_HEADS)
             rows = self.agreement.exchange(_ROUND, [want, *heads, *[_DONE] * (_HEADS - len(heads))], doing)
@@ -354,7 +358,7 @@ class Schedule:
         if not self.agreement.all_come(self._leaves):
             return self._leave_alone(unit)
         self._leaves += 1
-        doing = f"leaving the known order of {self.key} at use {self._position} for unit {unit.name!r}"
+        doing = f"asking for unit {unit.name!r} out of the known order"
         code = zlib.crc32(repr((self.key, self._sequence)).encode())
         rows = self.agreement.exchange(_LEAVE, [code, self._position, unit.index], doing)
         if any(row[0] != code for row in rows):
@@ -371,7 +375,7 @@ class Schedule:
                 self._follow(other, reached)
                 return self.use(unit)
         if self.log_relearning:
-            _log.warning("%s: learning it anew", doing)
+            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.phase, self._position)
         self._learned = list(prefix)
         self._stop_following()
         self._agree_on(unit)

@@ -60,7 +60,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
     """
     engine = engine_of(model)
     engine.require_idle("full_state")
-    engine.agreement.meet("full_state")
+    engine.agreement.meet("full_state()")
     keep = not rank0_only or engine.comm.rank == 0
     values: dict[int, Tensor] = {}
     for buffer in engine.buffers:

@@ -34,7 +34,7 @@ def agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tenso
     except (TypeError, ValueError) as caught:
         error = caught
     code = -1 if error is not None else zlib.crc32(found.encode())
-    rows = engine.agreement.exchange(ADDED, [code], "at add_param_group()")
+    rows = engine.agreement.exchange(ADDED, [code], "at add_param_group()", "add_param_group()")
     if error is not None:
         raise error
     wrong = [rank for rank, row in enumerate(rows) if row != [code]]

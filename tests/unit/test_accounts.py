@@ -1,0 +1,80 @@
+"""What is made of ranks' accounts: the likely cause first, in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeropp.engine.accounts import Account, describe_phase, explain, likely_cause, name_ranks
+
+FORWARD, EVALUATION = "a forward with gradients", "a forward without gradients, in eval mode"
+ALONE = "rank 0 called state_dict() of a GPT alone; it is collective: every rank calls it"
+SAVING = Account("at state_dict() of a GPT", call="state_dict() of a GPT")
+WAITING = Account("waiting for the gather of unit 'blocks.0'", phase=FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("accounts", "world", "cause"),
+    [
+        ({0: SAVING, 1: WAITING}, 2, ALONE),
+        ({0: SAVING}, 4, ALONE),
+        (
+            {0: SAVING, 1: SAVING, 3: SAVING, 2: WAITING},
+            4,
+            "rank 2 did not call state_dict() of a GPT, which is collective: every rank calls it",
+        ),
+        (
+            {0: SAVING, 1: Account("at full_state()", call="full_state()")},
+            2,
+            "rank 0 called state_dict() of a GPT and rank 1 called full_state(); they are collective: every rank makes "
+            "the same calls in the same order",
+        ),
+        (
+            {0: WAITING},
+            3,
+            "ranks 1 and 2 do not wait for others: failed or ended, out of data, slow, or in code that only some ranks "
+            "run",
+        ),
+        (
+            {0: Account("waiting", phase=EVALUATION), 1: WAITING},
+            2,
+            "the ranks made different numbers of forwards, backwards or steps: rank 0 in a forward without gradients, "
+            "in eval mode, rank 1 in a forward with gradients",
+        ),
+        (
+            {0: WAITING, 1: Account("asking for unit 'head'", phase=FORWARD)},
+            2,
+            "the ranks ran different modules, or in another order; look for code that depends on the rank",
+        ),
+        (
+            {0: WAITING, 1: WAITING},
+            2,
+            "all ranks wait for each other at the same place: a connection or a device may be stuck",
+        ),
+    ],
+)
+def test_likely_causes(accounts: dict[int, Account], world: int, cause: str) -> None:
+    assert likely_cause(accounts, world) == cause
+    assert explain(accounts, world).startswith(f"{cause}. The ranks are no longer in step: ")
+
+
+def test_accounts_of_ranks_that_say_the_same_are_one() -> None:
+    text = explain({0: SAVING, 1: WAITING, 2: WAITING}, 5)
+    assert text.endswith(
+        "rank 0 was at state_dict() of a GPT; ranks 1 and 2 were waiting for the gather of unit 'blocks.0' in a "
+        "forward with gradients; ranks 3 and 4 said nothing"
+    )
+
+
+def test_phases_in_words() -> None:
+    assert describe_phase(("forward", "", True, True)) == "a forward with gradients"
+    assert describe_phase(("forward", "head", False, False)) == "a forward of 'head' without gradients, in eval mode"
+    assert describe_phase(("backward", False, 3, ("forward", "", True, True))) == "a backward"
+
+
+def test_names_of_ranks() -> None:
+    assert [name_ranks([3]), name_ranks([2, 0, 1])] == ["rank 3", "ranks 0, 1 and 2"]
+    assert name_ranks(range(1000)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more"
+
+
+def test_accounts_travel() -> None:
+    assert Account.unpacked(WAITING.packed().encode()) == WAITING
