@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zeropp import plan, zero
 from zeropp.config import Config, ConfigError, load_config
+from zeropp.engine.average import ema
 from zeropp.engine.state import comm_report, full_state
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
@@ -17,6 +18,7 @@ __all__ = [
     "ZeroOptimizer",
     "__version__",
     "comm_report",
+    "ema",
     "full_state",
     "load_config",
     "plan",

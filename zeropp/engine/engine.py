@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from enum import Enum
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from zeropp.engine.prefetch import Limits
 from zeropp.engine.reductions import Reductions
 from zeropp.engine.refresh import Refresh
 from zeropp.engine.schedule import Schedule
-from zeropp.engine.sequence import IssueHash, PhaseKey
+from zeropp.engine.sequence import IssueHash, Phase, PhaseKey
 from zeropp.engine.tensors import cast_floating
 from zeropp.engine.touched import Touched
 from zeropp.engine.window import Window
@@ -35,17 +34,10 @@ from zeropp.placement import Mode
 from zeropp.streams import make_lanes
 from zeropp.unit import Unit, UnitState
 
-__all__ = ["Engine", "Phase"]
+__all__ = ["Engine"]
 
+_TRAINING = ("backward", "step", "clip_grad_norm_", "add_param_group", "load_state_dict", "load_state_dict()")
 _MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
-
-
-class Phase(Enum):
-    """What the model is doing."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
 
 
 class Engine:
@@ -125,6 +117,7 @@ class Engine:
         self._closing: list[Callable[[], None]] = []
         self.closed = False
         self.lent = 0  # uses of GatheredParameters that are open
+        self.averaged = False  # main weights hold an average, not what is trained
         self.loading = False  # a state dict is being copied into the parameters
         self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
@@ -292,7 +285,7 @@ class Engine:
         """Refuse a call in the middle of a pass or, unless ``lent``, inside GatheredParameters.
 
         Raises:
-            RuntimeError: a pass is running, parameters are lent, or the engine was closed.
+            RuntimeError: a pass is running, parameters are lent, averages applied, or the engine was closed.
         """
         if self.closed:
             raise RuntimeError(f"{what} was called after close(), which gave up the partitioned values")
@@ -300,6 +293,8 @@ class Engine:
             raise RuntimeError(f"{what} was called in the middle of a {self.phase.value}; call it between passes")
         if self.lent and not lent:
             raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first")
+        if self.averaged and what in _TRAINING:
+            raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
 
     def recover(self) -> None:
         """After an error in forward or backward: release everything, so that the next step can run.

@@ -19,8 +19,9 @@ _MOVING = (
     '{"bf16": {"enabled": true}}'
 )
 _PICKLING = (
-    "a model managed by zeropp cannot be pickled or deep-copied: this rank holds only a part of it. Save "
-    "zeropp.full_state(model) or model.state_dict() instead, both collective"
+    "a model managed by zeropp cannot be pickled or deep-copied (as by torch's AveragedModel): this rank holds only a "
+    "part of it. Save zeropp.full_state(model) or model.state_dict() instead, both collective; for an average of the "
+    "weights use zeropp.ema(model, decay), for a copy build another model and load full_state into it"
 )
 
 

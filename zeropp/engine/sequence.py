@@ -8,11 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 
-__all__ = ["IssueHash", "PhaseKey", "Sequence", "Sequences"]
+__all__ = ["IssueHash", "Phase", "PhaseKey", "Sequence", "Sequences"]
 
 PhaseKey = tuple[object, ...]
 """What tells kinds of phases apart; equal on every rank, made of plain values."""
+
+
+
+class Phase(Enum):
+    """What the model is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
 
 _VARIANTS = 8  # orders remembered for one kind of phase, most recent first
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeropp.coded_buffer import CodedBuffer
 from zeropp.engine.engine import Engine
@@ -24,12 +25,17 @@ from zeropp.unit import Unit
 __all__ = ["comm_report", "engine_of", "full_state", "gather_codes", "gather_main", "install_state_hooks"]
 
 
-def engine_of(model: nn.Module) -> Engine:
-    """The engine that manages a model.
+def engine_of(model: nn.Module | Optimizer) -> Engine:
+    """The engine that manages a model, or that of a ZeroOptimizer.
 
     Raises:
         ValueError: none does.
     """
+    if isinstance(model, Optimizer):
+        engine = getattr(model, "engine", None)
+        if isinstance(engine, Engine):
+            return engine
+        raise ValueError(f"{type(model).__name__} is a plain optimizer; give the ZeroOptimizer around it, or the model")
     for parameter in model.parameters():
         keeper = keeper_of(parameter)
         if isinstance(keeper, Engine):
@@ -40,8 +46,12 @@ def engine_of(model: nn.Module) -> Engine:
     )
 
 
-def comm_report(model: nn.Module) -> Ledger:
-    """Bytes that this rank has sent for a model, per unit, hop and class of link; ``str()`` of it is a table."""
+def comm_report(model: nn.Module | Optimizer) -> Ledger:
+    """Bytes that this rank has sent for a model, per unit, hop and class of link; ``str()`` of it is a table.
+
+    Args:
+        model: wrapped, or its ZeroOptimizer.
+    """
     engine = engine_of(model)
     engine.agreement.stalls.settle()
     return engine.comm.ledger

@@ -6,7 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,7 +26,10 @@ __all__ = [
     "refuse_inner_step",
     "refuse_scaler",
     "refuse_unused",
+    "weakly",
 ]
+
+_T = TypeVar("_T")
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
@@ -104,6 +107,17 @@ def also_forget(optimizer: Optimizer, forget: Callable[[], bool | None]) -> Call
             type(target).zero_grad(target, set_to_none)
 
     return zero_grad
+
+
+def weakly(method: Callable[[], _T]) -> Callable[[], _T | None]:
+    """The method, unless its object is gone: the engine must not keep its wrapper alive."""
+    ref = weakref.WeakMethod(method)
+
+    def call() -> _T | None:
+        target = ref()
+        return None if target is None else target()
+
+    return call
 
 
 def refuse_scaler(window: Window) -> None:

@@ -88,6 +88,9 @@ def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradien
         settings["lr"] = 1e-3  # a warm-up that starts at 0 would hide everything
     twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
     twin.state = defaultdict(dict)
+    switch = getattr(twin, "train", None)
+    if callable(switch):
+        switch()  # schedule-free optimizers have two modes, and step in one
     for _ in range(2):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()

@@ -7,15 +7,41 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeropp.engine.agreement import ADDED
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
+from zeropp.optimizer.slices import Slices
 
-__all__ = ["agree_on_group"]
+__all__ = ["add_group"]
 
 
-def agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool]) -> None:
+def add_group(group: dict[str, Any], engine: Engine, optimizer: Optimizer, slices: Slices) -> None:
+    """Add a group to the wrapped optimizer, as its slices. Collective.
+
+    Args:
+        group: as torch takes it.
+        engine: of the model.
+        optimizer: the wrapped one.
+        slices: in its groups.
+
+    Raises:
+        TypeError, ValueError: this rank's group is wrong.
+        RuntimeError: another rank's is, or is another one.
+    """
+    _agree_on_group(group, engine, slices.holds)
+    if engine.flipped:
+        engine.settle_trained(engine)
+    type(optimizer).add_param_group(optimizer, group)
+    before = set(slices.stepped)
+    slices.put()
+    for piece in slices.stepped:
+        if piece not in before and piece.arrived():
+            piece.show_gradient(True)
+
+
+def _agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool]) -> None:
     """Refuse a group that cannot be added, on every rank. Collective.
 
     Args:

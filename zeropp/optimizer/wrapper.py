@@ -6,7 +6,9 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +29,19 @@ from zeropp.optimizer.checks import (
     refuse_inner_step,
     refuse_scaler,
     refuse_unused,
+    weakly,
 )
 from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.feedback import CarriedErrors
-from zeropp.optimizer.groups import agree_on_group
+from zeropp.optimizer.groups import add_group
+from zeropp.optimizer.modes import switch_mode
+from zeropp.optimizer.norms import gradient_norms, scale_gradients
 from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, layout_id, load_carried, load_main_weights, main_weights
 
 __all__ = ["ZeroOptimizer"]
-
-_T = TypeVar("_T")
 
 
 class ZeroOptimizer(Optimizer):
@@ -99,26 +102,24 @@ class ZeroOptimizer(Optimizer):
         )
         self.engine.optimizer = weakref.ref(self)
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
-        self.engine.after_backward = _weakly(self._after_backward)
-        self.engine.before_backward = _weakly(self._before_backward)
-        self.engine.pending.after_forgetting = _weakly(self._after_forgetting)
+        self.engine.after_backward = weakly(self._after_backward)
+        self.engine.before_backward = weakly(self._before_backward)
+        self.engine.pending.after_forgetting = weakly(self._after_forgetting)
         self.defaults = optimizer.defaults
         self._slices = Slices(optimizer, self.engine.units, self.engine.device)
-        self.engine.after_split = _weakly(self._after_split)
+        self.engine.after_split = weakly(self._after_split)
         loco = self.config.zero.zeropp_loco_param
         self._carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
-        self._optimizer_step_pre_hooks = optimizer._optimizer_step_pre_hooks
-        self._optimizer_step_post_hooks = optimizer._optimizer_step_post_hooks
-        self._optimizer_state_dict_pre_hooks = optimizer._optimizer_state_dict_pre_hooks
-        self._optimizer_state_dict_post_hooks = optimizer._optimizer_state_dict_post_hooks
-        self._optimizer_load_state_dict_pre_hooks = optimizer._optimizer_load_state_dict_pre_hooks
-        self._optimizer_load_state_dict_post_hooks = optimizer._optimizer_load_state_dict_post_hooks
+        for call, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
+            name = f"_optimizer_{call}_{when}_hooks"
+            setattr(self, name, getattr(optimizer, name))
         self._patch_step_function()
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
-        optimizer.zero_grad = also_forget(optimizer, _weakly(self._forget_unsent))  # type: ignore[method-assign]
+        optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
         self.grad_norm: float | None = None
+        self._norms: dict[str, float] = {}
         self.skipped_steps = 0
         self.step_was_skipped = self.step_was_taken = False
         self.grad_scaler: torch.amp.GradScaler | None = None
@@ -137,6 +138,13 @@ class ZeroOptimizer(Optimizer):
         """The wrapped optimizer's state, for this rank's slices."""
         return self.inner.state
 
+    def __getattr__(self, name: str) -> Any:
+        """Public attributes of the wrapped optimizer, to read; its ``train`` and ``eval``, which change weights."""
+        inner = self.__dict__.get("inner")
+        if inner is None or name.startswith("_") or not hasattr(inner, name):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return partial(switch_mode, self.engine, inner, name) if name in ("train", "eval") else getattr(inner, name)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters, as in torch. Collective: every rank adds the same.
 
@@ -148,15 +156,7 @@ class ZeroOptimizer(Optimizer):
             TypeError, ValueError: the group cannot be used; the other ranks raise RuntimeError.
         """
         self.engine.require_idle("add_param_group")
-        agree_on_group(param_group, self.engine, self._slices.holds)
-        if self.engine.flipped:
-            self.engine.settle_trained(self.engine)
-        type(self.inner).add_param_group(self.inner, param_group)
-        before = set(self._slices.stepped)
-        self._slices.put()
-        for piece in self._slices.stepped:
-            if piece not in before and piece.arrived():
-                piece.show_gradient(True)
+        add_group(param_group, self.engine, self.inner, self._slices)
         self.boundary.invalidate()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -211,8 +211,21 @@ class ZeroOptimizer(Optimizer):
         self.boundary.invalidate()  # the user may have edited gradients since
         self.boundary.verdict()  # the step's one host read: gradients kept back by no_sync must be in first
         norm = self.boundary.norm_tensor()
-        self.boundary.accept_scaling(self._scale_gradients(norm, max_norm))
+        self.boundary.accept_scaling(scale_gradients(self.engine, norm, max_norm))
         return norm
+
+    @torch.no_grad()
+    def grad_norms(self) -> dict[str, float]:
+        """Norm of the gradient of each parameter that has one, by its name, after averaging; for logging.
+
+        Collective: every rank calls it, between backward and ``zero_grad()``. One sum of 8 bytes a parameter; the host
+        waits for it. Inside an unfinished window they are those of the last time.
+        """
+        self.engine.require_idle("grad_norms")
+        if not self.engine.window.unfinished:
+            self._take_edits()
+            self._norms = gradient_norms(self.engine, self.boundary.verdict())
+        return dict(self._norms)
 
     def step(  # type: ignore[override]
         self, closure: Callable[[], Tensor] | None = None, *, now: bool = False
@@ -271,7 +284,7 @@ class ZeroOptimizer(Optimizer):
             used = piece.unit < 0 or verdict.used[piece.unit][piece.position]
             piece.show_gradient(used and not piece.removed)
         if self.config.gradient_clipping > 0:
-            self._scale_gradients(norm, self.config.gradient_clipping)
+            scale_gradients(self.engine, norm, self.config.gradient_clipping)
         self.engine.refresh.settle()
         self._update()
         self._carried.count_step()
@@ -398,20 +411,3 @@ class ZeroOptimizer(Optimizer):
             piece.take_edit()
         if shown and all(piece.removed for piece in shown):
             self.engine.pending.forget()
-
-    def _scale_gradients(self, norm: Tensor, max_norm: float) -> Tensor:
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for gradient in self.engine.gradients:
-            gradient.shard.mul_(factor.to(gradient.dtype))
-        return factor
-
-
-def _weakly(method: Callable[[], _T]) -> Callable[[], _T | None]:
-    """The method, unless its object is gone: the engine must not keep its wrapper alive."""
-    ref = weakref.WeakMethod(method)
-
-    def call() -> _T | None:
-        target = ref()
-        return None if target is None else target()
-
-    return call

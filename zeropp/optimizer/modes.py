@@ -1,0 +1,34 @@
+"""Optimizers with two modes, whose ``train()`` and ``eval()`` edit weights: schedule-free ones (arXiv 2405.15682)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from zeropp.engine.engine import Engine
+from zeropp.optimizer.checks import plain_settings
+
+__all__ = ["switch_mode"]
+
+
+@torch.no_grad()
+def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
+    """Call ``train`` or ``eval`` of a wrapped optimizer; what it makes of this rank's slices are new weights.
+
+    Every rank calls it, as often as it likes: nothing travels unless the mode changes, which such optimizers note in
+    their groups.
+    """
+    engine.require_idle(f"{name}() of the optimizer")
+    engine.refresh.settle()
+    before = _state(optimizer)
+    getattr(optimizer, name)()
+    if _state(optimizer) != before:
+        engine.weights_changed(engine.trainable, for_now=True)
+
+
+def _state(optimizer: Optimizer) -> list[Any]:
+    """Settings of the groups; and versions of the slices, of an optimizer that keeps its mode elsewhere."""
+    versions = [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
+    return [*(plain_settings(group) for group in optimizer.param_groups), versions]

@@ -1,0 +1,45 @@
+"""Norms of gradients that are spread over ranks, and scaling by them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeropp.engine.boundary import Verdict
+from zeropp.engine.engine import Engine
+
+__all__ = ["gradient_norms", "scale_gradients"]
+
+_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
+
+
+def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
+    """Multiply all gradients by at most ``max_norm / norm``, and by no more than 1; returns the factor."""
+    factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
+    for gradient in engine.gradients:
+        gradient.shard.mul_(factor.to(gradient.dtype))
+    return factor
+
+
+def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:
+    """Norm of each parameter's gradient by its name, for those that have one. Collective: one sum of 8 bytes each."""
+    names: list[str] = []
+    squares: list[Tensor] = []
+    for unit in engine.units:
+        used = iter(verdict.used[unit.index])
+        for buffer in unit.trainable:
+            gradient = buffer.gradient
+            assert gradient is not None  # the buffer is trainable
+            own = torch.zeros(len(buffer.names), dtype=torch.float64, device=engine.device)
+            # Replicas hold the same sums; the first one's count.
+            for fragment in buffer.fragments() if gradient.arrived and gradient.placement.replica == 0 else ():
+                part = gradient.shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
+                own[fragment.slot] += part.double().square().sum()
+            found = [index for index in range(len(buffer.names)) if next(used)]
+            names += [buffer.names[index] for index in found]
+            squares.append(own[found])
+    total = torch.cat(squares) if squares else torch.zeros(0, dtype=torch.float64, device=engine.device)
+    if total.numel():
+        with engine.agreement.watching("adding up norms of parameters", call="grad_norms()"):
+            engine.comm.sum(total)
+    return dict(zip(names, total.sqrt().tolist(), strict=True))
