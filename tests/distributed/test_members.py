@@ -35,19 +35,23 @@ class Regression(nn.Module):
         return (x - batch).square().mean()
 
 
-def example() -> str:
-    """The first Python block of README, as it stands."""
-    found = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert found is not None
-    return found[1]
+def examples() -> list[str]:
+    """The Python blocks of README, as they stand: training, and what every rank does to save and to evaluate."""
+    found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len(found) == 2
+    return found
 
 
-def readme() -> tuple[list[bool], set[str], int, float, float]:
+def readme(folder: str) -> tuple[list[bool], set[str], int, float, float]:
     """Run README's lines; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
+    os.chdir(folder)
     torch.manual_seed(0)
     batches = [torch.randn(4, 400)] * 12
-    space: dict[str, object] = {"Model": Regression, "loader": batches[:1]}
-    exec(compile(example(), "README.md", "exec"), space)
+    space: dict[str, object] = {"Model": Regression, "loader": batches[:1], "validation": batches[:2]}
+    training, saving = examples()
+    exec(compile(training, "README.md", "exec"), space)
+    space["rank"] = dist.get_rank()
+    exec(compile(saving, "README.md", "exec"), space)
     optimizer, model = space["optimizer"], space["model"]
     assert isinstance(optimizer, zeropp.ZeroOptimizer) and isinstance(model, Regression)
     first = space["loss"]
@@ -64,9 +68,11 @@ def readme() -> tuple[list[bool], set[str], int, float, float]:
     return [hop.pairwise for hop in hops], backends, sent, float(first), float(last)
 
 
-def test_readme_as_it_stands() -> None:
+def test_readme_as_it_stands(tmp_path: Path) -> None:
     """`init_process_group()` names no backend; the fast way over gloo is taken all the same."""
-    for pairwise, backends, sent, first, last in run_ranks(2, readme, init=False):
+    results = run_ranks(2, readme, str(tmp_path), init=False)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "optimizer-0.pt", "optimizer-1.pt"}
+    for pairwise, backends, sent, first, last in results:
         assert pairwise and all(pairwise)
         assert backends == {"gloo"}
         assert sent > 3 * 400 * 400  # each layer at least once, half of it in bf16

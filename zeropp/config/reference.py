@@ -39,6 +39,30 @@ The last column says how far each key reaches in this version:
 - *with ...*: read only together with the key named there, which is limited itself.
 - *no effect*: accepted with a warning.
 - *block*: see the section of that block.
+
+## Micro-batches and steps
+
+With `gradient_accumulation_steps` N, N micro-batches make a window. A micro-batch is all backwards since the last
+forward of the model that recorded a graph, so two losses of one forward count once. `optimizer.backward(loss)` divides
+by N; `loss.backward()` leaves that to you. Who says where a window ends shows in the calls:
+
+| the loop | what happens |
+|---|---|
+| for every micro-batch `backward`, `step()`, `zero_grad()`, as with DeepSpeed | every Nth `step()` steps; the others \
+do nothing, nor does the `zero_grad()` behind them, and a warning says so once. What is left when the data ends stays \
+for the next window |
+| N times `backward`, then `step()`, `zero_grad()` | every `step()` is taken, also one that comes early since the data \
+ends: from the first micro-batch on that no `step()` follows, the boundary is the caller's |
+| any, with `"managed_gradient_accumulation": false` | every `step()` is taken |
+| with `step(now=True)`, `clip_grad_norm_(..., now=True)` | takes what is there, divided as if the window were whole |
+| with `zero_grad(now=True)` | discards what is there |
+| with `if optimizer.step_was_taken: scheduler.step()` | schedulers follow the steps that changed weights; not those \
+inside a window, nor those skipped for a gradient that is not finite |
+
+Inside an unfinished window a closure runs and step hooks do not, `clip_grad_norm_` and `grad_norms` give those of
+the last time and touch nothing, backwards inside `no_sync()` count, and torch's `GradScaler` is refused: `unscale_`,
+`step` and `update` belong behind the last backward. A loop of the first kind that leaves a `step()` out once has that
+window cut short, with a warning.
 """
 
 
