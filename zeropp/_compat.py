@@ -49,10 +49,12 @@ def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
 def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | None:
     """Seconds after which a group's collectives on a device fail, if somebody chose other than torch's default."""
     c10d = dist.distributed_c10d
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
+    try:
+        timeout = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # a group that is written in Python has no backends, and some no options
+        return None
     defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
-    return None if timeout is None or timeout in defaults else float(timeout.total_seconds())
+    return None if timeout in defaults else float(timeout.total_seconds())
 
 
 def current_graph_task() -> int:

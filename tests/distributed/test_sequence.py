@@ -393,10 +393,12 @@ def check_left(results: list[tuple[str, float, bool, bool]], how: str) -> None:
     for rank, (message, seconds, changed, stepped) in enumerate(results):
         assert "no longer in step" in message, f"rank {rank} said {message!r}"
         assert f"rank {rank} was" in message
-        assert "hang_timeout" in message
+        assert "hang_timeout" not in message or ("hang_timeout, 3 s, was reached" in message and seconds >= 3)
         assert not changed, f"rank {rank} changed weights, then said {message!r}"
         assert seconds < 3 + GRACE + (5 if how == "silent" else 0), f"rank {rank} took {seconds:.1f} s"
         assert not stepped or how == "skipped_step", f"rank {rank} stepped alone"
+    if how == "silent":  # somebody has waited for it; the others may have seen that one go
+        assert any("hang_timeout, 3 s, was reached" in message for message, *_ in results)
 
 
 @pytest.mark.parametrize("how", LEAVES)
@@ -430,7 +432,7 @@ def hung_gather(settings: dict[str, object]) -> tuple[str, float]:
 def test_the_unit_that_is_waited_for_is_named() -> None:
     message, seconds = run_ranks(2, hung_gather, {"reuse": 0, "prefetch": 0})[0]
     assert "rank 0 was waiting for the gather of unit 'blocks.0'" in message
-    assert "ranks [1] said nothing" in message
+    assert "rank 1 said nothing" in message and message.startswith("rank 1 does not wait for others")
     assert seconds < 1 + GRACE
 
 
@@ -546,7 +548,7 @@ def test_an_error_that_the_model_catches() -> None:
 
 def kept_gradients() -> None:
     """A failure in the second micro-batch; the first one's gradients were reduced, and zero_grad drops them."""
-    pair = Pair(Fragile(), make_config(gradient_accumulation_steps=2))
+    pair = Pair(Fragile(), make_config(gradient_accumulation_steps=2, managed_gradient_accumulation=False))
     pair.train(None)
     pair.check()
     pair.zero_grad()

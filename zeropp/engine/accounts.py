@@ -17,14 +17,17 @@ class Account:
         doing: in the words of an error, after "rank 0 was".
         call: the collective call of the user that it has come to, "state_dict() of a GPT", or "".
         phase: the pass or step that it is in, "a backward", or "".
+        until: what ended it, ", until ...", or "".
     """
 
     doing: str
     call: str = ""
     phase: str = ""
+    until: str = ""
 
     def __str__(self) -> str:
-        return f"{self.doing} in {self.phase}" if self.phase and self.phase not in self.doing else self.doing
+        where = f" in {self.phase}" if self.phase and self.phase not in self.doing else ""
+        return f"{self.doing}{where}{self.until}"
 
     def packed(self) -> str:
         """For a store."""

@@ -12,6 +12,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import torch
@@ -81,11 +82,12 @@ class Agreement:
             alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)  # nobody waits: try less
             if self.lost is not None or alone:
                 raise
-            waited, closed = (re.search(pattern, str(error), re.IGNORECASE) for pattern in (_TIMED_OUT, _CLOSED))
-            if waited or closed:  # the backend's own words say less
-                why = "" if waited else " when the connection to another rank was closed"
-                raise self.failure(" ".join(doing) + why, call, phase, waited=waited is not None) from None
-            raise self.failure(f"{' '.join(doing)} ({str(error).splitlines()[0]})", call, phase) from error
+            account = Account(" ".join(doing), call, phase or self.phase)
+            if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
+                raise self._lose(account, waited=True) from None
+            if re.search(_CLOSED, str(error), re.IGNORECASE):
+                raise self._lose(replace(account, until=", until a connection to another rank was closed")) from None
+            raise self._lose(replace(account, until=f" ({str(error).splitlines()[0]})")) from error
 
     @contextlib.contextmanager
     def issuing(self, doing: str, unit: str, kind: str) -> Iterator[None]:
@@ -152,7 +154,10 @@ class Agreement:
             phase: where the rank is.
             waited: whether ``hang_timeout`` was reached.
         """
-        comm, account = self.comm, Account(doing, call, phase or self.phase)
+        return self._lose(Account(doing, call, phase or self.phase), waited=waited)
+
+    def _lose(self, account: Account, *, waited: bool = False) -> RuntimeError:
+        comm = self.comm
         accounts, store_is_gone = {comm.rank: account}, False
         if comm.world > 1 and comm.backend != "fake":
             try:

@@ -379,6 +379,7 @@ class Engine:
         self._closing.clear()
         for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
             lanes.close()
+        self.agreement.watch.close()
         self.comm.close()
 
     # What the optimizer works on.

@@ -56,7 +56,7 @@ class Watch:
         self._failed = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._end = weakref.finalize(self, self._stop.set)
+        weakref.finalize(self, self._stop.set)
 
     @contextlib.contextmanager
     def waiting(self, account: Callable[[], Account]) -> Iterator[None]:
@@ -87,6 +87,11 @@ class Watch:
     def heard(self) -> dict[int, Account]:
         """Accounts that are in the store."""
         return _read(default_store(), self._keys)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._after = None
+        self._stop.set()
 
     def _start(self, after: float) -> None:
         self._thread = threading.Thread(
