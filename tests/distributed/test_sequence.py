@@ -546,7 +546,7 @@ def test_an_error_that_the_model_catches() -> None:
 
 def kept_gradients() -> None:
     """A failure in the second micro-batch; the first one's gradients were reduced, and zero_grad drops them."""
-    pair = Pair(Fragile(), make_config(gradient_accumulation_steps=2))
+    pair = Pair(Fragile(), make_config(gradient_accumulation_steps=2, managed_gradient_accumulation=False))
     pair.train(None)
     pair.check()
     pair.zero_grad()
