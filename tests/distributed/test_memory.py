@@ -7,8 +7,11 @@ import copy
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,7 +22,10 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Block, Routed, chain, live, make_config
+from zeropp.comm import Hop
+from zeropp.engine import reductions
 from zeropp.engine.owned import live_numel, owned_bytes
+from zeropp.gradient import Gradient
 from zeropp.unit import Unit
 
 # Gathered elements.
@@ -292,6 +298,39 @@ def held(settings: dict[str, object], micro: int) -> tuple[list[int], int, int]:
 def test_held_gradients_equal_the_plan_and_are_gone_with_the_last_backward(settings: dict[str, object]) -> None:
     for found, planned, after in run_ranks(4, held, settings, 3, local_world_size=2):
         assert found == [planned, planned, 0] and planned > 0 and after == 0
+
+
+def under_way(small: int) -> int:
+    """Most messages of gradients at one time over a slow network, if ``small`` bytes count as few."""
+    model = Routed(6)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    most = 0
+    pack, exchange = Gradient.pack, Hop.exchange
+
+    def packed(gradient: Gradient, *, hold: bool) -> Tensor | None:
+        nonlocal most
+        most = max(most, len(optimizer.engine.reductions._in_flight) + 1)
+        return pack(gradient, hold=hold)
+
+    def slow(hop: Hop, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1)
+        return exchange(hop, *args, **kwargs)
+
+    with (
+        mock.patch.object(reductions, "_SMALL", small),
+        mock.patch.object(Gradient, "pack", packed),
+        mock.patch.object(Hop, "exchange", slow),
+    ):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad()
+    return most
+
+
+def test_a_slow_network_piles_up_no_more_than_two_large_messages() -> None:
+    """Many small ones are no burden, and a link need not wait for one slow rank."""
+    assert run_ranks(2, under_way, 0) == [2, 2]
+    assert min(run_ranks(2, under_way, 2**26)) == 6
 
 
 def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:

@@ -200,6 +200,14 @@ def test_norm_sees_edited_gradients() -> None:
         assert_close(last, first / 4, 1e-9, "grad_norm after the gradients were scaled by 1/4")
 
 
+@pytest.mark.parametrize("bounds", [(0.4, 0.1), (0.1, 0.2)], ids=["again", "once"])
+def test_clipped_by_hand_and_by_the_configuration(bounds: tuple[float, float]) -> None:
+    """The second clips what the first has left; SGD tells gradients of different sizes apart."""
+    by_hand, configured = bounds
+    recipe = Recipe(optimizer="SGD", clip_call=by_hand, clip=configured)
+    check(recipe, 2, tolerance=1e-5)  # both divide by a little more than the norm
+
+
 def step_twice_without_zero_grad(recipe: Recipe) -> dict[str, Tensor]:
     model, _, optimizer = wrap(recipe)
     for step in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections import Counter
 
 import pytest
@@ -635,3 +636,42 @@ def test_a_batch_that_one_rank_skips_is_an_error_and_not_the_end_of_the_process(
     for said in run_ranks(2, skip_bad_batches, {"stage": stage, "hang_timeout": 2}, [1]):
         assert "no longer in step" in said
     assert run_ranks(2, skip_bad_batches, {"stage": stage}, [0, 1]) == ["done", "done"]
+
+
+def skip_edits(ranks: list[int]) -> str:
+    """These ranks skip a batch, after whose error what is released complains of an edit."""
+    model = Uneven()
+    config = make_config(hang_timeout=2, prefetch=0)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, config)
+    said = []
+
+    def edit_and_fail(block: nn.Module, *_: object) -> None:
+        if bad:
+            with torch.no_grad():
+                block.lin.weight.mul_(2.0)  # it is kept for backward
+            raise ValueError("a bad batch")
+
+    model.blocks[1].register_forward_hook(edit_and_fail)
+    try:
+        for step in range(6):
+            bad = step == 3 and dist.get_rank() in ranks
+            optimizer.zero_grad()
+            try:
+                with warnings.catch_warnings(record=True) as found:
+                    warnings.simplefilter("always")
+                    model(torch.ones(1)).backward()
+            except ValueError:
+                said += [str(each.message) for each in found]
+                continue
+            optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return " ".join(said)
+
+
+def test_an_error_upon_an_error_on_one_rank_is_not_the_end_of_the_process() -> None:
+    """The second comes while everything is let go of for the first, which must not be forgotten for it."""
+    for said in run_ranks(2, skip_edits, [1]):
+        assert "no longer in step" in said
+    for said in run_ranks(2, skip_edits, [0, 1]):
+        assert "edited in place" in said and "no longer in step" not in said

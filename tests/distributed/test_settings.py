@@ -31,6 +31,9 @@ CHANGES: dict[str, tuple[Callable[[Group], None], str]] = {
     "lr": (on_rank_1(lambda g: g.update(lr=0.05)), r"group 1 lr is 0\.1 on ranks \[0\], 0\.05 on ranks \[1\]"),
     "lr, a little": (on_rank_1(lambda g: g.update(lr=0.1 + 1e-7)), "group 1 lr is"),
     "betas": (on_rank_1(lambda g: g.update(betas=(0.9, 0.95))), r"group 1 betas\[1\] is 0\.999 .*0\.95"),
+    "betas in a list": (
+        lambda g: g.update(betas=[0.9, 0.999 - dist.get_rank() / 100]), r"group 1 betas\[1\] is 0\.999 .*0\.989",
+    ),
     "a flag": (on_rank_1(lambda g: g.update(amsgrad=True)), "group 1 amsgrad is False on ranks"),
     "a key": (on_rank_1(lambda g: g.update(warmup=3)), r"group 1 warmup is None on ranks \[0\], 3"),
     "a tensor": (lambda g: g.update(lr=torch.tensor(0.1 + dist.get_rank())), "group 1 lr is 0.1.* 1.1"),
@@ -41,6 +44,7 @@ SAME: dict[str, Callable[[Group], None]] = {
     "a name for each rank": lambda g: g.update(name=f"rank {dist.get_rank()}", owner=object()),
     "the last bit": on_rank_1(lambda g: g.update(lr=0.1 * (1 + 2**-52))),
     "NaN everywhere": lambda g: g.update(unused=float("nan")),
+    "a list and a tuple": on_rank_1(lambda g: g.update(betas=list(g["betas"]))),
     "tensors": lambda g: g.update(lr=torch.tensor(0.25)),
 }
 

@@ -133,3 +133,25 @@ def changed_harmlessly(name: str) -> list[str]:
 def test_what_brings_no_parameters_is_fine(name: str) -> None:
     for names in run_ranks(2, changed_harmlessly, name):
         assert "head.weight" in names and ("spare.weight" in names) == (name != "taken out")
+
+
+def borrowed() -> tuple[bool, bool]:
+    """A model uses a module that another engine manages; whether a step of each changes that module's weights."""
+    model, other = WithHead(), WithHead()
+    own, theirs = (
+        zeropp.ZeroOptimizer(torch.optim.SGD(each.parameters(), lr=0.1), each, make_config(hang_timeout=10))
+        for each in (model, other)
+    )
+    model.head = other.head
+    found = []
+    for optimizer in (own, theirs):
+        before = zeropp.full_state(other)["head.weight"]
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        found.append(not torch.equal(before, zeropp.full_state(other)["head.weight"]))
+    return found[0], found[1]
+
+
+def test_a_module_of_another_managed_model_may_be_used() -> None:
+    assert run_ranks(2, borrowed) == [(False, True)] * 2

@@ -627,6 +627,29 @@ def test_inside_gathered_parameters() -> None:
         check([result])
 
 
+def lent_and_frozen() -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes reduced by unit, before and after the blocks are frozen where their values are whole."""
+    model = Tower().double()
+    optimizer = wrap(model)
+    ledger = optimizer.engine.comm.ledger
+    found = []
+    for freeze in (False, True):
+        if freeze:
+            with zeropp.zero.GatheredParameters(model.blocks):
+                model.blocks.requires_grad_(False)
+        ledger.reset()
+        train(model, optimizer, 2)
+        found.append({row.unit: row.bytes for row in ledger.rows if row.kind == "reduce"})
+    return found[0], found[1]
+
+
+def test_frozen_inside_gathered_parameters() -> None:
+    """Weights are right also where nobody has heard of it, but zeros are sent."""
+    for before, after in run_ranks(2, lent_and_frozen):
+        assert any(unit.startswith("blocks") for unit in before)
+        assert after == {unit: sent for unit, sent in before.items() if not unit.startswith("blocks")} and after
+
+
 WRONG_GROUPS: dict[str, tuple[Callable[[Tower], object], str]] = {
     "no dict": (lambda m: [m.norm.weight], "TypeError: param_group is"),
     "no params": (lambda m: {"lr": 1.0}, "TypeError: param_group is"),
