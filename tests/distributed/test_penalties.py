@@ -93,8 +93,16 @@ def test_a_penalty_kept_beside_the_output(name: str, settings: dict[str, object]
     assert max(run_ranks(2, penalised, name, settings, first)) < 1e-12
 
 
-def outside(keep: bool) -> tuple[str, list[str], bool]:
-    """A penalty computed inside GatheredParameters: the error in backward, what was warned of, and whether all is well
+PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda weight: weight.square().sum(),
+    "rows": lambda weight: sum(row.norm() for row in weight),  # type: ignore[arg-type, return-value]
+    "one row": lambda weight: weight[0].norm(),
+    "transposed": lambda weight: weight.T.reshape(-1).norm(),
+}
+
+
+def outside(how: str, keep: bool) -> tuple[str, list[str], bool]:
+    """A penalty computed inside GatheredParameters: the error in backward, what was warned of, whether all is well
     afterwards."""
     model = Beside()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
@@ -102,7 +110,7 @@ def outside(keep: bool) -> tuple[str, list[str], bool]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with zeropp.zero.GatheredParameters([weight]):
-            penalty = weight.square().sum()
+            penalty = PENALTIES[how](weight)
             if not keep:
                 penalty = penalty.detach()
     if keep:
@@ -115,12 +123,13 @@ def outside(keep: bool) -> tuple[str, list[str], bool]:
     return message, [str(each.message) for each in caught], optimizer.step_was_taken
 
 
-def test_a_penalty_computed_outside_is_named_where_it_is_computed() -> None:
-    for message, said, taken in run_ranks(2, outside, True):
+@pytest.mark.parametrize("how", PENALTIES)
+def test_a_penalty_computed_outside_is_named_where_it_is_computed(how: str) -> None:
+    for message, said, taken in run_ranks(2, outside, how, True):
         for text in (message, *said):
             assert "test_penalties.py:" in text and "'blocks.0.0.weight'" in text and "model's forward" in text, text
         assert len(said) == 1 and taken
-    assert run_ranks(2, outside, False) == [("", [], True)] * 2
+    assert run_ranks(2, outside, how, False) == [("", [], True)] * 2
 
 
 def uses() -> list[str]:

@@ -49,14 +49,23 @@ SAME: dict[str, Callable[[Group], None]] = {
 }
 
 
-def stepped(change: Callable[[Group], None]) -> tuple[str, bool, bool]:
-    """What is raised after a change, whether a weight moved, and whether equal settings train on afterwards."""
+def stepped(change: Callable[[Group], None], first: str = "") -> tuple[str, bool, bool]:
+    """What is raised after a change, whether a weight moved, and whether equal settings train on afterwards.
+
+    Args:
+        change: of the second group.
+        first: what the caller does between backward and the change.
+    """
     model = Routed()
     groups = [{"params": model.blocks[0].parameters()}, {"params": model.blocks[1:].parameters()}]
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(groups, lr=0.1), model, make_config(hang_timeout=5))
     model(torch.ones(2, 8)).square().mean().backward()
     before = zeropp.full_state(model)
     given = dict(optimizer.param_groups[1])
+    if first == "clip":
+        optimizer.clip_grad_norm_(1e9)
+    elif first == "norms":
+        optimizer.grad_norms()
     change(optimizer.param_groups[1])
     message = ""
     try:
@@ -73,6 +82,18 @@ def stepped(change: Callable[[Group], None]) -> tuple[str, bool, bool]:
 
 def changed(name: str) -> tuple[str, bool, bool]:
     return stepped(CHANGES[name][0])
+
+
+def changed_late(first: str) -> tuple[str, bool, bool]:
+    return stepped(CHANGES["lr"][0], first)
+
+
+@pytest.mark.parametrize("first", ["clip", "norms"])
+def test_settings_that_differ_after_gradients_were_looked_at(first: str) -> None:
+    """A warm-up that sets the rate right before `step()`."""
+    for message, moved, trains in run_ranks(2, changed_late, first):
+        assert re.search(CHANGES["lr"][1], message), message
+        assert not moved and trains
 
 
 def left_alike(name: str) -> tuple[str, bool, bool]:

@@ -83,8 +83,29 @@ def tied(model: WithHead) -> None:
     model.head.weight = model.spare.weight
 
 
+def tied_blocks(model: WithHead) -> None:
+    model.blocks[1].lin.weight = model.blocks[0].lin.weight
+
+
+def tied_in_a_new_module(model: WithHead) -> None:
+    model.extra = nn.Linear(8, 8, bias=False)
+    model.extra.weight = model.spare.weight
+
+
+TIED: dict[str, tuple[Callable[[WithHead], None], list[str]]] = {
+    "tied head": (tied, ["head.weight"]),
+    "tied blocks": (tied_blocks, ["blocks.1.lin.weight"]),
+    "tied in a new module": (tied_in_a_new_module, ["extra.weight"]),
+}
+
+
+def moved(model: WithHead) -> None:
+    """The same modules under other names."""
+    model.extra = nn.Sequential(model.spare, nn.ReLU())
+
+
 HARMLESS: dict[str, Callable[[WithHead], None]] = {
-    "taken out": without_spare, "no parameters": with_activation, "tied": tied,
+    "taken out": without_spare, "no parameters": with_activation, "moved": moved,
 }  # fmt: skip
 
 
@@ -95,7 +116,7 @@ def changed(name: str, grad: bool) -> tuple[list[str], bool]:
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    (NEW[name][0] if name in NEW else HARMLESS[name])(model)
+    {**NEW, **TIED}[name][0](model)
     said = []
     for _ in range(2):  # it does not get used to it
         try:
@@ -115,6 +136,13 @@ def changed(name: str, grad: bool) -> tuple[list[str], bool]:
 def test_new_parameters_are_named(name: str, grad: bool) -> None:
     for said, trains in run_ranks(2, changed, name, grad):
         assert len(said) == 2 and all(f"parameters {NEW[name][1]} came after" in text for text in said), said
+        assert trains
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_parameters_that_are_tied_later_are_named(name: str) -> None:
+    for said, trains in run_ranks(2, changed, name, True):
+        assert len(said) == 2 and all(f"parameters {TIED[name][1]} were tied" in text for text in said), said
         assert trains
 
 

@@ -104,6 +104,7 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
         optimizer.zero_grad()
         backward(model, step, None)
         optimizer.step()
+        optimizer.engine.refresh.settle()  # what the step sends is not the average's
         before = zeropp.comm_report(model).total_bytes
         average.update()
         sent = zeropp.comm_report(model).total_bytes - before
@@ -114,7 +115,11 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
         state = zeropp.full_state(model)
         with torch.no_grad():
             loss = loss_of(model, 50, 0).item()
-        for call in (optimizer.step, average.update, average.applied().__enter__):
+        for call in (
+            optimizer.step, average.update, average.applied().__enter__, optimizer.state_dict, average.state_dict,
+            lambda: average.load_state_dict({}), lambda: zeropp.ema(model), lambda: model.requires_grad_(False),
+            zeropp.zero.GatheredParameters(model, modifier_rank=0).__enter__,
+        ):  # fmt: skip
             with pytest.raises(RuntimeError, match="applied"):
                 call()
         with pytest.raises(RuntimeError, match="backward was called while an average"):

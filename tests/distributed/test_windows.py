@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import warnings
 from collections.abc import Callable
@@ -169,6 +170,27 @@ def what_is_there(loop: Loop) -> None:
         loop.optimizer.zero_grad()
 
 
+def nothing_left(loop: Loop) -> None:
+    """The data divides, and so there is nothing to take, in any order of calls."""
+    for first in (0, 8):
+        for number in range(first, first + 8):
+            loop.optimizer.zero_grad()
+            loop.backward(number)
+            loop.step()
+        loop.step(now=True)
+
+
+def resumed(loop: Loop) -> None:
+    """What an unfinished window holds is not of the state that is loaded."""
+    saved = copy.deepcopy(loop.optimizer.state_dict())
+    for number in (20, 21):
+        loop.backward(number)
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    loop.optimizer.load_state_dict(saved)
+    every_time(loop)
+
+
 def discarded(loop: Loop) -> None:
     for first, end in EPOCHS:
         for number in range(first, end):
@@ -205,6 +227,8 @@ LOOPS: dict[str, tuple[Callable[[Loop], None], dict[str, object], list[range], l
     "by hand, one left": (by_hand_one_left, {}, windows(4, 9, 14, 15, 16), [True] * 5),
     "unmanaged": (every_time, {"managed_gradient_accumulation": False}, windows(*range(1, 17)), [True] * 16),
     "now": (what_is_there, {}, windows(4, 8, 10, 14, 16), [*ODD * 2, False, False, True, *ODD, False, False, True]),
+    "nothing left": (nothing_left, {}, windows(4, 8, 12, 16), [*ODD * 2, False, *ODD * 2, False]),
+    "resumed": (resumed, {}, windows(4, 8, 12, 16), ODD * 4),
     "discarded": (discarded, {}, [*windows(4, 8), range(10, 14)], [*ODD * 2, False, False, *ODD, False, False]),
     "left out once": (left_out_once, {}, windows(3, 7, 11), [False, True, *ODD, *ODD]),
 }
@@ -280,6 +304,7 @@ def observed() -> list[str]:
         if whole and not 0 < float(optimizer.clip_grad_norm_(1e9)) <= 1e-3 * (1 + 1e-6) < norm:
             wrong.append(f"{number}: norm {norm} was not clipped")
         before = list(hooks)
+        optimizer.step_was_taken = True  # of an earlier step; a failed batch would leave it so
         loop.step()
         if hooks[len(before) :] != (["before", "after"] if whole else []):
             wrong.append(f"{number}: hooks {hooks[len(before) :]}")

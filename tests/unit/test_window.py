@@ -8,7 +8,7 @@ from zeropp.engine.window import Window
 
 
 def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
-    """Calls: f a forward of the root, p of a part, b a backward, s a step(), z a zero_grad().
+    """Calls: f a forward of the root, p of a part, b a backward, x one that fails, s a step(), z a zero_grad().
 
     Returns one letter for each s and z: T a step that is taken, z gradients that are forgotten, "." neither.
     """
@@ -18,6 +18,8 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
             window.note_forward("" if call == "f" else "head")
         elif call == "b":
             window.note_backward()
+        elif call == "x":
+            window.note_failure()
         elif call == "s":
             taken = window.ask()
             said += "T" if taken else "."
@@ -47,6 +49,8 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("fb z fbs fbs fbs fbs", "z...T"),  # discarded without a step() before: as in torch
         ("fs fbs fbs fbs fbs", "....T"),  # no backward ran
         ("fbs s s fbs fbs fbs", ".....T"),
+        ("fbsz fx z fbs fbs fbs fbs", "..z...T"),  # what a failed backward leaves can be discarded
+        ("fbsz fx fbsz fbsz fbsz fbsz", "......Tz.."),  # or it is left there
     ],
 )
 def test_what_a_step_does(calls: str, said: str) -> None:

@@ -23,12 +23,12 @@ from zeropp.engine.accounts import Account, explain
 from zeropp.engine.watch import Watch
 from zeropp.stalls import make_stalls
 
-__all__ = ["ADDED", "LENT", "SAVED", "TRAINED", "Agreement"]
+__all__ = ["ADDED", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
 _T = TypeVar("_T")
 _WIDTH = 8  # integers in an exchange
 # Kinds of exchanges between passes; the schedule has its own below 100.
-_MEET, LENT, SAVED, TRAINED, ADDED = 100, 101, 102, 103, 104
+_MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
 
 _TOGETHER = 0.2  # seconds within which ranks that do the same come to the same place
 _TIMED_OUT = "timed? ?out"  # in the words of backends

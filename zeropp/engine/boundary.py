@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from zeropp.engine.agreement import SETTINGS
 from zeropp.engine.engine import Engine
 from zeropp.engine.holders import Holders
 from zeropp_kernels.reference import squared_norm
@@ -138,6 +139,18 @@ class Boundary:
             self.engine.schedule.settle_differences(values[self._differed] > 0)
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
+
+    def check_settings(self) -> None:
+        """Before a step that goes by a sum of earlier, as after clipping: settings may have changed since. Collective.
+
+        Raises:
+            RuntimeError: they differ between ranks.
+        """
+        if self._verdict is not None:
+            doing = "comparing the settings of parameter groups"
+            rows = self.engine.agreement.exchange(SETTINGS, [int(self._settings.code())], doing)
+            if any(row != rows[0] for row in rows):
+                raise self._settings.disagreement()
 
     def _settle_holders(self, values: list[float]) -> None:
         """Renew what is kept, from main weights alone, if holders of the same weights have other bits."""

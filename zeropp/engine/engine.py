@@ -36,7 +36,10 @@ from zeropp.unit import Unit, UnitState
 
 __all__ = ["Engine"]
 
-_TRAINING = ("backward", "step", "clip_grad_norm_", "add_param_group", "load_state_dict", "load_state_dict()")
+_TRAINING = (  # what is refused while an average is applied
+    "backward", "step", "clip_grad_norm_", "add_param_group", "state_dict", "load_state_dict", "load_state_dict()",
+    "requires_grad_", "train() of the optimizer", "eval() of the optimizer",
+)  # fmt: skip
 _MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
 
 
@@ -307,6 +310,8 @@ class Engine:
         self._backward.forget()
         self._touched.forget()
         self._outstanding.clear()
+        if self.phase is Phase.BACKWARD:
+            self.window.note_failure()
         running, self.phase = self.phase is not Phase.IDLE, Phase.IDLE
         if self.agreement.lost is not None:
             return

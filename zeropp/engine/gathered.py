@@ -132,6 +132,8 @@ class _Loan:
 
     def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
         engine.require_idle("GatheredParameters", lent=True)
+        if engine.averaged and modifier_rank is not None:
+            raise RuntimeError("weights are edited while an average of them is applied; leave that first")
         if modifier_rank is not None and modifier_rank not in engine.comm.ranks:
             ranks = list(engine.comm.ranks)
             raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")

@@ -34,6 +34,7 @@ class Graphs(TorchFunctionMode):
         super().__init__()
         self._names = {id(parameter): name for parameter, name in names.items()}
         self._hooks: list[weakref.ref[_Trip]] = []
+        self._views: list[Tensor] = []  # of lent values; what is computed from them counts as well
 
     def __torch_function__(
         self,
@@ -47,6 +48,9 @@ class Graphs(TorchFunctionMode):
         for name in self._named((*args, *kwargs.values())) if torch.is_grad_enabled() else ():
             for tensor in tensors_in(result):
                 if tensor.grad_fn is not None:
+                    if tensor._is_view():
+                        self._names[id(tensor)] = name
+                        self._views.append(tensor)
                     trip = _Trip(name, _line_of_user())
                     tensor.register_hook(trip)
                     self._hooks.append(weakref.ref(trip))
@@ -63,7 +67,8 @@ class Graphs(TorchFunctionMode):
                 yield from self._named(arg.values())
 
     def alive(self) -> list[str]:
-        """Where graphs began that somebody still holds."""
+        """Where graphs began that somebody still holds; at the end of the loan."""
+        self._views.clear()
         return list(dict.fromkeys(str(trip) for ref in self._hooks if (trip := ref()) is not None))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeropp.engine.engine import Engine
-from zeropp.guard import is_managed
+from zeropp.guard import is_managed, keeper_of
 
 __all__ = ["watch_structure"]
 
@@ -31,11 +31,22 @@ class _Structure:
         self._tables: list[dict[str, Any]] = tables
         self._entries = list(chain.from_iterable(map(_values, self._tables)))  # or ids might be used again
         self._ids = list(map(id, self._entries))
+        self._own = {id(module): set(map(id, module._parameters.values())) for module in model.modules()}
         self.parameters |= {id(parameter) for parameter in model.parameters()}
 
     def has_changed(self) -> bool:
         """Looks at identities alone, 0.1 microseconds each: this runs before every forward."""
         return list(map(id, chain.from_iterable(map(_values, self._tables)))) != self._ids
+
+    def tied_in(self, model: nn.Module, engine: Engine) -> list[str]:
+        """Names of parameters of the engine that stand in a module where they were not before."""
+        found = []
+        for path, module in model.named_modules():
+            own = self._own.get(id(module), set())
+            here = [(name, p) for name, p in module._parameters.items() if p is not None and id(p) not in own]
+            moved = [name for name, parameter in here if keeper_of(parameter) is engine]
+            found += [f"{path}.{name}" if path else name for name in moved]
+        return found
 
     def new_in(self, model: nn.Module) -> list[str]:
         """Names of parameters that nobody partitioned."""
@@ -61,6 +72,12 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
                 "with a module put in another's place: nothing would partition, reduce or step them. Wrap the finished "
                 "model; to change a wrapped one let go of its optimizer (del optimizer), change it and wrap it again, "
                 "which takes the trained weights over"
+            )
+        tied = structure.tied_in(module, engine)
+        if tied:
+            raise RuntimeError(
+                f"parameters {tied} were tied to others after the model was wrapped: backward would not know where "
+                "they are used. Tie them before wrapping; or let go of the optimizer (del optimizer) and wrap again"
             )
         structure.note(module)
 

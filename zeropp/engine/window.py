@@ -30,6 +30,7 @@ class Window:
         self._owned = steps == 1 or not managed  # the caller has the boundary for good
         self._skipped = False  # some micro-batch of this window had no step() after it
         self._asked = False  # step() was called since the last backward, and did nothing
+        self._keeps = False  # and no backward has failed since
         self._ever_asked = self._explained = False
         self._fresh = True  # the next backward begins a micro-batch
         self._root_runs = False
@@ -47,7 +48,7 @@ class Window:
     @property
     def kept(self) -> bool:
         """Whether gradients stay, since the ``step()`` before ``zero_grad()`` did nothing."""
-        return self._asked
+        return self._keeps
 
     @property
     def closing(self) -> bool:
@@ -70,12 +71,16 @@ class Window:
                 self._skipped = True
                 self._owned |= not self._ever_asked
             self.count += 1
-        self._fresh = self._asked = False
+        self._fresh = self._asked = self._keeps = False
+
+    def note_failure(self) -> None:
+        """A backward has failed: what it leaves, a ``zero_grad()`` is to discard."""
+        self._keeps = False
 
     def ask(self) -> bool:
         """``step()`` was called: whether it is taken."""
         if self.unfinished:
-            self._asked = self._ever_asked = True
+            self._asked = self._ever_asked = self._keeps = True
             return False
         return True
 
@@ -100,5 +105,5 @@ class Window:
     def restart(self) -> None:
         """A step was taken or skipped, or gradients were discarded."""
         self.count = 0
-        self._skipped = self._asked = False
+        self._skipped = self._asked = self._keeps = False
         self._fresh = True

@@ -238,7 +238,8 @@ class ZeroOptimizer(Optimizer):
 
         Args:
             closure: computes the loss and its backward; called once, before step hooks where it may be one of several.
-            now: take the step with what is there, divided as if the window were whole.
+            now: take the step with what is there, divided as if the window were whole; nothing is done if no backward
+                has run.
 
         Raises:
             RuntimeError: the ranks are out of step, or a parameter was unused and ignore_unused_parameters is false.
@@ -249,11 +250,12 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
             closure = None
         self.engine.require_idle("step")
-        taken = now or window.ask()
+        taken = window.count > 0 if now and not window.owned else now or window.ask()
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
             warnings.warn(warning, stacklevel=2)
         if not taken:
+            self.step_was_skipped = self.step_was_taken = False
             return loss
         found = self._take_step(closure)
         return loss if found is None else found
@@ -269,6 +271,7 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
         self.engine.require_idle("step")
         self._take_edits()
+        self.boundary.check_settings()
         verdict = self.boundary.verdict()
         norm = self.boundary.norm_tensor()
         self.boundary.forget()  # a second step asks again: every rank must come to it
@@ -367,7 +370,7 @@ class ZeroOptimizer(Optimizer):
         self._slices.wait_with(saved["waiting"])
         load_carried(self.engine, self._carried, saved.get("carried"))
         self.skipped_steps = saved["skipped_steps"]
-        self.zero_grad()
+        self.zero_grad(now=True)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(
