@@ -33,8 +33,9 @@ PLACED: dict[str, dict[str, object]] = {
 }
 
 
-def wrapped(settings: dict[str, object], lr: float) -> tuple[Model, zeropp.ZeroOptimizer]:
+def wrapped(settings: dict[str, object], lr: float, freeze: bool = False) -> tuple[Model, zeropp.ZeroOptimizer]:
     model = Model()
+    model.blocks[0].requires_grad_(not freeze)
     return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=lr), model, make_config(**settings))
 
 
@@ -279,10 +280,10 @@ def test_differences_that_have_no_base_are_refused(codec: str, settings: dict[st
         assert isinstance(failure, RankFailure) and message in failure.message
 
 
-def half_a_step(settings: dict[str, object], how: str) -> list[str]:
+def half_a_step(settings: dict[str, object], how: str, freeze: bool) -> list[str]:
     """What is wrong after one rank alone failed inside a portion, or has a hook after its steps."""
-    model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3)
-    plain, other = wrapped(settings, lr=1e-3)
+    model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3, freeze=freeze)
+    plain, other = wrapped(settings, lr=1e-3, freeze=freeze)
     for each, own in ((model, optimizer), (plain, other)):
         for step in range(3):
             train(each, own, step)
@@ -314,10 +315,12 @@ def half_a_step(settings: dict[str, object], how: str) -> list[str]:
     return [name for name, value in expected.items() if not torch.equal(value, weights[name])]
 
 
+@pytest.mark.parametrize("freeze", [False, True], ids=["all trained", "one frozen"])
 @pytest.mark.parametrize("how", ["error", "hook"])
 @pytest.mark.parametrize("name", ["hpz", "stage 1"])
-def test_ranks_that_start_refreshes_in_other_cuts_agree_all_the_same(name: str, how: str) -> None:
-    assert run_ranks(4, half_a_step, PLACED[name], how, local_world_size=2) == [[]] * 4
+def test_ranks_that_start_refreshes_in_other_cuts_agree_all_the_same(name: str, how: str, freeze: bool) -> None:
+    """Frozen blocks take no part in steps, and so have no place in the cuts."""
+    assert run_ranks(4, half_a_step, PLACED[name], how, freeze, local_world_size=2) == [[]] * 4
 
 
 def unfrozen(settings: dict[str, object]) -> list[float]:

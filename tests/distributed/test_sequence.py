@@ -638,6 +638,30 @@ def test_a_batch_that_one_rank_skips_is_an_error_and_not_the_end_of_the_process(
     assert run_ranks(2, skip_bad_batches, {"stage": stage}, [0, 1]) == ["done", "done"]
 
 
+def try_again(settings: dict[str, object], fail: bool) -> dict[str, Tensor]:
+    """Weights after steps; one rank's forward may ``fail``, it takes another batch, and nobody else hears of it."""
+    torch.manual_seed(1)
+    model = Uneven()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, make_config(**settings))
+    for step in range(5):
+        optimizer.zero_grad()
+        if fail and step > 1 and dist.get_rank() == 1:
+            with pytest.raises(AttributeError):
+                model(None)
+        model(torch.ones(1)).backward()
+        optimizer.step()
+    return zeropp.full_state(model)
+
+
+@pytest.mark.parametrize("settings", [{"stage": 1}, {"stage": 2}, {"persist": 10_000}], ids=str)
+def test_a_forward_without_gathers_may_fail_on_one_rank_and_be_tried_again(settings: dict[str, object]) -> None:
+    """The backward after it is the same kind of backward as elsewhere."""
+    settings = {**settings, "hang_timeout": 5}
+    expected, _ = run_ranks(2, try_again, settings, False)
+    for found in run_ranks(2, try_again, settings, True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def skip_edits(ranks: list[int]) -> str:
     """These ranks skip a batch, after whose error what is released complains of an edit."""
     model = Uneven()

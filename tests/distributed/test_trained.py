@@ -449,9 +449,27 @@ def test_unfrozen_between_clipping_and_the_step() -> None:
     check(run_ranks(2, clipped_before))
 
 
-def live_in_backward(when: str) -> tuple[int, int]:
+class Beside(Block):
+    """Is given a tensor that it makes nothing of, so that backward never comes to that."""
+
+    def forward(self, x: Tensor, unused: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+
+class GivenMore(Routed):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Beside() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, unused=x * 2)
+        return x
+
+
+def live_in_backward(when: str, kind: type[Routed]) -> tuple[int, int]:
     """Most elements gathered at once in backward, and those of one block; all blocks but the first are frozen."""
-    model = Routed(6)
+    model = kind(6)
     optimizer = wrap(model, live=0, prefetch=0, reuse=0) if when == "after" else None
     model.blocks[1:].requires_grad_(False)
     optimizer = optimizer or wrap(model, live=0, prefetch=0, reuse=0)
@@ -471,10 +489,61 @@ def live_in_backward(when: str) -> tuple[int, int]:
     return most, max(unit.numel for unit in units)
 
 
+@pytest.mark.parametrize("kind", [Routed, GivenMore], ids=["plain", "unused inputs"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_frozen_blocks_are_released_in_backward(when: str) -> None:
-    for most, block in run_ranks(2, live_in_backward, when):
+def test_frozen_blocks_are_released_in_backward(when: str, kind: type[Routed]) -> None:
+    for most, block in run_ranks(2, live_in_backward, when, kind):
         assert block <= most <= 2 * block
+
+
+class Scaled(nn.Module):
+    """Its own frozen weight and a frozen layer are one unit, which two calls use; a trained block comes before both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=False)
+        self.inner = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x) * self.scale
+        return self.blocks[1](torch.tanh(self.inner(x)))
+
+
+class Shifted(nn.Module):
+    """The trained one of its own weights is done with in backward before the frozen one; they are one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH), requires_grad=False)
+        self.shift = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x) * self.scale + self.shift)
+
+
+def frozen_outside(kind: type[nn.Module], grad: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    torch.manual_seed(2)
+    model = kind().double()
+    plain = copy.deepcopy(model)
+    optimizer = wrap(model, live=0, prefetch=0, reuse=0)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        for each, stepper in ((model, optimizer), (plain, reference)):
+            stepper.zero_grad()
+            each(batch(step, 0, 0).requires_grad_(grad)).square().mean().backward()
+            stepper.step()
+    return zeropp.full_state(model), plain.state_dict()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", [Scaled, Shifted])
+def test_frozen_weights_around_trained_blocks_stay_until_backward_has_used_them(
+    kind: type[nn.Module], grad: bool
+) -> None:
+    """Also where no gradient of the model's inputs is computed, which would tell."""
+    check(run_ranks(2, frozen_outside, kind, grad))
 
 
 def kept_graphs(which: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:

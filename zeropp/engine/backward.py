@@ -14,14 +14,14 @@ __all__ = ["BackwardUses"]
 class BackwardUses:
     """Units in use by the running backward.
 
-    A unit is done with when its gradients have come and the inputs of every call that is watched have theirs.
+    A unit is done with when its gradients have come and, if some of it is frozen, the inputs of every call theirs.
     """
 
     def __init__(self, units: SequenceOf[Unit], schedule: Schedule, reductions: Reductions) -> None:
         self._units = units
         self._schedule = schedule
         self._reductions = reductions
-        self._calls: dict[int, int] = {}  # unit in use -> calls whose inputs will tell its end
+        self._calls: dict[int, int] = {}  # unit in use -> calls that are not known to be over
         self._whole: dict[int, None] = {}
 
     def foresee(self, units: SequenceOf[Unit], *, whole: bool) -> None:
@@ -45,16 +45,19 @@ class BackwardUses:
         for index in sorted(self._whole, reverse=True):
             self.use(self._units[index])
 
-    def use(self, unit: Unit, *, watched: bool = False) -> None:
-        """Have a unit for this backward; ``watched`` if the inputs of the call that needs it will tell when it ends."""
+    def use(self, unit: Unit, *, lasting: bool = False) -> None:
+        """Have a unit for this backward; ``lasting`` if a call needs it until the gradients of its inputs have come.
+
+        Where the inputs of a call have none, nothing tells before the end: what is trained inside it may come last.
+        """
         if unit.index not in self._calls:
             self._calls[unit.index] = 0
             unit.holds += 1
             self._schedule.use(unit)
-        self._calls[unit.index] += watched
+        self._calls[unit.index] += lasting
 
     def call_ended(self, unit: Unit) -> None:
-        """The inputs of a watched call have their gradients."""
+        """The inputs of a call have their gradients."""
         if self._calls.get(unit.index, 0) > 0:
             self._calls[unit.index] -= 1
         self.end(unit)

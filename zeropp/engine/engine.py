@@ -207,7 +207,7 @@ class Engine:
         call.reached = self._backwards
         self._begin_backward()
         for unit in call.site.units:
-            self._backward.use(unit, watched=call.tracked and unit in call.site.frozen)
+            self._backward.use(unit, lasting=unit in call.site.frozen)
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""

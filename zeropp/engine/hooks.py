@@ -109,11 +109,6 @@ class BackwardCall:
         self._pass = -1  # the backward that has reached an input
         self._left = 0  # gradients of inputs that it has yet to compute
 
-    @property
-    def tracked(self) -> bool:
-        """Whether the inputs tell when this call's backward is over."""
-        return bool(self._inputs)
-
     def watch(self, inputs: list[Tensor]) -> list[RemovableHandle]:
         """Be told when backward has the gradients of all ``inputs`` that it computes."""
         self._inputs = [get_gradient_edge(tensor).node for tensor in inputs]
