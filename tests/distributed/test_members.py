@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import zeropp
+import zeropp.fsdp2
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import make_config
 from zeropp.members import find_members, is_fake
@@ -124,6 +126,21 @@ def test_nodes_that_host_names_contradict(name: str) -> None:
     for failure in run_ranks(4, placed, *given, catch=True, timeout=40):
         assert isinstance(failure, RankFailure) and failure.type_name == "ValueError"
         assert re.search(pattern, failure.message), failure.message
+
+
+def adapted(hosts: list[str]) -> set[str]:
+    """Classes of links that the FSDP2 adapter sends over, with host names as given and no launcher."""
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    model = fully_shard(nn.Linear(64, 64))
+    with patch.object(socket, "gethostname", lambda: hosts[dist.get_rank()]):
+        adapter = zeropp.fsdp2.apply(model)
+    model(torch.ones(1, 64)).sum().backward()
+    return {row.link for row in adapter.ledger.rows}
+
+
+def test_nodes_of_the_fsdp2_adapter_from_host_names() -> None:
+    assert run_ranks(4, adapted, ["a", "a", "b", "b"]) == [{"local", "cross"}] * 4
+    assert run_ranks(4, adapted, ["a"] * 4) == [{"local"}] * 4
 
 
 def without_a_backend() -> tuple[str, bool]:
