@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.fsdp2_oracle import Net, tokens
 
 PLAIN: dict[str, Any] = {"weights": None, "gradient_bits": None}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def sharded(reshard: bool | int = True, dtype: str = "fp32", reduce: str = "fp32", cls: Callable = Net) -> Any:
@@ -57,7 +57,8 @@ def plain_gradients(step: int, dtype: str = "fp32", model: nn.Module | None = No
     for rank in range(dist.get_world_size()):
         own = copy.deepcopy(model or Net()).to(DTYPES[dtype])
         own(tokens(step, rank)).backward()
-        found.append({name: p.grad.float() for name, p in own.named_parameters() if p.grad is not None})
+        wide = torch.promote_types(DTYPES[dtype], torch.float32)
+        found.append({name: p.grad.to(wide) for name, p in own.named_parameters() if p.grad is not None})
     return found
 
 

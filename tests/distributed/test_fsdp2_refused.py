@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from tests.distributed.fsdp2_models import PLAIN, gradients, hooks, sharded
 from tests.distributed.fsdp2_oracle import Net, tokens
 from tests.distributed.harness import run_ranks
 from zeropp import fsdp2
+from zeropp.fsdp2.options import Options
 
 
 def refused(case: str) -> str:
@@ -50,6 +52,13 @@ def unmixed(cls: type[nn.Module]) -> Any:
     model = cls()
     for block in model.blocks:
         fully_shard(block)
+    return fully_shard(model)
+
+
+def otherwise_frozen() -> nn.Module:
+    """The last rank trains one parameter less."""
+    model = Net()
+    model.head.bias.requires_grad_(dist.get_rank() < 3)
     return fully_shard(model)
 
 
@@ -93,6 +102,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "hops": (sharded, {"gather_hops": 3}),
     "timeout": (sharded, {"hang_timeout": 0.0}),
     "ranks disagree": (sharded, lambda: {"gradient_bits": (8, 8 if dist.get_rank() == 3 else 4)}),
+    "ranks train other parameters": (otherwise_frozen, {}),
     "one rank": (sharded, lambda: {"feedback": "cross", "beta": 2.0 if dist.get_rank() == 1 else 0.8}),
 }
 SAID = {
@@ -117,6 +127,7 @@ SAID = {
     "hops": "gather_hops is 3; expected 1 or 2",
     "timeout": "hang_timeout is 0.0",
     "ranks disagree": "ranks 0 and 3 disagree",
+    "ranks train other parameters": "ranks 0 and 3 disagree",
     "one rank": "beta is 2.0",
 }
 
@@ -128,6 +139,23 @@ def refused_all() -> dict[str, str]:
 def test_what_cannot_be_honoured_is_refused_on_every_rank() -> None:
     for said in run_ranks(4, refused_all, local_world_size=2):
         assert {case for case, text in said.items() if not re.search(SAID[case], text, re.DOTALL)} == set()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"feedback": "cross", "gradient_bits": (16, 4)},
+        {"feedback": "both", "gradient_bits": (8, 8), "beta": 0.0},
+        {"hadamard": True, "gradient_bits": (16, 8)},
+        {"hadamard": True, "gradient_bits": (4, 32)},
+        {"secondary": "codes", "gather_hops": 1, "local_world_size": 1},
+    ],
+    ids=str,
+)
+def test_what_fits_together_is_accepted(settings: dict[str, Any]) -> None:
+    defaults = {name: each.default for name, each in inspect.signature(fsdp2.apply).parameters.items()}
+    del defaults["model"]
+    Options(**{**defaults, **settings}).check()
 
 
 def late_changes() -> list[str]:

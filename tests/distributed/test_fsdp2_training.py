@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import zeropp_kernels as kernels
-from tests.distributed.fsdp2_models import DTYPES, PLAIN, buffers, gradients, hooks, sharded, units, whole
+from tests.distributed.fsdp2_models import (
+    DTYPES,
+    PLAIN,
+    buffers,
+    gradients,
+    hooks,
+    plain_gradients,
+    sharded,
+    units,
+    whole,
+)
 from tests.distributed.fsdp2_oracle import Net, bound, half_scales, rounded, table_of, tensors_of, tokens
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import apart
@@ -176,6 +186,21 @@ def test_plain_hops_are_fsdp2_up_to_the_order_of_sums(reshard: bool | int, dtype
         assert worst < 3e-6
 
 
+def exact(reshard: bool | int) -> list[str]:
+    """Gradients in float64 that are not those of plain torch, to more digits than float32 has."""
+    model = sharded(reshard, "fp64", "fp64", lambda: Net().double())
+    fsdp2.apply(model, **PLAIN)
+    model(tokens(0, dist.get_rank())).backward()
+    found, plain = gradients(model), plain_gradients(0, "fp64")
+    means = {name: torch.stack([each[name] for each in plain]).mean(0) for name in plain[0]}
+    return [name for name, mean in means.items() if apart(found[name], mean) > 1e-12 * float(mean.abs().max())]
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+def test_gradients_in_float64_are_summed_in_it(reshard: bool | int) -> None:
+    assert run_ranks(4, exact, reshard, local_world_size=2) == [[]] * 4
+
+
 # Bytes.
 
 
@@ -257,9 +282,10 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
         if sum(name.startswith("blocks.0 ") for name in state) != {"cross": 1, "both": 2}[feedback]:
             wrong.append(f"state has {list(state)}")
         following = one()
-        adapter.load_state_dict(state)
-        wrong += [] if torch.equal(one(), following) else ["a loaded state gave another gradient"]
-        adapter.reset_feedback()
+        for how in ("loaded", "loaded after a reset"):
+            adapter.load_state_dict(state)
+            wrong += [] if torch.equal(one(), following) else [f"a state that was {how} gave another gradient"]
+            adapter.reset_feedback()
         if any(bool(each.any()) for each in adapter.state_dict().values()):
             wrong.append("a cleared state is not empty")
         wrong += [] if torch.equal(one(), first) else ["a cleared state gave another gradient"]
@@ -273,9 +299,29 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
 def test_what_encoding_loses_goes_with_the_next_gradient() -> None:
     for single, several, _ in run_ranks(4, fed, None, local_world_size=2):
         assert several == pytest.approx(single)
-    one = [several for _, several, _ in run_ranks(4, fed, "cross", local_world_size=2)]
-    for (single, several, wrong), cross in zip(run_ranks(4, fed, "both", local_world_size=2), one, strict=True):
-        assert wrong == [] and several < cross < single and several < 0.35 * single
+    one = run_ranks(4, fed, "cross", local_world_size=2)
+    for both, cross in zip(run_ranks(4, fed, "both", local_world_size=2), one, strict=True):
+        single, several, wrong = both
+        assert wrong == cross[2] == [] and several < cross[1] < single and several < 0.35 * single
+
+
+def kept_share(beta: float | None) -> Tensor:
+    """The third of three gradients that are alike."""
+    model = sharded()
+    fsdp2.apply(model, weights=None, feedback="cross", beta=beta)
+    _, reduce, group = hooks(model.blocks[0])
+    rank, world = dist.get_rank(), dist.get_world_size()
+    out = torch.empty(reduce.numel // world)
+    for _ in range(3):
+        given = buffers(reduce.numel // world, torch.float32)[rank]
+        reduce(out, given.view(-1), group, dist.ReduceOp.AVG)
+    return out
+
+
+def test_the_share_of_an_old_error_that_is_kept_is_a_setting() -> None:
+    usual, same, less = (run_ranks(4, kept_share, beta, local_world_size=2) for beta in (None, 0.8, 0.2))
+    for rank in range(4):
+        assert torch.equal(usual[rank], same[rank]) and not torch.equal(usual[rank], less[rank])
 
 
 def frozen_units(feedback: str) -> tuple[list[float], list[str]]:

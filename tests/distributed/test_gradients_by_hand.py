@@ -107,6 +107,28 @@ def test_gradients_cleared(how: str, persist: int) -> None:
     assert max(run_ranks(2, cleared, how, persist)) < 1e-12
 
 
+def looked_at(persist: int) -> float:
+    """Between backward and step the model's own parameters are asked for their gradients, which they do not have."""
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    plain, sgd = model_and_sgd()
+    model, inner = model_and_sgd()
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(persist=persist))
+    for batch in batches(world):
+        for each, stepper, part in ((plain, sgd, batch), (model, optimizer, share(batch, rank))):
+            stepper.zero_grad()
+            each(part).backward()
+            for parameter in model.parameters() if each is model else ():
+                with pytest.raises(RuntimeError, match="partitioned over the ranks and not in"):
+                    _ = parameter.grad
+            stepper.step()
+    return worst(zeropp.full_state(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("persist", [0, 10_000])
+def test_a_gradient_that_was_asked_for_is_not_lost(persist: int) -> None:
+    assert max(run_ranks(2, looked_at, persist)) < 1e-12
+
+
 def halve(parameters: Any) -> None:
     for parameter in parameters:
         if parameter.grad is not None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 import zeropp
 from tests.distributed.harness import run_ranks
@@ -58,6 +59,14 @@ def under_no_grad(use: Use) -> Use:
     return run
 
 
+def summed(named: dict[str, Tensor]) -> Tensor:
+    """A function of the user's own that torch's overrides reach through a dict."""
+    if has_torch_function(tuple(named.values())):
+        result: Tensor = handle_torch_function(summed, tuple(named.values()), named)
+        return result
+    return torch.stack([value.sum() for value in named.values()]).sum()
+
+
 VALUES: dict[str, Use] = {
     "add": lambda p: p + 1,
     "radd": lambda p: 1 + p,
@@ -95,6 +104,8 @@ VALUES: dict[str, Use] = {
     "cpu": lambda p: p.cpu(),
     "double": lambda p: p.double(),
     "type": lambda p: p.type(torch.float64),
+    "type by keyword": lambda p: p.type(dtype=torch.float64),
+    "dict": lambda p: summed({"parameter": p}),
     "contiguous": lambda p: p.contiguous(),
     "sum": lambda p: p.sum(),
     "norm": lambda p: p.norm(),
@@ -251,6 +262,30 @@ def test_values_are_refused_on_a_single_rank() -> None:
         for wrong, off in run_ranks(1, touch, table, 20, [0], False, init=False):
             assert not wrong, "\n".join(wrong)
             assert off < 1e-6
+
+
+class Peeking(nn.Linear):
+    """Wants its present values while others are loaded."""
+
+    def _load_from_state_dict(self, *args: object) -> None:
+        torch.zeros(self.weight.shape).copy_(self.weight)
+        super()._load_from_state_dict(*args)
+
+
+def peek() -> float:
+    model = Held()
+    model.last = Peeking(8, 3)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    before = zeropp.full_state(model)
+    with pytest.raises(RuntimeError, match=r"copy_ on parameter 'last\.weight': its values are partitioned"):
+        model.load_state_dict(before)
+    off = worst(zeropp.full_state(model), before)
+    optimizer.close()
+    return off
+
+
+def test_values_are_refused_while_others_are_loaded() -> None:
+    assert run_ranks(2, peek) == [0.0, 0.0]
 
 
 def unasked(name: str, persist: int) -> tuple[str, float]:

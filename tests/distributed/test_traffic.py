@@ -113,5 +113,14 @@ def test_tokens_that_hide_what_crosses_nodes() -> None:
     longer = zeropp.plan.traffic(Square(), make_config(**BF16, **HPZ, **deferred), 4, 2)
     assert longer.tokens_to_hide(flops=4e14, bandwidth=5e10) == pytest.approx(4e14 / 5e10 / 2 / 4)
     assert "hidden from 16,000 tokens a rank and micro-batch on" in str(plan)
+    assert "hidden" not in str(zeropp.plan.traffic(Square(), make_config(**BF16), 4, 4)), "nothing crosses nodes"
     with pytest.raises(ValueError, match="world is 0"):
         zeropp.plan.traffic(Square(), {}, 0)
+
+
+def test_tokens_that_hide_frozen_weights() -> None:
+    """Backward of a trained weight sends 2 + 4 bytes for 4 operations, of a frozen one 2 bytes for 2."""
+    half = torch.nn.Sequential(Square(), Square().requires_grad_(False))
+    plan = zeropp.plan.traffic(half, make_config(**BF16, communication_data_type="fp32"), 4, 2)
+    assert plan.between_nodes == (2 + 6 + 2 + 2) * 2**20 // 2
+    assert plan.tokens_to_hide(flops=4e14, bandwidth=5e10) == pytest.approx(4e14 / 5e10 * (6 + 2) / (4 + 2) / 2)

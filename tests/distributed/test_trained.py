@@ -743,13 +743,14 @@ def test_complex_parameters_are_refused_by_name() -> None:
 
 
 def there_and_back() -> str:
-    """Rank 0 freezes a block and thinks again; that concerns nobody."""
+    """Rank 0 freezes a block and thinks again, and unfreezes another that is trained; that concerns nobody."""
     model = Tower().double()
     optimizer = wrap(model, hang_timeout=3)
     train(model, optimizer, 2)
     if dist.get_rank() == 0:
         model.blocks[0].requires_grad_(False)
         model.blocks[0].requires_grad_(True)
+        model.blocks[1].requires_grad_(True)
     return attempt(lambda: train(model, optimizer, 2))
 
 

@@ -1,0 +1,126 @@
+"""Which codec each hop's messages have, and what a codec does where no hop looks at it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeropp.codecs import BlockCodec, PlainCodec
+from zeropp.config import load_config
+from zeropp.differences import Lossless
+from zeropp.encoding import Encoding, choose_encoding
+from zeropp.layout import build_layout
+from zeropp.placement import HopSpec
+from zeropp_kernels import block_table
+
+INSIDE, BETWEEN = HopSpec(1, 2, (0, 1), "local"), HopSpec(2, 4, (0, 2), "cross")
+LONE = HopSpec(1, 4, (0, 1, 2, 3), "local")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """torch.empty gives NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def encoding(**zero: object) -> Encoding:
+    return choose_encoding(load_config({"zero_optimization": {"stage": 3, **zero}}))
+
+
+def test_bits_of_hops() -> None:
+    """The only hop takes those between nodes, even inside one."""
+    chosen = Encoding(bits=(8, 4), rotate=True)
+    assert chosen.gradient_codecs([INSIDE, BETWEEN], torch.float32) == [BlockCodec(8, True), BlockCodec(4, True)]
+    assert chosen.gradient_codecs([LONE], torch.float32) == [BlockCodec(4, True)]
+    assert Encoding(bits=(16, 32)).gradient_codecs([INSIDE, BETWEEN], torch.float16) == [
+        PlainCodec(torch.bfloat16), PlainCodec(torch.float32),
+    ]  # fmt: skip
+    assert Encoding().gradient_codecs([LONE], torch.float16) == [PlainCodec(torch.float16)]
+
+
+def test_hops_that_feed_back() -> None:
+    path = [INSIDE, BETWEEN]
+    for feedback, expected in ((None, [False, False]), ("cross", [False, True]), ("both", [True, True])):
+        assert [Encoding(feedback=feedback).feeds_back(path, hop) for hop in path] == expected
+        assert Encoding(feedback=feedback).feeds_back([LONE], LONE) is (feedback is not None)
+
+
+def test_sums_that_go_back_to_copies() -> None:
+    plain, codes = PlainCodec(torch.bfloat16), BlockCodec(4, True)
+    assert Encoding(rotate=True).return_codec([plain, codes]) == BlockCodec(8, True)
+    assert Encoding().return_codec([plain, codes]) == BlockCodec(8, False)
+    assert Encoding().return_codec([PlainCodec(torch.float32), plain]) == plain
+
+
+@pytest.mark.filterwarnings("ignore:weights are not encoded in stage 0")
+def test_codes_of_weights() -> None:
+    """Frozen ones that exist in codes only say nothing of those that are trained; stage 0 gathers none."""
+    frozen = encoding(zero_quantized_nontrainable_weights=True)
+    assert (frozen.weight_codec(True), frozen.weight_codec(False)) == (None, BlockCodec(8))
+    both = encoding(zero_quantized_weights=True)
+    assert both.weight_codec(True) == both.weight_codec(False) == BlockCodec(8)
+    none = encoding(stage=0, zero_quantized_weights=True, zero_quantized_nontrainable_weights=True)
+    assert none.weight_codec(True) is none.weight_codec(False) is None
+
+
+def encoded(codec: BlockCodec, values: Tensor) -> Tensor:
+    message = codec.empty(values.numel(), 1, CPU)
+    codec.encode_(message, values)
+    return message
+
+
+@pytest.mark.usefixtures("nan_memory")
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_of_codes(dtype: torch.dtype, accumulate: bool) -> None:
+    """Kernels sum in float32; into float64 by way of memory that held nothing."""
+    codec = BlockCodec(8)
+    values = torch.arange(-127, 128).repeat(2)  # these and their multiples are codes themselves
+    both = torch.cat([encoded(codec, values * factor) for factor in (1.0, 4.0)])
+    out = torch.full(values.shape, 7.0, dtype=dtype)
+    codec.decode_sum_(list(both.chunk(2)), out, scale=0.5, accumulate=accumulate)
+    assert torch.equal(out, 2.5 * values.to(dtype) + (7.0 if accumulate else 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_codes_decode_to_any_dtype(dtype: torch.dtype) -> None:
+    codec, values = BlockCodec(8), torch.arange(-127, 128).to(dtype)
+    out = torch.zeros(values.shape, dtype=dtype)
+    codec.decode_(encoded(codec, values), out, count=1)
+    assert torch.equal(out, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_packed_in_the_order_of_their_parameters(dtype: torch.dtype) -> None:
+    """Whatever order they lie in; where there is none, zeros."""
+    shape, last = (2, 3, 4, 5), (60, 1, 15, 3)
+    layout = build_layout([("images", shape, last), ("unused", (9,), (1,)), ("plain", (7, 3), (3, 1))], 1)
+    numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
+    images, plain = torch.randn(shape, dtype=dtype), torch.randn(3, 7, dtype=dtype).t()
+    whole = torch.zeros(layout.numel)
+    for view, value in zip(layout.views(whole), (images, torch.zeros(9), plain), strict=True):
+        view.copy_(value)
+    codec = BlockCodec(8)
+    packed = codec.empty(layout.numel, 1, CPU)
+    table = block_table(numels, offsets, layout.numel)
+    codec.pack_(packed, [images, None, plain], layout, table, count=1, feedback=None)
+    assert torch.equal(packed, encoded(codec, whole))
+
+
+@pytest.mark.parametrize(("count", "factor"), [(1, 1.0), (2, 0.5), (3, 0.25), (4, 0.25), (5, 0.125), (8, 0.125)])
+def test_headroom_is_no_more_than_a_sum_needs(count: int, factor: float) -> None:
+    assert PlainCodec(torch.float16).headroom(count) == factor
+    assert PlainCodec(torch.bfloat16).headroom(count) == BlockCodec(4).headroom(count) == 1.0
+
+
+def test_differences_that_take_as_many_bytes_as_weights_are_not_taken() -> None:
+    codec = Lossless()
+    codec.take_room((0, 0), 1024, 1)
+    nbytes = codec.nbytes(1024)
+    assert [codec.take_room((0, 0), 1024, most) for most in (nbytes - 1, nbytes, nbytes + 1)] == [False, False, True]
