@@ -120,7 +120,7 @@ def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ..
     for size, stride in sorted(
         ((n, s) for n, s in zip(shape, strides, strict=True) if n != 1), key=lambda pair: pair[1]
     ):
-        if stride != expected or size == 0:
+        if stride != expected:
             break
         expected *= size
     else:

@@ -255,6 +255,7 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
     return wrong
 
 
+CODED = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
 OWNED = {
     "fp32": (torch.float32, False, {}),
     "fp32-frozen": (torch.float32, True, {}),
@@ -270,6 +271,10 @@ OWNED = {
     "hpz": (torch.float32, True, {"zero_hpz_partition_size": 2, "persist": 100}),
     "hpz-bf16": (torch.float32, False, {"zero_hpz_partition_size": 2, "bf16": {"enabled": True}}),
     "fp32-wire": (torch.float32, True, {"bf16": {"enabled": True}, "communication_data_type": "fp32"}),
+    "feedback": (torch.float32, True, {**CODED, "zeropp_loco_param": {}, "feedback": "both", "persist": 100}),
+    "feedback-cross": (torch.float32, True, {**CODED, "zeropp_loco_param": {}, "bf16": {"enabled": True}}),
+    "hpz-codes": (torch.float32, True, {**CODED, "zero_hpz_partition_size": 2, "secondary": "codes"}),
+    "frozen-codes": (torch.float32, True, {"zero_quantized_nontrainable_weights": True, "persist": 100}),
 }
 
 

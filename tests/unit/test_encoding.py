@@ -98,11 +98,11 @@ def test_codes_decode_to_any_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_gradients_are_packed_in_the_order_of_their_parameters(dtype: torch.dtype) -> None:
-    """Whatever order they lie in, and whatever dtype they have; where there is none, zeros."""
+    """Whatever order they lie in; where there is none, zeros."""
     shape, last = (2, 3, 4, 5), (60, 1, 15, 3)
     layout = build_layout([("images", shape, last), ("unused", (9,), (1,)), ("plain", (7, 3), (3, 1))], 1)
     numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
-    images, plain = torch.randn(shape, dtype=dtype), torch.randn(3, 7).t()
+    images, plain = torch.randn(shape, dtype=dtype), torch.randn(3, 7, dtype=dtype).t()
     whole = torch.zeros(layout.numel)
     for view, value in zip(layout.views(whole), (images, torch.zeros(9), plain), strict=True):
         view.copy_(value)
