@@ -202,7 +202,9 @@ def _intercept(
                 if trained != parameter.requires_grad:
                     keeper.note_trained(parameter, trained)
                 return func(*args, **kwargs)
-            if func is _COPY and parameter is args[0] and keeper.take_loaded(parameter, args[1]):
+            # What is copied may be released itself: the NaN that stands for its values must not be taken for them.
+            loads = func is _COPY and parameter is args[0] and not is_guarded(args[1])
+            if loads and keeper.take_loaded(parameter, args[1]):
                 return parameter
             if not keeper.fetch_touched(parameter):
                 raise _refusal(func, tag.name, parameter)

@@ -380,3 +380,18 @@ def test_a_state_that_one_rank_saved_for_all_is_named() -> None:
     assert first[0] == "RuntimeError" and "ranks [1] do not fit" in first[1]
     for kind, message in run_ranks(2, load_state_of, 1, 8):
         assert kind == "ValueError" and "saved by rank 1 of 8, and there are 2 ranks now" in message
+
+
+def load_released(other: bool) -> tuple[str, bool]:
+    """What is said of a state dict of released parameters, and whether the weights are finite afterwards."""
+    model, _ = wrap(Recipe())
+    source, _ = wrap(Recipe(), seed=8)
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(dict((source if other else model).named_parameters()))
+    return str(caught.value), all(bool(value.isfinite().all()) for value in zeropp.full_state(model).values())
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_released_parameters_are_no_state_dict(other: bool) -> None:
+    for message, finite in run_ranks(2, load_released, other):
+        assert "partitioned over the ranks" in message and finite
