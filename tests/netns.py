@@ -68,6 +68,11 @@ class Counters:
         """Without headers, and without what TCP sent again: whole frames, though a segment may fill less of one."""
         return self.sent_bytes - _HEADERS * self.sent_packets - (_FRAME - _HEADERS) * self.resent_segments
 
+    @property
+    def most_payload_bytes(self) -> int:
+        """The same, had every segment that was sent again been an empty one."""
+        return self.sent_bytes - _HEADERS * self.sent_packets
+
     def __sub__(self, other: Counters) -> Counters:
         return Counters(
             self.received_bytes - other.received_bytes,

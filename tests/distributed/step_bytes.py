@@ -54,6 +54,7 @@ def main(local: int, steps: int, dtype: str) -> None:
     dist.all_gather_object(rows, counted)
     if dist.get_rank() == 0:
         found = {"ledger": sum(rows), "payload": carried.payload_bytes, "resent": carried.resent_segments}
+        found["most"] = carried.most_payload_bytes
         print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -64,7 +64,7 @@ def train(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> fl
     return max(off, worst(zeropp.full_state(model), plain.state_dict()))
 
 
-REFUSALS = ("the ranks are no longer in step", "backward reached a weight whose unit was released")
+REFUSALS = ("The ranks are no longer in step", "backward reached a weight whose unit was released")
 LEAST = 0.95  # of the modules must train; all of the forty do
 
 

@@ -630,7 +630,7 @@ def alone() -> str:
 
 def test_one_rank_alone_is_an_error_on_all() -> None:
     for said in run_ranks(2, alone):
-        assert "the ranks are no longer in step" in said
+        assert "The ranks are no longer in step" in said
         assert "rank 0 was changing which parameters are trained" in said
 
 

@@ -88,7 +88,8 @@ class Trainability:
 
     def _check_same(self, engine: Engine, wanted: dict[str, bool]) -> None:
         doing = "changing which parameters are trained"
-        rows = engine.agreement.exchange(TRAINED, [zlib.crc32(repr(wanted).encode())], doing)
+        code = zlib.crc32(repr(wanted).encode())
+        rows = engine.agreement.exchange(TRAINED, [code], doing, "requires_grad_()")
         if all(row == rows[0] for row in rows):
             return
         tables = engine.agreement.exchange_objects(wanted, doing)
