@@ -77,8 +77,10 @@ class Window:
         """A backward has failed: what it leaves, a ``zero_grad()`` is to discard."""
         self._keeps = False
 
-    def ask(self) -> bool:
-        """``step()`` was called: whether it is taken."""
+    def ask(self, *, now: bool = False) -> bool:
+        """``step()`` was called: whether it is taken. ``now`` takes what is there, if anything is."""
+        if now:
+            return self._owned or self.count > 0
         if self.unfinished:
             self._asked = self._ever_asked = self._keeps = True
             return False

@@ -250,7 +250,7 @@ class ZeroOptimizer(Optimizer):
                 loss = closure()
             closure = None
         self.engine.require_idle("step")
-        taken = window.count > 0 if now and not window.owned else now or window.ask()
+        taken = window.ask(now=now)
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
             warnings.warn(warning, stacklevel=2)
