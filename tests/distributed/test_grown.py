@@ -96,6 +96,23 @@ def check_many(count: int, number: int) -> None:
     assert sum(trained) >= LEAST * len(trained), f"only {sum(trained)} of {len(trained)} trained, seed {number}"
 
 
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("spec", [
+    pytest.param(
+        ("either", ("list", (("linear",), ("residual", ("linear",)), ("bare",))),
+         ("sequence", (("tied", 1), ("again", 1)))),
+        id="a module inside a unit's owner that another parent calls, too",
+    ),
+    pytest.param(
+        ("either", ("checkpoint", ("linear",), False), ("checkpoint", ("frozen", ("tied", 1)), True)),
+        id="recomputed in backward by the ranks that take one branch, where no order has that twice",
+    ),
+])  # fmt: skip
+def test_modules_that_were_refused(spec: Spec, micro: int, spread: bool) -> None:
+    assert check(spec, {"persist": 20}, micro, spread)
+
+
 def test_forty_modules() -> None:
     check_many(40, 1)
 

@@ -27,8 +27,8 @@ class Average:
     """
 
     def __init__(self, engine: Engine, decay: float) -> None:
+        engine.require_idle("ema()")
         self._engine = engine
-        self._refuse_applied("ema()")
         self._pieces: dict[FlatBuffer, Tensor] = {}
         self.decay = decay
         self.updates = 0
@@ -42,7 +42,6 @@ class Average:
     def update(self) -> None:
         """``average = decay * average + (1 - decay) * weights``; after each step that was taken. Not collective."""
         self._engine.require_idle("update() of an average")
-        self._refuse_applied("update()")
         self._join()
         torch._foreach_lerp_(list(self._pieces.values()), [b.shard for b in self._pieces], 1 - self.decay)
         self.updates += 1
@@ -57,7 +56,6 @@ class Average:
             RuntimeError: a pass is running, ranks are at different calls; or training goes on inside.
         """
         self._engine.require_idle("applying an average")
-        self._refuse_applied("applied()")
         self._engine.agreement.meet("applied() of an average")
         self._join()
         self._swap()
@@ -67,11 +65,6 @@ class Average:
         finally:
             self._engine.averaged = False
             self._swap()
-
-    def _refuse_applied(self, what: str) -> None:
-        """Main weights and averages have changed places."""
-        if self._engine.averaged:
-            raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
 
     @torch.no_grad()
     def _swap(self) -> None:
@@ -85,7 +78,7 @@ class Average:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's pieces; every rank saves its own, beside ``optimizer.state_dict()``."""
-        self._refuse_applied("state_dict() of an average")
+        self._engine.require_idle("state_dict() of an average")
         self._join()
         return {"decay": self.decay, "updates": self.updates, "pieces": [p.clone() for p in self._pieces.values()]}
 
@@ -95,7 +88,7 @@ class Average:
         Raises:
             ValueError: pieces of other sizes: of another rank, model or partition.
         """
-        self._refuse_applied("load_state_dict() of an average")
+        self._engine.require_idle("load_state_dict() of an average")
         self._join()
         given, own = ([piece.numel() for piece in pieces] for pieces in (state["pieces"], self._pieces.values()))
         if given != own:

@@ -358,6 +358,21 @@ def _broadcast(tensor: torch.Tensor, comm: Comm, device: torch.device) -> None:
     tensor.detach().copy_(values)
 
 
+def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
+    """Modules on any way down from the root that avoids those in ``whole``; one that two parents share may be in both.
+
+    Identities go in and come out.
+    """
+    found: set[int] = set()
+    ahead = [model]
+    while ahead:
+        module = ahead.pop()
+        if id(module) not in found and id(module) not in whole:  # modules may refer to each other in a circle
+            found.add(id(module))
+            ahead += module.children()
+    return found
+
+
 def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
     """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
     modules = dict(model.named_modules())
@@ -373,13 +388,15 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
             if unit is not None and unit.announced:
                 found[unit.index] = unit
 
-    covered: set[int] = set()  # modules whose parameters an owner above has fetched
+    whole: set[int] = set()  # modules that an owner fetches with everything in them
     for owner in (owner for spec in specs for owner in spec.owners):
         need(owner.path, owner.recurse)
-        inside = modules[owner.path].modules() if owner.recurse else [modules[owner.path]]
-        covered.update(id(module) for module in inside)
+        if owner.recurse:
+            whole.add(id(modules[owner.path]))
+    outside = _reached_outside(model, whole)
     for path, module in modules.items():
-        if id(module) not in covered and not never_called(module) and any(True for _ in direct_parameters(module)):
+        uses = not never_called(module) and any(True for _ in direct_parameters(module))
+        if id(module) in outside and path not in needs and uses:
             need(path, recurse=False)
     for path in [path for path in needs if path]:
         parts = path.split(".")

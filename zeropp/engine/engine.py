@@ -36,10 +36,6 @@ from zeropp.unit import Unit, UnitState
 
 __all__ = ["Engine"]
 
-_TRAINING = (  # what is refused while an average is applied
-    "backward", "step", "clip_grad_norm_", "add_param_group", "state_dict", "load_state_dict", "load_state_dict()",
-    "requires_grad_", "train() of the optimizer", "eval() of the optimizer",
-)  # fmt: skip
 _MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
 
 
@@ -138,7 +134,7 @@ class Engine:
     def _enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         changed = None
         if not self.running:
-            self.require_idle("the model")
+            self.require_idle("the model", averaged=True)
             self.finish_load()
             self.refresh.start_put_off()
             self._begin_forward(site, training)
@@ -161,6 +157,8 @@ class Engine:
     def _leave(self, site: Site, *, returns: Return, failed: bool) -> None:
         if returns is not Return.NEVER and self.phase is Phase.FORWARD:
             self._backward.foresee(site.units, whole=returns is Return.UNANNOUNCED)
+        elif returns is not Return.NEVER:
+            self.schedule.expect_again(site.units)  # checkpointing has run it again, and its backward follows
         if failed and self.agreement.lost is not None:
             return self.recover()
         for unit in site.units:
@@ -260,7 +258,7 @@ class Engine:
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """A released parameter is used outside its module; see :class:`zeropp.guard.Keeper`."""
         if self.closed:
-            self.require_idle("the model")
+            self.require_idle("the model", averaged=True)
         if self.phase is Phase.IDLE:
             return False
         self._touched.use(self._unit_of[id(parameter)])
@@ -284,8 +282,10 @@ class Engine:
             self.recover()
         return self.phase is not Phase.IDLE
 
-    def require_idle(self, what: str, *, lent: bool = False) -> None:
-        """Refuse a call in the middle of a pass or, unless ``lent``, inside GatheredParameters.
+    def require_idle(self, what: str, *, lent: bool = False, averaged: bool = False) -> None:
+        """Refuse a call in the middle of a pass; unless ``lent``, inside GatheredParameters.
+
+        And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume.
 
         Raises:
             RuntimeError: a pass is running, parameters are lent, averages applied, or the engine was closed.
@@ -296,7 +296,7 @@ class Engine:
             raise RuntimeError(f"{what} was called in the middle of a {self.phase.value}; call it between passes")
         if self.lent and not lent:
             raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first")
-        if self.averaged and what in _TRAINING:
+        if self.averaged and not averaged:
             raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
 
     def recover(self) -> None:

@@ -131,9 +131,8 @@ class _Loan:
     """Whole values of one engine's parameters, lent to them."""
 
     def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
-        engine.require_idle("GatheredParameters", lent=True)
-        if engine.averaged and modifier_rank is not None:
-            raise RuntimeError("weights are edited while an average of them is applied; leave that first")
+        edits = modifier_rank is not None
+        engine.require_idle(f"GatheredParameters with modifier_rank {modifier_rank}", lent=True, averaged=not edits)
         if modifier_rank is not None and modifier_rank not in engine.comm.ranks:
             ranks = list(engine.comm.ranks)
             raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")

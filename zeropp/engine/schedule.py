@@ -149,6 +149,13 @@ class Schedule:
         """The next backward may use what the running forward has used."""
         self._foreseen.update(index for index in indices if not self.units[index].persistent)
 
+    def expect_again(self, units: SequenceOf[Unit]) -> None:
+        """The running phase will come back to these; where its known order does not, they stay to its end."""
+        for unit in units:
+            sequence = None if unit.persistent else self._sequence
+            if sequence is not None and sequence.find(unit.index, self._position) is None:
+                self._keep(unit.index)
+
     def in_forward_order(self) -> list[Unit]:
         """All units as the next forward will want them: those used anywhere, then in the order of the last one."""
         sequence = self.sequences.expected(self._forward)

@@ -69,7 +69,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
         (float64 for float64 models) whatever the compute dtype, everything else in its own dtype.
     """
     engine = engine_of(model)
-    engine.require_idle("full_state")
+    engine.require_idle("full_state", averaged=True)
     engine.agreement.meet("full_state()")
     keep = not rank0_only or engine.comm.rank == 0
     values: dict[int, Tensor] = {}
@@ -135,7 +135,7 @@ class _Saving:
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
         engine = _alive(self.engine)
-        engine.require_idle("state_dict()")
+        engine.require_idle("state_dict()", averaged=True)
         if keep_vars:
             raise RuntimeError(
                 "state_dict(keep_vars=True) asks for the live parameters, whose values are partitioned; leave "

@@ -183,7 +183,7 @@ class ZeroOptimizer(Optimizer):
         They are sent with the first backward outside, or by ``step``. Costs one whole gradient of memory. Beside
         torch's GradScaler the last backward must be outside, since it unscales what has been sent by then.
         """
-        self.engine.require_idle("no_sync")
+        self.engine.require_idle("no_sync", averaged=True)
         reductions = self.engine.reductions
         before, reductions.no_sync = reductions.no_sync, True
         try:
@@ -314,7 +314,7 @@ class ZeroOptimizer(Optimizer):
             set_to_none: as in torch; memory of the shards stays, whatever it says.
             now: discard the gradients of an unfinished window, too.
         """
-        self.engine.require_idle("zero_grad")
+        self.engine.require_idle("zero_grad", averaged=True)
         self.engine.zero_grad(now=now)
 
     def _forget_unsent(self) -> bool:
