@@ -76,6 +76,7 @@ class Gradient:
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
         self._holds = 0  # backwards in ``held``
+        self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
         if isinstance(paths.straight.codec, BlockCodec):
             numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
@@ -104,10 +105,12 @@ class Gradient:
             whole = self._hold_whole(gradients)
             if hold:
                 return None
+            self._scaled = path.codec.headroom(self._holds)
             message = path.empty(self.layout.numel, self.device)
-            path.encode_(message, whole)
-            self.held = None
+            path.encode_(message, whole if self._scaled == 1.0 else whole * self._scaled)
+            self.held, self._holds = None, 0
             return message
+        self._scaled = 1.0
         message = path.empty(self.layout.numel, self.device)
         path.pack_(message, gradients, self.layout, self._table)
         return message
@@ -123,6 +126,7 @@ class Gradient:
         """Add to the held sum without rounding to the wire dtype."""
         if self.held is None:
             self.held = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
+        self._holds += 1
         views = self.layout.views(self.held)
         present = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
         if present:
@@ -138,6 +142,7 @@ class Gradient:
         """
         links = self.paths.links
         left: list[Stage] = []
+        scale /= self._scaled  # now: another message may be packed before this one's stages run
 
         def work(number: int) -> None:
             if number == 0:

@@ -90,6 +90,12 @@ class _Tag:
         self.own_dtype = own
         self.layout = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
+    def __reduce__(self) -> tuple[object, ...]:
+        raise TypeError(
+            f"parameter {self.name!r} is managed by zeropp and cannot be pickled: it lies in the memory of its whole "
+            "unit. Save parameter.detach().clone() inside zeropp.zero.GatheredParameters, or zeropp.full_state(model)"
+        )
+
 
 _GUARDS: dict[type[nn.Parameter], type[nn.Parameter]] = {}
 

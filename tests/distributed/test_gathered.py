@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -53,6 +55,22 @@ def wrapped(settings: dict[str, object], dtype: torch.dtype = torch.float64) -> 
     plain = copy.deepcopy(model)
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     return model, plain, zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+
+
+def pickled() -> str:
+    model, _, _ = wrapped({})
+    with GatheredParameters(model):
+        whole = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        torch.save(whole, io.BytesIO())
+        with pytest.raises(TypeError) as caught:
+            torch.save(model.blocks[0].lin.weight, io.BytesIO())
+    return str(caught.value)
+
+
+def test_a_lent_parameter_cannot_be_pickled_and_says_what_can() -> None:
+    for message in run_ranks(2, pickled):
+        said = re.match(r"parameter .blocks.0.lin.weight. .* Save parameter.detach\(\).clone\(\) inside", message)
+        assert said, message
 
 
 def edit(model: Stack) -> None:

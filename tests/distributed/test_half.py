@@ -54,9 +54,9 @@ def test_a_mean_that_float16_can_hold_is_finite(name: str) -> None:
         torch.testing.assert_close(weight, expected, rtol=2**-10, atol=0)  # one rounding to float16 a hop
 
 
-@pytest.mark.parametrize("name", ["deferred", "mics, held"])
+@pytest.mark.parametrize("name", ["stage 1", "deferred", "mics, held"])
 def test_a_sum_of_backwards_beyond_float16_may_be_held(name: str) -> None:
-    """What a node holds is the sum over its ranks and its backwards; it goes on scaled down by both."""
+    """What a rank or a node holds is the sum over its backwards and ranks; it goes on scaled down by both."""
     expected = torch.full((300,), 1 - 4 * RATE * SLOPE)
     for skipped, weight in run_ranks(4, stepped, PLACED[name], 2, False, local_world_size=2):
         assert skipped == 0

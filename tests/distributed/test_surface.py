@@ -91,6 +91,25 @@ def test_a_mode_that_is_on_already_sends_nothing() -> None:
         assert changed > same == 0
 
 
+def switched_alone() -> str:
+    """The error of a rank that evaluates alone, or goes on."""
+    model = Routed()
+    inner = schedulefree.SGDScheduleFree(model.parameters(), lr=0.1)
+    optimizer: Any = zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=3))
+    optimizer.train()
+    with pytest.raises(RuntimeError) as caught:
+        if dist.get_rank() == 0:
+            optimizer.eval()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_mode_that_one_rank_switches_is_named() -> None:
+    for message in run_ranks(2, switched_alone):
+        assert message.startswith("rank 0 called eval() of the optimizer alone; it is collective"), message
+
+
 # Averages.
 
 

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -56,6 +57,22 @@ def test_a_rank_that_waits_says_so_once() -> None:
 def test_a_wait_that_is_short_or_unwatched_is_not_told() -> None:
     assert [said for said, _ in run_ranks(2, late, 0.3, 30)] == [[], []]
     assert [said for said, _ in run_ranks(2, late, 1.0, None)] == [[], []]
+
+
+def wraps_late(seconds: float) -> list[str]:
+    """What a rank says of waiting for another that wraps the model later."""
+    with logged() as messages, mock.patch("zeropp.engine.build._SILENCE", 0.4):
+        if dist.get_rank() == 1:
+            time.sleep(seconds)
+        wrapped()
+    return [message for message in messages if "waiting" in message]
+
+
+def test_a_rank_that_waits_to_wrap_says_so() -> None:
+    said, silent = run_ranks(2, wraps_late, 1.0)
+    assert silent == [] and len(said) == 1
+    assert said[0].startswith("rank 0 has been waiting at preparing ZeroOptimizer for 0.4 s; some rank has not come")
+    assert run_ranks(2, wraps_late, 0.0) == [[], []]
 
 
 def both() -> tuple[list[str], str]:

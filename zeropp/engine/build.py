@@ -30,6 +30,7 @@ from zeropp.engine.state import install_state_hooks
 from zeropp.engine.structure import watch_structure
 from zeropp.engine.takeover import Former, former_engines, give_to_modules
 from zeropp.engine.trainability import Trainability, install_gradient_hooks, refuse_complex
+from zeropp.engine.watch import warn_of_waiting
 from zeropp.engine.window import Window
 from zeropp.guard import is_managed, own_dtype, register
 from zeropp.members import (
@@ -49,6 +50,7 @@ from zeropp.units import UnitOptions, UnitSpec, direct_parameters, form_units, n
 __all__ = ["Group", "build_engine", "together", "unit_options"]
 
 _T = TypeVar("_T")
+_SILENCE = 30.0  # seconds to wait for other ranks without a word, where warn_after may not be known yet
 
 
 def together(group: Group, what: str, work: Callable[[], _T], *, same: bool = False) -> _T:
@@ -71,7 +73,9 @@ def together(group: Group, what: str, work: Callable[[], _T], *, same: bool = Fa
         result = work()
     except Exception as caught:
         error = caught
-    accounts = _exchange(group, (error and f"{type(error).__name__}: {error}", repr(result) if same else ""))
+    late = f"waiting at {what} for {_SILENCE:g} s; some rank has not come; it is collective: every rank calls it"
+    with warn_of_waiting(_SILENCE, f"rank {whereabouts()[0]} has been {late}"):
+        accounts = _exchange(group, (error and f"{type(error).__name__}: {error}", repr(result) if same else ""))
     if error is not None:
         raise error
     for rank, (failure, value) in enumerate(accounts):

@@ -20,13 +20,25 @@ import torch.distributed as dist
 from zeropp._compat import default_store
 from zeropp.engine.accounts import Account, likely_cause, name_ranks
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "warn_of_waiting"]
 
 _log = logging.getLogger("zeropp")
 
 _LOOKS = 4  # before waiting is long
 _GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
 _JOINING = 2.0  # seconds at the end of the program
+
+
+@contextlib.contextmanager
+def warn_of_waiting(after: float, words: str) -> Iterator[None]:
+    """Log ``words`` if what is inside takes longer than ``after`` seconds; where ranks have no common store yet."""
+    timer = threading.Timer(after, _log.warning, args=("%s", words))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass(eq=False)

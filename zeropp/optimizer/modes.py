@@ -18,13 +18,14 @@ def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
     """Call ``train`` or ``eval`` of a wrapped optimizer; what it makes of this rank's slices are new weights.
 
     Every rank calls it, as often as it likes: nothing travels unless the mode changes, which such optimizers note in
-    their groups.
+    their groups. Where it does, the ranks make sure that they all are here.
     """
     engine.require_idle(f"{name}() of the optimizer")
     engine.refresh.settle()
     before = _state(optimizer)
     getattr(optimizer, name)()
     if _state(optimizer) != before:
+        engine.agreement.meet(f"{name}() of the optimizer")
         engine.weights_changed(engine.trainable, for_now=True)
 
 
