@@ -22,17 +22,17 @@ class _Structure:
     """The tree of modules as it was; it holds modules below the root, so only the root may hold it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.parameters: set[int] = set()
+        self._apart: dict[int, nn.Parameter] = {}  # known ones that nobody partitions; held, or ids might be used again
         self.note(model)
 
     def note(self, model: nn.Module) -> None:
         """This is how it is to be from now on."""
         tables = [table for module in model.modules() for table in (module._modules, module._parameters)]
         self._tables: list[dict[str, Any]] = tables
-        self._entries = list(chain.from_iterable(map(_values, self._tables)))  # or ids might be used again
+        self._entries = list(chain.from_iterable(map(_values, self._tables)))  # held for the same reason
         self._ids = list(map(id, self._entries))
         self._own = {id(module): set(map(id, module._parameters.values())) for module in model.modules()}
-        self.parameters |= {id(parameter) for parameter in model.parameters()}
+        self._apart |= {id(parameter): parameter for parameter in model.parameters() if not is_managed(parameter)}
 
     def has_changed(self) -> bool:
         """Looks at identities alone, in loops of the interpreter's own: this runs before every forward."""
@@ -50,7 +50,7 @@ class _Structure:
 
     def new_in(self, model: nn.Module) -> list[str]:
         """Names of parameters that nobody partitioned."""
-        return [n for n, p in model.named_parameters() if id(p) not in self.parameters and not is_managed(p)]
+        return [n for n, p in model.named_parameters() if id(p) not in self._apart and not is_managed(p)]
 
 
 def watch_structure(model: nn.Module, engine: Engine) -> None:
