@@ -16,17 +16,16 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm import Hop
+from zeropp.comm.hops import Hop
+from zeropp.comm.ledger import Ledger
 from zeropp.config import Config
-from zeropp.encoding import choose_encoding
-from zeropp.engine.buffers import BufferMaker
-from zeropp.engine.build import unit_options
-from zeropp.flat_buffer import FlatBuffer
-from zeropp.layout import BufferLayout
-from zeropp.ledger import Ledger
 from zeropp.optimizer.feedback import CarriedErrors
-from zeropp.placement import HopSpec, choose_mode
-from zeropp.units import form_units
+from zeropp.params.build import BufferMaker
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.partition.layout import BufferLayout
+from zeropp.partition.levels import HopSpec, choose_mode
+from zeropp.partition.units import form_units, unit_options
+from zeropp.wire.encoding import choose_encoding
 
 MEETING_SECONDS = 600.0  # a rank that does not come has failed; on a card the first calls compile kernels
 
@@ -61,7 +60,7 @@ class VirtualHop(Hop):
 
 @dataclass
 class VirtualComm:
-    """What BufferMaker asks of a :class:`zeropp.comm.Comm`, for one of the virtual ranks."""
+    """What BufferMaker asks of a :class:`zeropp.comm.hops.Comm`, for one of the virtual ranks."""
 
     rank: int
     local: int

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zeropp.codecs import BlockCodec
-from zeropp.differences import BASES, Lossless, make_difference_codec
+from zeropp.wire.codecs import BlockCodec
+from zeropp.wire.differences import BASES, Lossless, make_difference_codec
 
 
 class Plain:

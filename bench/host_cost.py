@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeropp
 from zeropp._compat import all_gather_single
-from zeropp.streams import InlineStream, Lanes, ThreadStream
+from zeropp.comm.streams import InlineStream, Lanes, ThreadStream
 
 PARAMETERS = 12
 TARGET_US = 60

@@ -7,9 +7,9 @@ they are used and let go right after.
 from __future__ import annotations
 
 from zeropp import plan, zero
+from zeropp.access.average import ema
+from zeropp.access.state import comm_report, full_state
 from zeropp.config import Config, ConfigError, load_config
-from zeropp.engine.average import ema
-from zeropp.engine.state import comm_report, full_state
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = [

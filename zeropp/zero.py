@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeropp.engine.external import register_external_parameter
-from zeropp.engine.gathered import GatheredParameters
+from zeropp.access.external import register_external_parameter
+from zeropp.access.gathered import GatheredParameters
 
 __all__ = ["GatheredParameters", "register_external_parameter"]

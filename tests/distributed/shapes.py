@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import zeropp
 from zeropp.config.extension import ExtensionConfig
 from zeropp.config.zero import ZeroConfig
-from zeropp.unit import Unit, UnitState
+from zeropp.params.unit import Unit, UnitState
 
 __all__ = [
     "Block",

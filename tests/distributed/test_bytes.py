@@ -15,8 +15,8 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Block, make_config
 from tests.netns import EACH, UNDER, beside, private_network
-from zeropp.layout import BLOCK
-from zeropp.ledger import Ledger
+from zeropp.comm.ledger import Ledger
+from zeropp.partition.layout import BLOCK
 
 SCRIPT = Path(__file__).with_name("step_bytes.py")
 

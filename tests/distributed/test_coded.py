@@ -14,7 +14,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
 from tests.distributed.test_quantized import Model, decoded, tokens
 from tests.distributed.watch import watch_weights
-from zeropp.engine.owned import owned_bytes
+from tests.owned import owned_bytes
 
 CODED = {"zero_quantized_nontrainable_weights": True}
 PLACED: dict[str, dict[str, object]] = {

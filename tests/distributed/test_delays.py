@@ -16,12 +16,12 @@ import torch.distributed as dist
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import Block
 from tests.distributed.parity import Recipe, Trained, build, train_zero
-from zeropp import streams
-from zeropp.comm import Comm, Hop
-from zeropp.flat_buffer import FlatBuffer
-from zeropp.gradient import Gradient
+from zeropp.comm import streams
+from zeropp.comm.hops import Comm, Hop
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.paths import GatherPath
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.gradient import Gradient
+from zeropp.wire.paths import GatherPath
 
 # Where a rank can be slow: (class, method, before or after it).
 PLACES: dict[str, tuple[Any, str]] = {

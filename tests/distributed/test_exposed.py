@@ -12,7 +12,7 @@ import torch
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Routed, make_config
-from zeropp.comm import Hop
+from zeropp.comm.hops import Hop
 
 SLOW = 0.6  # seconds; more than a busy machine holds a rank up
 

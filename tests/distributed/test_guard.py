@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Pair, Routed, apart, chain, make_config, shards, worst
-from zeropp.engine.owned import live_numel
+from tests.owned import live_numel
 
 REMEDY = ("state_dict", "full_state", "before wrapping", "optimizer.clip_grad_norm_", "optimizer.zero_grad")
 

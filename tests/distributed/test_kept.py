@@ -15,9 +15,9 @@ import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import Block, apart, make_config, worst
-from zeropp.engine.refresh import Refresh
-from zeropp.flat_buffer import FlatBuffer
-from zeropp.streams import Stage
+from zeropp.comm.streams import Stage
+from zeropp.order.refresh import Refresh
+from zeropp.params.flat_buffer import FlatBuffer
 
 KEPT: dict[str, dict[str, object]] = {
     "hpz": {"zero_hpz_partition_size": 2},

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Routed, make_config
-from zeropp.comm import Hop
+from zeropp.comm.hops import Hop
 
 QUANTIZED: dict[str, object] = {"zero_quantized_gradients": True, "zero_quantized_weights": True}
 TWICE: dict[str, object] = {"gradient_accumulation_steps": 2}

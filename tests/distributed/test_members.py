@@ -18,7 +18,7 @@ import zeropp
 import zeropp.fsdp2
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import make_config
-from zeropp.members import find_members, is_fake
+from zeropp.comm.members import find_members, is_fake
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Block, Routed, chain, live, make_config
-from zeropp.comm import Hop
+from tests.owned import live_numel, owned_bytes
+from zeropp.comm.hops import Hop
 from zeropp.engine import reductions
-from zeropp.engine.owned import live_numel, owned_bytes
-from zeropp.gradient import Gradient
-from zeropp.unit import Unit
+from zeropp.params.gradient import Gradient
+from zeropp.params.unit import Unit
 
 # Gathered elements.
 

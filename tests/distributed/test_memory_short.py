@@ -9,7 +9,7 @@ import torch
 
 import zeropp
 from tests.distributed.shapes import Routed, make_config
-from zeropp.flat_buffer import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 
 @pytest.mark.parametrize("fails", [1, 3, 6])

@@ -26,8 +26,8 @@ from tests.distributed.parity import (
     train_plain,
     train_zero,
 )
-from zeropp.paths import ReducePath
-from zeropp.streams import Stage
+from zeropp.comm.streams import Stage
+from zeropp.wire.paths import ReducePath
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2)}  # ranks, nodes
 DEFAULT_PERSISTENCE: dict[str, object] = {"stage3_param_persistence_threshold": 100_000}

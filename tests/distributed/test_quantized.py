@@ -18,7 +18,7 @@ import zeropp_kernels as kernels
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
 from tests.distributed.watch import watch_weights
-from zeropp.engine.owned import owned_bytes
+from tests.owned import owned_bytes
 
 WEIGHTS = {"zero_quantized_weights": True}
 GRADIENTS = {"zero_quantized_gradients": True}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Block, Pair, Route, Routed, chain, gathers, logged, make_config, shards
-from zeropp.engine.owned import live_numel
+from tests.owned import live_numel
 
 ALL = chain(4)
 

@@ -10,7 +10,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
 from tests.distributed.test_bytes import Uneven
-from zeropp.ledger import Way
+from zeropp.comm.ledger import Way
 
 HPZ = {"zero_hpz_partition_size": 2}
 BF16 = {"bf16": {"enabled": True}}

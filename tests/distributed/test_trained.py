@@ -17,8 +17,8 @@ import zeropp
 from tests.distributed.harness import RankFailure, run_ranks, spread
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import WIDTH, Block, Routed, make_config, share
-from zeropp.engine.owned import live_numel, owned_bytes
-from zeropp.unit import UnitState
+from tests.owned import live_numel, owned_bytes
+from zeropp.params.unit import UnitState
 
 # Ranks, ranks per node, settings.
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {

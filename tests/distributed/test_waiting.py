@@ -61,7 +61,7 @@ def test_a_wait_that_is_short_or_unwatched_is_not_told() -> None:
 
 def wraps_late(seconds: float) -> list[str]:
     """What a rank says of waiting for another that wraps the model later."""
-    with logged() as messages, mock.patch("zeropp.engine.build._SILENCE", 0.4):
+    with logged() as messages, mock.patch("zeropp.comm.collective._SILENCE", 0.4):
         if dist.get_rank() == 1:
             time.sleep(seconds)
         wrapped()

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zeropp
-from zeropp.engine.owned import owned_bytes
-from zeropp.stalls import make_stalls
-from zeropp.streams import CudaStream
+from tests.owned import owned_bytes
+from zeropp.comm.stalls import make_stalls
+from zeropp.comm.streams import CudaStream
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zeropp.config import Config, ConfigError, load_config
+from zeropp.config import Config, ConfigError, load_config, require_supported
 
 NO_STAGE = (
     "the configuration does not set zero_optimization.stage, which is then 0 and partitions nothing; "
@@ -213,7 +213,7 @@ def variant(*dropped: str, **more: object) -> dict[str, Any]:
 def test_published_file_is_refused_in_one_message() -> None:
     config, _ = loaded(PUBLISHED)
     with pytest.raises(ConfigError) as caught:
-        config.require_supported()
+        require_supported(config)
     offload = 'is not in this version; leave it at "none"'
     assert caught.value.problems == (
         f'zero_optimization.offload_param.device: "cpu" {offload}',
@@ -231,7 +231,7 @@ def test_published_file_without_what_is_not_here_loads() -> None:
     refused = ("offload_optimizer", "offload_param")
     for source in (variant(*refused, "optimizer", "scheduler"), variant(*refused, optimizer=None, scheduler=None)):
         config, messages = loaded(source)
-        config.require_supported()
+        require_supported(config)
         assert type(config.zero.sub_group_size) is int
         assert config.zero.gather_16bit_weights_on_model_save is True
         assert config.resolve_batch(4) == (None, None, 1)
@@ -253,6 +253,6 @@ def test_published_file_without_what_is_not_here_loads() -> None:
 def test_published_file_for_bf16_loads() -> None:
     dropped = ("offload_optimizer", "offload_param", "optimizer", "scheduler", "steps_per_print")
     config, (message,) = loaded(variant(*dropped, bf16={"enabled": "auto"}))
-    config.require_supported()
+    require_supported(config)
     assert f"{HEADLINE}, 9 keys:" in message
     assert f"  bf16.enabled: {OWN_TYPE}; set true or false" in message.splitlines()

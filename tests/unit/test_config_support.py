@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import JsonValue
 
-from zeropp.config import Config, ConfigError, UnsupportedConfigError, load_config
+from zeropp.config import Config, ConfigError, UnsupportedConfigError, load_config, require_supported
 from zeropp.config.base import Block, spellings
 from zeropp.config.describe import blocks, nested_block
 from zeropp.config.offload import OffloadParamConfig
@@ -29,7 +29,7 @@ LIMITED = [
 def refusals(source: dict[str, object]) -> tuple[str, ...]:
     zero = {"stage": 3, **source.get("zero_optimization", {})}  # type: ignore[dict-item]
     try:
-        load_config({**source, "zero_optimization": zero}).require_supported()
+        require_supported(load_config({**source, "zero_optimization": zero}))
     except UnsupportedConfigError as error:
         return error.problems
     return ()
@@ -121,11 +121,11 @@ def test_every_limited_field_is_refused_by_name(path: tuple[str, ...], model: ty
 
 
 def test_defaults_at_stage_3_are_supported() -> None:
-    load_config(None).require_supported()
+    require_supported(load_config(None))
     assert refusals({}) == ()
     # every block written out with its defaults
     written = load_config(None).model_dump(exclude_none=True, exclude={"zero_optimization": {"overlap_comm"}})
-    load_config(written).require_supported()
+    require_supported(load_config(written))
 
 
 @pytest.mark.filterwarnings("ignore:these keys")
@@ -168,7 +168,7 @@ def test_supported_settings_pass() -> None:
             "cast_inputs": False,
         },
     }
-    load_config(config).require_supported()
+    require_supported(load_config(config))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", None])
@@ -192,7 +192,7 @@ def test_all_refusals_come_together() -> None:
         }
     )
     with pytest.raises(UnsupportedConfigError) as caught:
-        config.require_supported()
+        require_supported(config)
     assert set(caught.value.problems) == {
         "zero_optimization.load_from_fp32_weights: false is not in this version; leave it at true",
         'zero_optimization.offload_optimizer.device: "cpu" is not in this version; leave it at "none"',

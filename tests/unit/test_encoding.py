@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeropp.codecs import BlockCodec, PlainCodec
 from zeropp.config import load_config
-from zeropp.differences import Lossless
-from zeropp.encoding import Encoding, choose_encoding
-from zeropp.layout import build_layout
-from zeropp.placement import HopSpec
+from zeropp.partition.layout import build_layout
+from zeropp.partition.levels import HopSpec
+from zeropp.wire.codecs import BlockCodec, PlainCodec
+from zeropp.wire.differences import Lossless
+from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp_kernels import block_table
 
 INSIDE, BETWEEN = HopSpec(1, 2, (0, 1), "local"), HopSpec(2, 4, (0, 2), "cross")

@@ -26,41 +26,24 @@ FILE_LINES = 420
 FUNCTION_LINES = 70
 KERNEL_LINES = 130
 
-# A room may import rooms with a lower number, and itself. A new module of zeropp needs a place here.
+# A room, which is a folder or a file at the root of zeropp, may import rooms with a lower number, and itself.
 ROOMS = {
     "zeropp_kernels": 0,
     "config": 0,
     "_compat": 0,
-    "topology": 1,
-    "layout": 1,
-    "streams": 1,
-    "codecs": 2,
-    "members": 2,
-    "placement": 2,
-    "units": 2,
-    "guard": 2,
-    "ledger": 2,
-    "stalls": 2,
-    "encoding": 3,
-    "comm": 3,
-    "paths": 4,
-    "differences": 5,
-    "gradient": 5,
-    "flat_buffer": 6,
-    "coded_buffer": 7,
-    "unit": 7,
-    "offload": 7,
-    "engine": 8,
+    "partition": 1,
+    "comm": 2,
+    "wire": 3,
+    "params": 4,
+    "order": 5,
+    "plan": 5,
+    "fsdp2": 5,
+    "engine": 6,
+    "access": 7,
+    "setup": 8,
     "optimizer": 9,
     "zero": 10,
-    "checkpoint": 10,
-    "training": 11,
-    "plan": 9,
-    "fsdp2": 9,
-    "integrations": 12,
-    "compat": 12,
-    "cli": 13,
-    "__init__": 14,
+    "__init__": 11,
 }
 
 
@@ -128,19 +111,46 @@ def test_dependencies_point_down() -> None:
     assert [problem for path in SOURCES for problem in forbidden(path)] == []
 
 
+def test_rooms_are_those_that_exist() -> None:
+    found = (ROOT / "zeropp").iterdir()
+    there = {path.stem for path in found if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert {*there, "zeropp_kernels"} == set(ROOMS)
+
+
+def test_every_room_says_what_it_is() -> None:
+    """In three lines or more: what it knows, what it does not, and where to start reading."""
+    for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):
+        said = ast.get_docstring(ast.parse((room / "__init__.py").read_text())) or ""
+        assert len(said.splitlines()) >= 3 and "Start with" in said, f"zeropp/{room.name}/__init__.py says {said!r}"
+
+
+def importers() -> dict[str, set[str]]:
+    """Of each module of zeropp, which others it imports; functions that import later count as well."""
+    paths = (path for path in SOURCES if path.is_relative_to(PACKAGES["zeropp"]))
+    names = {module_name(path).removesuffix(".__init__"): path for path in paths}
+    return {name: {target for _, target in imports(path) if target in names} - {name} for name, path in names.items()}
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    left = importers()
+    while free := {name for name, targets in left.items() if not targets & left.keys()}:
+        left = {name: targets for name, targets in left.items() if name not in free}
+    assert left == {}, "these import each other, or one that does"
+
+
 def test_the_import_rule_finds_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKAGES, "zeropp", tmp_path)
     monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
     (tmp_path / "engine").mkdir()
     engine = tmp_path / "engine" / "hooks.py"
     engine.write_text(
-        "import torch\nfrom ..unit import Unit\nfrom .plan import x\nfrom zeropp import optimizer, comm\n"
-        "def f():\n    from ..training import y\n    import zeropp.nowhere\n"
+        "import torch\nfrom ..params.unit import Unit\nfrom .plan import x\nfrom zeropp import optimizer, comm\n"
+        "def f():\n    from ..setup import y\n    import zeropp.nowhere\n"
     )
     lines = [problem.split(" imports ", 1)[1] for problem in forbidden(engine)]
     assert lines == [
         "zeropp.optimizer: engine may not know of optimizer",
-        "zeropp.training: engine may not know of training",
+        "zeropp.setup: engine may not know of setup",
         "zeropp.nowhere: zeropp/nowhere has no place in ROOMS (or a room imports a name from the top)",
     ]
 

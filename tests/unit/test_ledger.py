@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeropp.ledger import Ledger, Way
+from zeropp.comm.ledger import Ledger, Way
 
 GATHER = Way("block", "gather", "4->2", "cross", 2, "int8")
 INSIDE = Way("block", "gather", "2->1", "local", 2, "int8")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from zeropp.engine.prefetch import Limits, Plan, make_plan
+from zeropp.order.prefetch import Limits, Plan, make_plan
 
 HUGE = 10**12
 

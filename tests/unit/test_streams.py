@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from zeropp import streams
-from zeropp.streams import InlineStream, Stream, ThreadStream, make_stream
+from zeropp.comm import streams
+from zeropp.comm.streams import InlineStream, Stream, ThreadStream, make_stream
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeropp.config import load_config
-from zeropp.placement import HopSpec, Mode, Placement, choose_mode
-from zeropp.topology import Chain, build_chain, ranks_per_node
+from zeropp.partition.levels import HopSpec, Mode, Placement, choose_mode
+from zeropp.partition.topology import Chain, build_chain, ranks_per_node
 
 MAX_WORLD = 4096
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from zeropp.layout import BLOCK, build_layout, dense_strides
-from zeropp.units import Owner, UnitOptions, UnitSpec, direct_parameters, form_units
+from zeropp.partition.layout import BLOCK, build_layout, dense_strides
+from zeropp.partition.units import Owner, UnitOptions, UnitSpec, direct_parameters, form_units
 
 FREE = UnitOptions(unit_min_blocks=0, param_persistence_threshold=0)
 """Nothing but the module tree decides."""

@@ -28,7 +28,7 @@ def load_config(source: ConfigSource = None) -> Config:
     defaults. The source is not changed.
 
     Raises ConfigError listing every problem found. Whether this version has what is asked for is a separate
-    question, which `Config.require_supported` answers.
+    question, which `require_supported` answers.
     """
     if isinstance(source, Config):
         return source

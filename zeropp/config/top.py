@@ -157,13 +157,6 @@ class Config(OutsideKeys):
             world_size,
         )
 
-    def require_supported(self) -> None:
-        """Raises UnsupportedConfigError naming every setting that this version cannot honour."""
-        # support.py needs the models, so it cannot be imported while they are being made.
-        from zeropp.config.support import require_supported
-
-        require_supported(self)
-
     @classmethod
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
         """Rewrites a boolean zero block."""

@@ -1,14 +1,15 @@
-"""What one backward uses: which units it has fetched, and when it is done with each."""
+"""Uses of units that no forward brackets: by a backward, and by code outside of the modules they belong to."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from zeropp.engine.reductions import Reductions
-from zeropp.engine.schedule import Schedule
-from zeropp.unit import Unit
+from zeropp.order.reductions import Reductions
+from zeropp.order.schedule import Schedule
+from zeropp.order.sequence import PhaseKey
+from zeropp.params.unit import Unit
 
-__all__ = ["BackwardUses"]
+__all__ = ["BackwardUses", "Touched"]
 
 
 class BackwardUses:
@@ -85,3 +86,40 @@ class BackwardUses:
     def _release(self, unit: Unit) -> None:
         unit.holds -= 1
         self._schedule.settle(unit)
+
+
+class Touched:
+    """Such units of the running pass, which keeps them to its end."""
+
+    def __init__(self, units: SequenceOf[Unit], schedule: Schedule) -> None:
+        self._units = units
+        self._schedule = schedule
+        self._now: set[int] = set()
+        self._seen: dict[PhaseKey, set[int]] = {}
+
+    def use(self, unit: Unit) -> None:
+        """Have a unit for the rest of the pass."""
+        if unit.index not in self._now and not unit.persistent:
+            self._now.add(unit.index)
+            unit.holds += 1
+        self._schedule.use(unit)
+
+    def expected(self) -> list[Unit]:
+        """Units touched in this kind of pass, now or before.
+
+        Once seen, always expected: the next time the unit may happen to be present, and no touch be noticed.
+        """
+        seen = self._seen.setdefault(self._schedule.key, set())
+        seen |= self._now
+        return [self._units[index] for index in sorted(seen)]
+
+    def let_go(self) -> None:
+        """The pass is over."""
+        for index in sorted(self._now):
+            self._units[index].holds -= 1
+            self._schedule.settle(self._units[index])
+        self._now.clear()
+
+    def forget(self) -> None:
+        """The pass failed, and everything is released elsewhere."""
+        self._now.clear()

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from zeropp.engine.agreement import SETTINGS
+from zeropp.comm.agreement import SETTINGS
 from zeropp.engine.engine import Engine
 from zeropp.engine.holders import Holders
 from zeropp_kernels.reference import squared_norm

@@ -1,7 +1,8 @@
 """The engine of one model: phases, and who holds which unit.
 
 The way of one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
-(`schedule`), which has usually issued the gather already; the unit (`zeropp.unit`) runs its path (`zeropp.paths`).
+(`zeropp.order.schedule`), which has usually issued the gather already; the unit (`zeropp.params.unit`) runs its path
+(`zeropp.wire.paths`).
 """
 
 from __future__ import annotations
@@ -15,24 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import current_graph_task, queue_end_of_backward
-from zeropp.comm import Comm
-from zeropp.engine.agreement import Agreement
-from zeropp.engine.backward import BackwardUses
+from zeropp.comm.agreement import Agreement
+from zeropp.comm.hops import Comm
+from zeropp.comm.streams import make_lanes
+from zeropp.engine.backward import BackwardUses, Touched
 from zeropp.engine.hooks import BackwardCall, Return, Site, SiteHooks
 from zeropp.engine.pending import Pending
-from zeropp.engine.prefetch import Limits
-from zeropp.engine.reductions import Reductions
-from zeropp.engine.refresh import Refresh
-from zeropp.engine.schedule import Schedule
-from zeropp.engine.sequence import IssueHash, Phase, PhaseKey
 from zeropp.engine.tensors import cast_floating
-from zeropp.engine.touched import Touched
 from zeropp.engine.window import Window
-from zeropp.flat_buffer import FlatBuffer
-from zeropp.gradient import Gradient
-from zeropp.placement import Mode
-from zeropp.streams import make_lanes
-from zeropp.unit import Unit, UnitState
+from zeropp.order.prefetch import Limits
+from zeropp.order.reductions import Reductions
+from zeropp.order.refresh import Refresh
+from zeropp.order.schedule import Schedule
+from zeropp.order.sequence import IssueHash, Phase, PhaseKey
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.gradient import Gradient
+from zeropp.params.unit import Unit, UnitState
+from zeropp.partition.levels import Mode
 
 __all__ = ["Engine"]
 
@@ -256,7 +256,7 @@ class Engine:
     # Parameters touched elsewhere, persistent ones, failures.
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
-        """A released parameter is used outside its module; see :class:`zeropp.guard.Keeper`."""
+        """A released parameter is used outside its module; see :class:`zeropp.params.guard.Keeper`."""
         if self.closed:
             self.require_idle("the model", averaged=True)
         if self.phase is Phase.IDLE:
@@ -321,7 +321,7 @@ class Engine:
         self.pending.forget_stray()
 
     def note_trained(self, parameter: nn.Parameter, trained: bool) -> None:
-        """``requires_grad`` is about to change; see :class:`zeropp.guard.Keeper`."""
+        """``requires_grad`` is about to change; see :class:`zeropp.params.guard.Keeper`."""
         self.require_idle("requires_grad_", lent=True)
         self.flipped ^= {id(parameter)}
         for buffer in self._unit_of[id(parameter)].buffers:
@@ -362,7 +362,7 @@ class Engine:
             self.hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
-        """Take this rank's piece of a parameter's new values; see :class:`zeropp.guard.Keeper`."""
+        """Take this rank's piece of a parameter's new values; see :class:`zeropp.params.guard.Keeper`."""
         if not self.loading:
             return False
         for buffer in self._unit_of[id(parameter)].buffers:
@@ -411,7 +411,7 @@ class Engine:
             self.pending.forget()
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """``parameter.grad = None``; see :class:`zeropp.guard.Keeper`."""
+        """``parameter.grad = None``; see :class:`zeropp.params.guard.Keeper`."""
         self.pending.forget_one(self._unit_of[id(parameter)], parameter)
 
     def has_pending_gradients(self) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeropp.engine.engine import Engine
-from zeropp.flat_buffer import FlatBuffer
+from zeropp.params.flat_buffer import FlatBuffer
 
 __all__ = ["Holders"]
 

@@ -19,10 +19,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, will_execute
-from zeropp.engine.outputs import copy_views
-from zeropp.engine.sequence import PhaseKey
-from zeropp.engine.tensors import differentiable
-from zeropp.unit import Unit
+from zeropp.engine.tensors import copy_views, differentiable
+from zeropp.order.sequence import PhaseKey
+from zeropp.params.unit import Unit
 
 __all__ = ["OWNED_AS", "BackwardCall", "Driver", "Return", "Site", "SiteHooks"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from zeropp.unit import Unit
+from zeropp.params.unit import Unit
 
 __all__ = ["Pending"]
 

@@ -1,16 +1,16 @@
-"""Finding and converting tensors in whatever a module takes or returns."""
+"""Finding, converting and copying tensors in whatever a module takes or returns."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["cast_floating", "differentiable", "map_tensors", "tensors_in"]
+__all__ = ["cast_floating", "copy_views", "differentiable", "map_tensors", "tensors_in"]
 
 _T = TypeVar("_T")
 
@@ -94,3 +94,32 @@ def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
         return make(items)
     except TypeError:
         return tuple.__new__(type(value), items)  # its constructor takes something else
+
+
+def copy_views(output: object, storages: Container[int], where: str) -> object:
+    """A module's output with copies of whatever lies in one of ``storages``; the very object if nothing does.
+
+    Args:
+        output: as the module returned it.
+        storages: identities of gathered weights' storages.
+        where: the module's name.
+
+    Raises:
+        RuntimeError: a view of a weight is inside an object that cannot be rebuilt.
+    """
+
+    def lies_there(tensor: Tensor) -> bool:
+        try:
+            return tensor.untyped_storage()._cdata in storages
+        except (NotImplementedError, RuntimeError):
+            return False  # sparse, or inside a transform of torch.func: no storage of its own, so no view of ours
+
+    if not any(map(lies_there, tensors_in(output))):
+        return output
+    copied = map_tensors(output, lambda tensor: tensor.clone() if lies_there(tensor) else tensor)
+    if any(map(lies_there, tensors_in(copied))):
+        raise RuntimeError(
+            f"module {where or 'at the root'!r} returns a weight, or a view of one, inside a {type(output).__name__}, "
+            "and the weight's memory goes when the module is left; return a copy of it, weight.clone()"
+        )
+    return copied

@@ -8,6 +8,8 @@ FSDP2 keeps its engine: hooks, prefetch, streams, state dicts. What it sends goe
     adapter = zeropp.fsdp2.apply(model)       # before the first forward
     ...                                       # train as before
     print(adapter.ledger)                     # bytes this rank has sent, by module and hop
+
+Knows codecs, hops and FSDP2's own classes; nothing of zeropp's engine. Start with `install`.
 """
 
 from __future__ import annotations

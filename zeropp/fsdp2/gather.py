@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.codecs import BlockCodec, dtype_name
-from zeropp.comm import Hop
+from zeropp.comm.hops import Hop
 from zeropp.fsdp2.shards import AllGather
-from zeropp.layout import BLOCK
+from zeropp.partition.layout import BLOCK
+from zeropp.wire.codecs import BlockCodec, dtype_name
 
 __all__ = ["GatherComm", "GatherRoute"]
 

@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp._compat import new_group
-from zeropp.codecs import BlockCodec, Feedback
-from zeropp.comm import Hop
-from zeropp.encoding import Encoding
-from zeropp.engine.build import together
+from zeropp.comm.collective import on_all_ranks
+from zeropp.comm.hops import Hop
+from zeropp.comm.ledger import Ledger
+from zeropp.comm.members import Members, find_members, gather_objects, is_fake, whereabouts
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit, find_units
-from zeropp.ledger import Ledger
-from zeropp.members import Members, find_members, gather_objects, is_fake, whereabouts
-from zeropp.placement import HopSpec, Mode, Placement
-from zeropp.topology import build_chain
+from zeropp.partition.levels import HopSpec, Mode, Placement
+from zeropp.partition.topology import build_chain
+from zeropp.wire.codecs import BlockCodec, Feedback
+from zeropp.wire.encoding import Encoding
 
 __all__ = ["Adapter", "apply"]
 
@@ -152,7 +152,7 @@ def apply(
     for mesh in meshes:
         hosts.update([whereabouts()] if is_fake(mesh) else gather_objects(whereabouts(), mesh))
     for mesh in meshes:
-        together(mesh, "zeropp.fsdp2.apply", partial(_check, units, options, hosts), same=True)
+        on_all_ranks(mesh, "zeropp.fsdp2.apply", partial(_check, units, options, hosts), same=True)
     ledger = Ledger()
     routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts) for mesh in meshes}
     comms = _all_comms(routes)
@@ -166,7 +166,7 @@ def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit,
     comms: dict[ShardedUnit, tuple[GatherComm, ReduceComm]] = {}
     try:
         for mesh, route in routes.items():
-            comms |= together(mesh, "zeropp.fsdp2.apply", route.comms)
+            comms |= on_all_ranks(mesh, "zeropp.fsdp2.apply", route.comms)
     except BaseException:
         for route in routes.values():
             route.close()

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp.codecs import BlockCodec, Codec, Feedback, PlainCodec
-from zeropp.comm import Hop
-from zeropp.encoding import Encoding
+from zeropp.comm.hops import Hop
 from zeropp.fsdp2.shards import ReduceOp, ReduceScatter, factor_of
-from zeropp.layout import BLOCK, BufferLayout, Slot
-from zeropp.paths import Leg, ReducePath
-from zeropp.placement import Placement
+from zeropp.partition.layout import BLOCK, BufferLayout, Slot
+from zeropp.partition.levels import Placement
+from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec
+from zeropp.wire.encoding import Encoding
+from zeropp.wire.paths import Leg, ReducePath
 from zeropp_kernels import BlockTable, block_table
 
 __all__ = ["ReduceComm", "ReduceRoute"]

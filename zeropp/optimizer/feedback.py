@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zeropp._compat import loss_scale
-from zeropp.codecs import Feedback
 from zeropp.engine.engine import Engine
+from zeropp.wire.codecs import Feedback
 
 __all__ = ["CarriedErrors"]
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeropp.engine.agreement import ADDED
+from zeropp.comm.agreement import ADDED
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
 from zeropp.optimizer.slices import Slices

@@ -13,10 +13,10 @@ from itertools import groupby
 from torch.optim import Optimizer
 
 from zeropp.engine.engine import Engine
-from zeropp.engine.refresh import portion_of
-from zeropp.flat_buffer import FlatBuffer
 from zeropp.optimizer.elementwise import treats_each_alone
 from zeropp.optimizer.slices import Slice
+from zeropp.order.refresh import portion_of
+from zeropp.params.flat_buffer import FlatBuffer
 
 __all__ = ["Portion", "choose_portions", "step_by_portions"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp.engine.agreement import Agreement
+from zeropp.comm.agreement import Agreement
 
 __all__ = ["GroupSettings", "fold"]
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeropp.flat_buffer import FlatBuffer
-from zeropp.layout import Fragment
-from zeropp.unit import Unit
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import Unit
+from zeropp.partition.layout import Fragment
 
 __all__ = ["Slice", "Slices"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zeropp.engine.agreement import SAVED
+from zeropp.comm.agreement import SAVED
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.feedback import CarriedErrors
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeropp.config import ConfigSource, load_config
+from zeropp.access.refusals import explain_freed
+from zeropp.comm.collective import on_all_ranks
+from zeropp.comm.members import Group, group_size
+from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.engine.boundary import Boundary
-from zeropp.engine.build import build_engine, together
 from zeropp.engine.engine import Engine
-from zeropp.engine.refusals import explain_freed
-from zeropp.members import Group, group_size
 from zeropp.optimizer.checks import (
     also_forget,
     check_optimizer,
@@ -40,6 +40,7 @@ from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, layout_id, load_carried, load_main_weights, main_weights
+from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
 
@@ -84,14 +85,14 @@ class ZeroOptimizer(Optimizer):
 
         def prepare() -> Any:
             loaded = load_config(config)
-            loaded.require_supported()
+            require_supported(loaded)
             loaded.resolve_batch(group_size(process_group))
             check_optimizer(optimizer, model)
             check_elementwise(optimizer)
             check_scale(gradient_scale)
             return loaded
 
-        self.config = together(process_group, "preparing ZeroOptimizer", prepare)
+        self.config = on_all_ranks(process_group, "preparing ZeroOptimizer", prepare)
         self.inner = optimizer
         self.engine: Engine = build_engine(
             model,

@@ -1,4 +1,8 @@
-"""Predictions made from a model and a configuration alone, before anything is partitioned."""
+"""Predictions made from a model and a configuration alone, before anything is partitioned.
+
+Knows the cut, the placement and the codecs that training would have; no process, no memory.
+Start with `planned`, then `memory` and `traffic`.
+"""
 
 from zeropp.plan.memory import MemoryPlan, UnitMemory, memory
 from zeropp.plan.traffic import TrafficPlan, TrafficRow, traffic

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeropp.config import ConfigSource
+from zeropp.params.unit import TERMS
 from zeropp.plan.planned import plan_units
-from zeropp.unit import TERMS
 
 __all__ = ["MemoryPlan", "UnitMemory", "memory"]
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from zeropp.config import Config, ConfigSource, load_config
-from zeropp.encoding import Encoding, choose_encoding
-from zeropp.engine.buffers import BufferKey, planned_buffers
-from zeropp.engine.build import check_dtypes, choose_groups, unit_options
-from zeropp.layout import BufferLayout
-from zeropp.placement import Placement
-from zeropp.topology import ranks_per_node
-from zeropp.units import form_units
+from zeropp.params.build import BufferKey, check_dtypes, planned_buffers
+from zeropp.partition.layout import BufferLayout
+from zeropp.partition.levels import Placement
+from zeropp.partition.topology import ranks_per_node
+from zeropp.partition.units import form_units, unit_options
+from zeropp.wire.encoding import Encoding, choose_encoding, choose_groups
 
 __all__ = ["Planned", "PlannedUnit", "plan_units"]
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeropp.codecs import BlockCodec, Codec, PlainCodec
+from zeropp.comm.ledger import Way
 from zeropp.config import ConfigSource
-from zeropp.differences import make_difference_codec
-from zeropp.encoding import Encoding
-from zeropp.engine.buffers import BufferKey
-from zeropp.layout import BufferLayout
-from zeropp.ledger import Way
-from zeropp.placement import HopSpec, Placement
+from zeropp.params.build import BufferKey
+from zeropp.partition.layout import BufferLayout
+from zeropp.partition.levels import HopSpec, Placement
 from zeropp.plan.planned import plan_units
+from zeropp.wire.codecs import BlockCodec, Codec, PlainCodec
+from zeropp.wire.differences import make_difference_codec
+from zeropp.wire.encoding import Encoding
 
 __all__ = ["TrafficPlan", "TrafficRow", "traffic"]
 

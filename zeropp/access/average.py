@@ -1,0 +1,116 @@
+"""An exponential moving average of the weights, kept in shards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.access.state import engine_of
+from zeropp.engine.engine import Engine
+from zeropp.params.flat_buffer import FlatBuffer
+
+__all__ = ["Average", "ema"]
+
+
+class Average:
+    """An average of a model's main weights: this rank's pieces, 4 bytes an element, and nothing more to send.
+
+    Frozen weights and buffers are what they are. A parameter that is unfrozen joins with the next update.
+
+    Attributes:
+        decay: share of the old average in the new one.
+        updates: how many there have been.
+    """
+
+    def __init__(self, engine: Engine, decay: float) -> None:
+        engine.require_idle("ema()")
+        self._engine = engine
+        self._pieces: dict[FlatBuffer, Tensor] = {}
+        self.decay = decay
+        self.updates = 0
+        self._join()
+
+    def _join(self) -> None:
+        trainable = self._engine.trainable
+        self._pieces = {b: self._pieces[b] if b in self._pieces else b.shard.clone() for b in trainable}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """``average = decay * average + (1 - decay) * weights``; after each step that was taken. Not collective."""
+        self._engine.require_idle("update() of an average")
+        self._join()
+        torch._foreach_lerp_(list(self._pieces.values()), [b.shard for b in self._pieces], 1 - self.decay)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights: evaluate it, generate, save them with ``full_state``.
+
+        Collective: every rank enters.
+
+        Raises:
+            RuntimeError: a pass is running, ranks are at different calls; or training goes on inside.
+        """
+        self._engine.require_idle("applying an average")
+        self._engine.agreement.meet("applied() of an average")
+        self._join()
+        self._swap()
+        self._engine.averaged = True
+        try:
+            yield
+        finally:
+            self._engine.averaged = False
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        engine = self._engine
+        engine.refresh.settle()
+        for buffer, piece in self._pieces.items():
+            weights = buffer.shard.clone()
+            buffer.shard.copy_(piece)  # in place: the optimizer's slices are views of it
+            piece.copy_(weights)
+        engine.weights_changed(self._pieces, for_now=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's pieces; every rank saves its own, beside ``optimizer.state_dict()``."""
+        self._engine.require_idle("state_dict() of an average")
+        self._join()
+        return {"decay": self.decay, "updates": self.updates, "pieces": [p.clone() for p in self._pieces.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave on this rank.
+
+        Raises:
+            ValueError: pieces of other sizes: of another rank, model or partition.
+        """
+        self._engine.require_idle("load_state_dict() of an average")
+        self._join()
+        given, own = ([piece.numel() for piece in pieces] for pieces in (state["pieces"], self._pieces.values()))
+        if given != own:
+            raise ValueError(
+                f"the average has pieces of {given} elements, expected {own}: each rank loads what it has saved, under "
+                "the same settings"
+            )
+        for piece, saved in zip(self._pieces.values(), state["pieces"], strict=True):
+            piece.copy_(saved)
+        self.decay, self.updates = state["decay"], state["updates"]
+
+
+def ema(model: nn.Module, decay: float = 0.999) -> Average:
+    """An exponential moving average of a wrapped model's weights, float32, beginning with those it has now.
+
+    Args:
+        model: wrapped by a ZeroOptimizer.
+        decay: share of the old average in the new one, at least 0 and below 1.
+
+    Raises:
+        ValueError: another decay, or a model that zeropp does not manage.
+    """
+    if not 0 <= decay < 1:
+        raise ValueError(f"decay is {decay}; expected a number of at least 0 and below 1, such as 0.999")
+    return Average(engine_of(model), decay)

@@ -1,0 +1,205 @@
+"""``GatheredParameters``: whole values of partitioned parameters, to read or to edit between passes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.access.external import register_external_parameter
+from zeropp.access.lent import Graphs
+from zeropp.access.state import gather_main
+from zeropp.comm.agreement import LENT
+from zeropp.engine.engine import Engine
+from zeropp.params.guard import is_guarded, keeper_of
+
+__all__ = ["GatheredParameters"]
+
+
+class GatheredParameters:
+    """Inside ``with``, the parameters have their whole values, in the precision of the main weights.
+
+    Collective: every rank of the model enters and leaves, with the same parameters in the same order. What is not
+    managed by zeropp is left alone. Between passes only: the model cannot run inside, and no step be taken. Inside a
+    forward or backward it only fetches the parameters, as any use of them would.
+
+    Args:
+        params: one parameter, several, or a module, whose parameters are meant.
+        modifier_rank: global rank whose edits are kept: they go to the main weights of every rank, and what was
+            gathered of older ones is not used any more. None to read only.
+        fwd_module: as in DeepSpeed, a module whose forward will use the parameters; see
+            :func:`register_external_parameter`.
+        enabled: False makes this do nothing.
+
+    Raises:
+        RuntimeError: inside a pass with ``modifier_rank``, parameters that are gathered already, ranks at different
+            calls; and at the end, on every rank, edits without ``modifier_rank``.
+        ValueError: ``modifier_rank`` is no rank of the model.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | nn.Module | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        if isinstance(params, nn.Module):
+            params = params.parameters()
+        elif isinstance(params, Tensor):
+            params = [params]  # type: ignore[list-item]
+        self._loans: list[_Loan] = []
+        self._graphs: Graphs | None = None
+        self._modifier_rank = modifier_rank
+        parameters = list({id(parameter): parameter for parameter in params}.values())
+        _refuse_others(parameters)
+        if fwd_module is not None:
+            for parameter in parameters:
+                register_external_parameter(fwd_module, parameter)
+        by_engine: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
+        for parameter in parameters if enabled else ():
+            engine = keeper_of(parameter)
+            if isinstance(engine, Engine):
+                by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
+        self._wanted = list(by_engine.values())
+
+    def __enter__(self) -> None:
+        for engine, parameters in self._wanted:
+            if engine.running:
+                self._fetch(engine, parameters)
+                continue
+            try:
+                self._loans.append(_Loan(engine, parameters, self._modifier_rank))
+            except BaseException:
+                self._give_back()
+                raise
+        if self._loans:
+            self._graphs = Graphs({b.parameters[i]: b.names[i] for loan in self._loans for b, i in loan.places})
+            self._graphs.__enter__()  # type: ignore[no-untyped-call]
+
+    def _fetch(self, engine: Engine, parameters: list[nn.Parameter]) -> None:
+        if self._modifier_rank is not None:
+            raise RuntimeError(
+                f"GatheredParameters with modifier_rank {self._modifier_rank} inside a forward or backward, where "
+                "weights are in use; edit them between passes"
+            )
+        for parameter in parameters:
+            engine.fetch_touched(parameter)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        loans, graphs = self._loans, self._graphs
+        if graphs is not None:
+            graphs.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._give_back()
+        if kind is None:  # else other ranks may not come to where edits are shared
+            for loan in loans:
+                loan.finish()
+            _warn_of_graphs(graphs)
+
+    def _give_back(self) -> None:
+        for loan in self._loans:
+            loan.give_back()
+        self._loans, self._graphs = [], None
+
+
+def _warn_of_graphs(graphs: Graphs | None) -> None:
+    """Say of graphs that backward will refuse where they began; those of values that were only read are gone."""
+    lines = graphs.alive() if graphs is not None else []
+    if lines:
+        warnings.warn(
+            f"what was computed at {', '.join(lines[:3])}{', ...' if lines[3:] else ''} inside GatheredParameters is "
+            "still held with its graph, and backward through it will be refused: no gradient of it would be reduced. "
+            "Compute a penalty on weights inside the model's forward; if it is only to be read, under torch.no_grad()",
+            stacklevel=3,
+        )
+
+
+def _refuse_others(given: Sequence[object]) -> None:
+    for each in given:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"params holds {each!r}, a {type(each).__name__}; expected a module, a parameter, or several parameters"
+            )
+
+
+class _Loan:
+    """Whole values of one engine's parameters, lent to them."""
+
+    def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
+        edits = modifier_rank is not None
+        engine.require_idle(f"GatheredParameters with modifier_rank {modifier_rank}", lent=True, averaged=not edits)
+        if modifier_rank is not None and modifier_rank not in engine.comm.ranks:
+            ranks = list(engine.comm.ranks)
+            raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")
+        wanted = {id(parameter) for parameter in parameters}
+        self.engine = engine
+        self.modifier_rank = modifier_rank
+        self.places = [(b, i) for b in engine.buffers for i, p in enumerate(b.parameters) if id(p) in wanted]
+        self.names = [buffer.names[index] for buffer, index in self.places]
+        lent = [name for name, (b, i) in zip(self.names, self.places, strict=True) if not is_guarded(b.parameters[i])]
+        if lent:
+            raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
+        engine.agreement.meet(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
+        gathered = {buffer: gather_main(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
+        self.values = [gathered[buffer][index] for buffer, index in self.places]
+        self.before = [_fingerprint(value) for value in self.values] if modifier_rank is None else []
+        self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
+        for (buffer, index), value in zip(self.places, self.values, strict=True):
+            buffer.lend(index, value)
+        engine.lent += 1
+
+    def give_back(self) -> None:
+        """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
+        self.engine.lent -= 1
+        self.values = [buffer.take_back(index) for buffer, index in self.places]
+        for (buffer, index), before in zip(self.places, self.trained, strict=True):
+            parameter = buffer.parameters[index]
+            if parameter.requires_grad != before:
+                self.engine.note_trained(parameter, parameter.requires_grad)
+
+    def finish(self) -> None:
+        """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
+        engine = self.engine
+        wrong = self._lost() if self.modifier_rank is None else self._misshapen()
+        doing = "leaving GatheredParameters"
+        rows = engine.agreement.exchange(LENT, [int(bool(wrong))], doing, "the end of GatheredParameters")
+        if any(row[0] for row in rows):
+            ranks = [engine.comm.ranks[index] for index, row in enumerate(rows) if row[0]]
+            raise RuntimeError(
+                f"edits made inside GatheredParameters on ranks {ranks} are lost: {wrong or 'see the error there'}. "
+                "Say whose edits are kept, GatheredParameters(params, modifier_rank=0), and keep shapes as they are"
+            )
+        if self.modifier_rank is None:
+            return
+        engine.refresh.settle()
+        with engine.agreement.watching("sharing edits made inside GatheredParameters"):
+            for (buffer, index), value in zip(self.places, self.values, strict=True):
+                whole = value.detach().to(buffer.main_dtype).contiguous()
+                engine.comm.broadcast(whole, self.modifier_rank)
+                buffer.load(buffer.parameters[index], whole)
+        engine.weights_changed(dict.fromkeys(buffer for buffer, _ in self.places))
+
+    def _lost(self) -> list[str]:
+        """Parameters that were edited though nobody keeps edits."""
+        now = map(_fingerprint, self.values)
+        return [name for name, old, new in zip(self.names, self.before, now, strict=True) if old != new]
+
+    def _misshapen(self) -> list[str]:
+        """Parameters that were given a tensor of another shape."""
+        return [
+            f"{name} of shape {buffer.layout.slots[index].shape} was given {tuple(value.shape)}"
+            for name, (buffer, index), value in zip(self.names, self.places, self.values, strict=True)
+            if tuple(value.shape) != buffer.layout.slots[index].shape
+        ]
+
+
+def _fingerprint(value: Tensor) -> tuple[object, ...]:
+    """Shape, dtype and a sum over the bits, which an edit changes."""
+    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()]
+    total = value.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64) if value.numel() else torch.tensor(0)
+    return tuple(value.shape), value.dtype, int(total)

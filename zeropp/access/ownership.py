@@ -1,0 +1,130 @@
+"""Whose the engine is, and how a model whose optimizer is gone is wrapped again.
+
+[Note: ownership] The model's modules own its engine, so trained weights live as long as any of them. The engine knows
+modules and the optimizer weakly, and parameters know the engine weakly: no cycle, so that memory and hooks go with the
+last module, without the garbage collector. The optimizer owns the engine, too, as torch's own parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from zeropp.access.refusals import restorer
+from zeropp.access.state import gather_codes, gather_main
+from zeropp.comm.hops import Comm
+from zeropp.config.base import notify
+from zeropp.engine.engine import Engine
+from zeropp.engine.hooks import OWNED_AS
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.guard import is_managed, keeper_of
+
+__all__ = ["Former", "former_engines", "give_to_modules"]
+
+
+def give_to_modules(model: nn.Module, engine: Engine) -> None:
+    """Let every module of the model own the engine, until that is closed."""
+    for module in model.modules():
+        module.__dict__[OWNED_AS] = engine  # past nn.Module's own __setattr__, and those of others
+        engine.on_close(restorer(module, OWNED_AS))
+
+
+def former_engines(model: nn.Module) -> list[Engine]:
+    """Engines that hold values of a model, and whose optimizers are gone. Local.
+
+    Raises:
+        ValueError: an optimizer is still there, values were given up, or a former model was larger than this one.
+        RuntimeError: a pass is running, or values are lent.
+    """
+    found: dict[int, Engine] = {}
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if not is_managed(parameter):
+            continue
+        keeper = keeper_of(parameter)
+        if not isinstance(keeper, Engine) or keeper.closed:
+            raise ValueError(
+                f"parameter {name!r} was partitioned by zeropp, and its values were given up by close(); wrap a model "
+                "that has its values, and let go of a ZeroOptimizer without close() to wrap its model again"
+            )
+        if keeper.optimizer is not None and keeper.optimizer() is not None:
+            raise ValueError(
+                f"parameter {name!r} is already managed by a ZeroOptimizer; give several parameter groups to one "
+                "optimizer, or let go of that one first (del optimizer): the next takes the main weights over"
+            )
+        found[id(keeper)] = keeper
+    modules = set(model.modules())
+    for engine in found.values():
+        engine.require_idle("wrapping the model again")
+        missing = _missing(engine, model)
+        if missing and engine.hooks.root not in modules:
+            raise ValueError(
+                f"parameters {missing[:10]} were wrapped together with those given now, and are not among them; wrap "
+                "the whole model again"
+            )
+    return list(found.values())
+
+
+def _missing(engine: Engine, model: nn.Module) -> list[str]:
+    """Parameters that are no longer in the model."""
+    here = {id(parameter) for parameter in model.parameters()}
+    return [n for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True) if id(p) not in here]
+
+
+class Former:
+    """Main weights of engines whose optimizers are gone, one flat buffer at a time. Collective over their ranks."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._engines = former_engines(model)
+        for engine in self._engines:
+            missing = _missing(engine, model)
+            if missing:
+                notify(f"values of {missing} are given up: they are no longer in the model", UserWarning)
+            engine.finish_load()
+            engine.schedule.drop_held()
+            engine.refresh.settle()
+        self._places = {id(p): (e, b, i) for e in self._engines for b in e.buffers for i, p in enumerate(b.parameters)}
+        self._gathered: dict[FlatBuffer, tuple[list[Tensor], Tensor | None]] = {}
+
+    def adopt(self, buffer: FlatBuffer, comm: Comm) -> None:
+        """Let a new buffer have what there is of its parameters; rank 0's values of those that are new, too."""
+        known = [self._places.get(id(parameter)) for parameter in buffer.parameters]
+        sources = dict.fromkeys((engine, source) for engine, source, _ in filter(None, known))
+        for other in [other for other in self._gathered if all(other is not source for _, source in sources)]:
+            del self._gathered[other]
+        for engine, source in sources:
+            if source not in self._gathered:
+                self._gathered[source] = gather_main(engine, source), gather_codes(engine, source)
+        if sources:  # graphs made before know the old storage: see [Note: versions]
+            buffer.version = 1 + max(source.version for _, source in sources)
+        buffer.adopt(self._filler(buffer, comm))
+        if isinstance(buffer, CodedBuffer):
+            for _, source in sources:
+                codes = self._gathered[source][1]
+                if codes is not None:
+                    buffer.adopt_codes(source, codes)
+
+    def _filler(self, buffer: FlatBuffer, comm: Comm) -> Callable[[Tensor], None]:
+        places = [self._places.get(id(parameter)) for parameter in buffer.parameters]
+        values = [None if place is None else self._gathered[place[1]][0][place[2]] for place in places]
+
+        def fill(whole: Tensor) -> None:
+            views = buffer.layout.views(whole)
+            if any(value is None for value in values):
+                for view, parameter, value in zip(views, buffer.parameters, values, strict=True):
+                    if value is None and comm.rank == 0:
+                        view.copy_(parameter)
+                comm.broadcast(whole)
+            for view, value in zip(views, values, strict=True):
+                if value is not None:
+                    view.copy_(value)
+
+        return fill
+
+    def close(self) -> None:
+        """The former engines are done with."""
+        self._gathered.clear()
+        for engine in self._engines:
+            engine.close()

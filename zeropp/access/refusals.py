@@ -1,0 +1,79 @@
+"""What a managed model refuses: changes that would leave its partitioned values behind."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+
+from zeropp.engine.engine import Engine
+from zeropp.params.unit import UnitState
+
+__all__ = ["explain_freed", "refuse_changes", "restorer"]
+
+
+_MOVING = (
+    "a model managed by zeropp cannot be moved or cast (.to, .cuda, .cpu, .half, .bfloat16, .float, .double): its "
+    "values live in partitions. Move and cast it before wrapping; for another compute dtype set "
+    '{"bf16": {"enabled": true}}'
+)
+_PICKLING = (
+    "a model managed by zeropp cannot be pickled or deep-copied (as by torch's AveragedModel): this rank holds only a "
+    "part of it. Save zeropp.full_state(model) or model.state_dict() instead, both collective; for an average of the "
+    "weights use zeropp.ema(model, decay), for a copy build another model and load full_state into it"
+)
+
+
+def _refuse(message: str) -> Callable[..., object]:
+    def refuse(*args: object, **kwargs: object) -> object:
+        raise RuntimeError(message)
+
+    return refuse
+
+
+def refuse_changes(model: nn.Module, engine: Engine) -> None:
+    """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``."""
+    for module in model.modules():
+        for name, message in (("_apply", _MOVING), ("__reduce_ex__", _PICKLING)):
+            module.__dict__[name] = _refuse(message)
+            engine.on_close(restorer(module, name))
+    ref = weakref.ref(engine)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        target = ref()
+        if target is not None:
+            target.zero_grad()
+
+    model.__dict__["zero_grad"] = zero_grad
+    engine.on_close(restorer(model, "zero_grad"))
+
+
+def restorer(module: nn.Module, name: str) -> Callable[[], None]:
+    """Takes an attribute of a module object away again, if that is still there."""
+    ref = weakref.ref(module)
+
+    def restore() -> None:
+        target = ref()
+        if target is not None:
+            target.__dict__.pop(name, None)
+
+    return restore
+
+
+def explain_freed(engine: Engine, message: str) -> str:
+    """Autograd's complaint about a saved weight that is not there, with the parameters it may be about."""
+    away = [unit for unit in engine.units if unit.state is UnitState.SHARDED]
+    names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
+    if not names:
+        return (
+            "backward reached a weight that has changed since forward: between this graph's forward and its backward a "
+            "step was taken, or a parameter of its unit edited or unfrozen. Call backward before, or forward anew. "
+            f"Backward through gradients (create_graph=True) is not supported either. torch says: {message}"
+        )
+    return (
+        f"backward reached a weight whose unit was released, or that has changed since forward: one of {names[:20]}"
+        f"{'...' if names[20:] else ''}. It was used outside its module's forward, or its module's outputs are "
+        "hidden in an object that zeropp cannot look into; return them as tensors, or make the enclosing module a "
+        f"leaf with zero_optimization.leaf_module. torch says: {message}"
+    )

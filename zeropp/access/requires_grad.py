@@ -1,0 +1,164 @@
+"""Which parameters are trained, when that changes after wrapping.
+
+A parameter that is no longer trained stays in its trainable buffer, as it stays in a torch optimizer: nothing waits for
+its gradient. One that is trained from now on leaves its frozen buffer: it has a main weight and a gradient then. Both
+happen when the next forward begins, on all ranks together.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.access.state import gather_codes, gather_main
+from zeropp.comm.agreement import TRAINED
+from zeropp.engine.engine import Engine
+from zeropp.params.build import BufferMaker
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import Unit
+
+__all__ = ["Trainability", "install_gradient_hooks", "refuse_complex"]
+
+_SETS = 32  # sets of trained parameters whose backwards are remembered
+
+
+class Trainability:
+    """Brings an engine in line with ``requires_grad`` of its parameters."""
+
+    def __init__(self, maker: BufferMaker) -> None:
+        self._maker = maker
+        self._numbers: dict[frozenset[str], int] = {frozenset(): 0}  # of sets of parameters no longer trained
+        self._last = 0
+
+    @torch.inference_mode(False)  # what is made here is trained, whatever the caller is about
+    def settle(self, engine: Engine) -> None:
+        """Take over every change since the last time. Collective.
+
+        Raises:
+            RuntimeError: ranks want different parameters to be trained; nothing has changed then.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            wanted = {n: p.requires_grad for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True)}
+        self._check_same(engine, wanted)
+        changed = [(unit, b) for unit in engine.units for b in unit.buffers if _flags(b) != _wanted(b, wanted)]
+        unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
+        if unfrozen:
+            engine.schedule.drop_held()  # gathers and refreshes on their way write to what is about to be freed
+            engine.refresh.settle()
+            for unit, buffer in unfrozen:
+                self._split(engine, unit, buffer, wanted)
+        if unfrozen or len(self._numbers) > _SETS:
+            self._numbers.clear()
+            engine.schedule.sequences.forget_backwards()  # learned for fewer parameters, or for too many sets of them
+        for _, buffer in changed:
+            if buffer.gradient is not None:
+                buffer.gradient.trained = _wanted(buffer, wanted)
+        frozen = frozenset(name for buffer in engine.trainable for name in buffer.names if not wanted[name])
+        if frozen not in self._numbers:
+            self._last += 1
+            self._numbers[frozen] = self._last
+            engine.schedule.sequences.forget_forwards()
+        self._tell(engine, self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
+
+    def _tell(self, engine: Engine, number: int, units: Iterable[Unit], *, split: bool) -> None:
+        """Let every part of the engine know that other parameters of ``units`` are trained.
+
+        Args:
+            engine: of the model.
+            number: of the set of trained parameters.
+            units: those concerned.
+            split: some have other buffers now.
+        """
+        engine.flipped.clear()
+        engine.trained_set = number
+        for unit in units:
+            unit.note_trained()
+        engine.reductions.note_trained()
+        if split:
+            engine.note_storages()
+            engine.schedule.note_sizes()
+            engine.pending.make_room()
+            engine.refresh.start()
+            engine.after_split()
+
+    def _check_same(self, engine: Engine, wanted: dict[str, bool]) -> None:
+        doing = "changing which parameters are trained"
+        code = zlib.crc32(repr(wanted).encode())
+        rows = engine.agreement.exchange(TRAINED, [code], doing, "requires_grad_()")
+        if all(row == rows[0] for row in rows):
+            return
+        tables = engine.agreement.exchange_objects(wanted, doing)
+        name, rank = next((n, r) for r, table in enumerate(tables) for n in wanted if table[n] != tables[0][n])
+        raise RuntimeError(
+            f"ranks 0 and {rank} disagree whether {name!r} is trained: requires_grad is {tables[0][name]} and "
+            f"{tables[rank][name]}. Call requires_grad_ with the same value on every rank; nothing has changed yet"
+        )
+
+    def _split(self, engine: Engine, unit: Unit, buffer: FlatBuffer, wanted: dict[str, bool]) -> None:
+        """Move what is to be trained out of a frozen buffer; what stays is laid out anew without it."""
+        values, codes = gather_main(engine, buffer), gather_codes(engine, buffer)
+        parts = []
+        for trainable in (False, True):
+            indices = [index for index, name in enumerate(buffer.names) if wanted[name] is trainable]
+            if indices:
+                part = self._maker.part(buffer, indices, trainable=trainable)
+                part.version = buffer.version + 1  # graphs made before know the old storage
+                part.adopt(_copier(part, [values[index] for index in indices]))
+                if isinstance(part, CodedBuffer) and codes is not None:
+                    part.adopt_codes(buffer, codes)
+                parts.append(part)
+        first = len(unit.trained)
+        unit.replace(buffer, parts)
+        install_gradient_hooks(engine, unit, first)
+
+
+def _flags(buffer: FlatBuffer) -> tuple[bool, ...]:
+    return buffer.gradient.trained if buffer.gradient is not None else (False,) * len(buffer.names)
+
+
+def _wanted(buffer: FlatBuffer, wanted: dict[str, bool]) -> tuple[bool, ...]:
+    return tuple(wanted[name] for name in buffer.names)
+
+
+def _copier(buffer: FlatBuffer, values: list[Tensor]) -> Callable[[Tensor], None]:
+    def fill(whole: Tensor) -> None:
+        for view, value in zip(buffer.layout.views(whole), values, strict=True):
+            view.copy_(value)
+
+    return fill
+
+
+def refuse_complex(parameters: dict[str, nn.Parameter]) -> None:
+    """Refuse a forward that would make graphs of complex parameters.
+
+    Raises:
+        RuntimeError: one is to be trained; no gradient of it would be reduced.
+    """
+    for name, parameter in parameters.items():
+        if parameter.requires_grad:
+            raise RuntimeError(
+                f"parameter {name!r} is complex, and requires_grad was set after wrapping; it would not be trained. "
+                "Take that back, and train its real view, torch.view_as_real, in a model wrapped anew"
+            )
+
+
+def install_gradient_hooks(engine: Engine, unit: Unit, first: int = 0) -> None:
+    """Let autograd tell the engine of the gradients of a unit's trainable parameters, from position ``first`` on."""
+    ref, index = weakref.ref(engine), unit.index  # knowing the unit it would keep it, unseen by the collector
+
+    def make(position: int) -> Callable[[Tensor], None]:
+        def ready(parameter: Tensor) -> None:
+            target = ref()
+            if target is not None:
+                target.gradient_ready(index, position)
+
+        return ready
+
+    parameters = [parameter for buffer in unit.trainable for parameter in buffer.parameters]
+    for position, parameter in enumerate(parameters[first:], first):
+        engine.hooks.keep(parameter.register_post_accumulate_grad_hook(make(position)))

@@ -1,0 +1,253 @@
+"""Whole values of a partitioned model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
+
+Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it is
+given, straight into its main weights. Both begin with a word from every rank that it is there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeropp.access.refusals import restorer
+from zeropp.comm.ledger import Ledger
+from zeropp.engine.engine import Engine
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.guard import keeper_of
+from zeropp.params.unit import Unit
+from zeropp.wire.paths import GatherPath
+
+__all__ = ["comm_report", "engine_of", "full_state", "gather_codes", "gather_main", "install_state_hooks"]
+
+
+def engine_of(model: nn.Module | Optimizer) -> Engine:
+    """The engine that manages a model, or that of a ZeroOptimizer.
+
+    Raises:
+        ValueError: none does.
+    """
+    if isinstance(model, Optimizer):
+        engine = getattr(model, "engine", None)
+        if isinstance(engine, Engine):
+            return engine
+        raise ValueError(f"{type(model).__name__} is a plain optimizer; give the ZeroOptimizer around it, or the model")
+    for parameter in model.parameters():
+        keeper = keeper_of(parameter)
+        if isinstance(keeper, Engine):
+            return keeper
+    raise ValueError(
+        f"{type(model).__name__} is not managed by zeropp, or was until close(); wrap it first: "
+        "zeropp.ZeroOptimizer(optimizer, model, config)"
+    )
+
+
+def comm_report(model: nn.Module | Optimizer) -> Ledger:
+    """Bytes that this rank has sent for a model, per unit, hop and class of link; ``str()`` of it is a table.
+
+    Args:
+        model: wrapped, or its ZeroOptimizer.
+    """
+    engine = engine_of(model)
+    engine.agreement.stalls.settle()
+    return engine.comm.ledger
+
+
+def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
+    """Whole main weights and buffers of a partitioned model, on CPU. Collective: call it on every rank.
+
+    Args:
+        model: wrapped by a ZeroOptimizer.
+        rank0_only: return an empty dict on other ranks; the values still travel to all, one unit at a time.
+
+    Returns:
+        True names and shapes, as ``state_dict()`` of the plain model would have; trainable parameters in float32
+        (float64 for float64 models) whatever the compute dtype, everything else in its own dtype.
+    """
+    engine = engine_of(model)
+    engine.require_idle("full_state", averaged=True)
+    engine.agreement.meet("full_state()")
+    keep = not rank0_only or engine.comm.rank == 0
+    values: dict[int, Tensor] = {}
+    for buffer in engine.buffers:
+        for parameter, value in zip(buffer.parameters, gather_main(engine, buffer), strict=True):
+            if keep:
+                values[id(parameter)] = value.to("cpu", copy=True)
+    if not keep:
+        return {}
+    state = {}
+    for name, tensor in _named_state(model):
+        state[name] = values[id(tensor)] if id(tensor) in values else tensor.detach().to("cpu", copy=True)
+    return state
+
+
+def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
+    """Every parameter of a buffer in the main dtype. On the lanes of gathers, whose collectives keep one order."""
+    with torch.inference_mode(False):  # lanes of gathers write to it, outside the caller's mode
+        whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
+    _gather_whole(engine, buffer, buffer.paths.main, whole)
+    return buffer.layout.views(whole)
+
+
+def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
+    """Messages of all pieces of a buffer that exists in codes; None of any other."""
+    if not isinstance(buffer, CodedBuffer):
+        return None
+    messages = buffer.codes.empty(buffer.layout.numel, buffer.device)
+    _gather_whole(engine, buffer, buffer.codes, messages)
+    return messages
+
+
+def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
+    with engine.agreement.watching("gathering", buffer.unit):
+        event = engine.gather_lanes.run(path.stages(buffer.shard, path.places(whole), f"{buffer.unit} <state>"))
+    engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
+
+
+def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Names as in ``state_dict()``: tied parameters under each name, persistent buffers only."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+class _Saving:
+    """``state_dict`` of modules that hold parameters themselves.
+
+    Gathered buffers are kept while modules of the same unit follow; persistent ones until the end.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
+        self.outermost: nn.Module | None = None
+        self.gathered: dict[FlatBuffer, list[Tensor]] = {}
+        self.lasting: set[FlatBuffer] = set()
+
+    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Before a module's state_dict."""
+        engine = _alive(self.engine)
+        engine.require_idle("state_dict()", averaged=True)
+        if keep_vars:
+            raise RuntimeError(
+                "state_dict(keep_vars=True) asks for the live parameters, whose values are partitioned; leave "
+                "keep_vars out to get whole copies"
+            )
+        if self.outermost is None or prefix == "":
+            self.gathered.clear()  # of a call that failed
+            engine.agreement.meet(f"state_dict() of a {type(module).__name__}")
+            self.outermost = module
+
+    def end(self, module: nn.Module) -> None:
+        """After a module's state_dict, children included."""
+        if module is self.outermost:
+            self.outermost = None
+            self.gathered.clear()
+
+    def save_of(self, module: nn.Module) -> Callable[[dict[str, Tensor], str, bool], None]:
+        """``save`` for one module, without keeping it alive."""
+        ref = weakref.ref(module)
+
+        def save(destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+            target = ref()
+            assert target is not None  # it is calling
+            self.save(target, destination, prefix, keep_vars)
+
+        return save
+
+    def save(self, module: nn.Module, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        """In place of ``_save_to_state_dict``: whole values in the compute dtype."""
+        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+        engine = _alive(self.engine)
+        values: dict[int, Tensor] = {}
+        for unit in engine.units:
+            for buffer in unit.buffers:
+                if any(parameter is other for parameter in own.values() for other in buffer.parameters):
+                    gathered = self._whole(engine, buffer, unit)
+                    for parameter, value in zip(buffer.parameters, gathered, strict=True):
+                        values[id(parameter)] = value.to(buffer.compute_dtype)
+        for name, parameter in own.items():
+            whole = values.get(id(parameter))
+            destination[prefix + name] = parameter.detach() if whole is None else whole.clone()
+        parameters = module._parameters
+        try:
+            module.__dict__["_parameters"] = {}
+            type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
+        finally:
+            module.__dict__["_parameters"] = parameters
+
+    def _whole(self, engine: Engine, buffer: FlatBuffer, unit: Unit) -> list[Tensor]:
+        if buffer not in self.gathered:
+            if unit.announced:  # others lie all over the model, and are small
+                for other in [b for b in self.gathered if b.unit != buffer.unit and b not in self.lasting]:
+                    del self.gathered[other]
+            else:
+                self.lasting.add(buffer)
+            self.gathered[buffer] = gather_main(engine, buffer)
+        return self.gathered[buffer]
+
+
+class _Loading:
+    """``load_state_dict`` of any module of the model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
+        self.outermost: nn.Module | None = None
+
+    def begin(
+        self, module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, object], *_: object
+    ) -> None:
+        """Before a module's own values are loaded."""
+        engine = _alive(self.engine)
+        engine.require_idle("load_state_dict()")
+        if metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                "load_state_dict(assign=True) would replace partitioned parameters by whole ones; leave assign out: "
+                "values are copied into the partitions, in the main weights' precision"
+            )
+        if self.outermost is None or prefix == "":
+            engine.agreement.meet(f"load_state_dict() of a {type(module).__name__}")
+            engine.finish_load()
+            engine.refresh.settle()
+            self.outermost = module
+            engine.loading = True
+
+    def end(self, module: nn.Module, incompatible: object) -> None:
+        """After a module and its children are loaded."""
+        if module is self.outermost:
+            engine = _alive(self.engine)
+            self.outermost = None
+            engine.loading = False
+            engine.weights_changed(engine.buffers)
+
+
+def _alive(ref: weakref.ref[Engine]) -> Engine:
+    engine = ref()
+    if engine is None:
+        raise RuntimeError("what held this model's values is gone; keep the model, or any module of it")
+    return engine
+
+
+def install_state_hooks(model: nn.Module, engine: Engine) -> None:
+    """Make ``state_dict`` and ``load_state_dict`` of the model and its modules see whole parameters."""
+    saving, loading = _Saving(engine), _Loading(engine)
+
+    def saved(module: nn.Module, *_: object) -> None:  # torch marks the hook itself, so it must be a function
+        saving.end(module)
+
+    for module in model.modules():
+        engine.hooks.keep(module.register_state_dict_pre_hook(saving.begin))
+        engine.hooks.keep(module.register_state_dict_post_hook(saved))
+        engine.hooks.keep(module.register_load_state_dict_pre_hook(loading.begin))
+        engine.hooks.keep(module.register_load_state_dict_post_hook(loading.end))
+        if module._parameters:
+            module.__dict__["_save_to_state_dict"] = saving.save_of(module)
+            engine.on_close(restorer(module, "_save_to_state_dict"))

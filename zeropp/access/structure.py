@@ -1,0 +1,84 @@
+"""Whether a wrapped model still has the modules and parameters that it was wrapped with."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.engine.engine import Engine
+from zeropp.params.guard import is_managed, keeper_of
+
+__all__ = ["watch_structure"]
+
+_values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+
+
+class _Structure:
+    """The tree of modules as it was; it holds modules below the root, so only the root may hold it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._apart: dict[int, nn.Parameter] = {}  # known ones that nobody partitions; held, or ids might be used again
+        self.note(model)
+
+    def note(self, model: nn.Module) -> None:
+        """This is how it is to be from now on."""
+        tables = [table for module in model.modules() for table in (module._modules, module._parameters)]
+        self._tables: list[dict[str, Any]] = tables
+        self._entries = list(chain.from_iterable(map(_values, self._tables)))  # held for the same reason
+        self._ids = list(map(id, self._entries))
+        self._own = {id(module): set(map(id, module._parameters.values())) for module in model.modules()}
+        self._apart |= {id(parameter): parameter for parameter in model.parameters() if not is_managed(parameter)}
+
+    def has_changed(self) -> bool:
+        """Looks at identities alone, in loops of the interpreter's own: this runs before every forward."""
+        return list(map(id, chain.from_iterable(map(_values, self._tables)))) != self._ids
+
+    def tied_in(self, model: nn.Module, engine: Engine) -> list[str]:
+        """Names of parameters of the engine that stand in a module where they were not before."""
+        found = []
+        for path, module in model.named_modules():
+            own = self._own.get(id(module), set())
+            here = [(name, p) for name, p in module._parameters.items() if p is not None and id(p) not in own]
+            moved = [name for name, parameter in here if keeper_of(parameter) is engine]
+            found += [f"{path}.{name}" if path else name for name in moved]
+        return found
+
+    def new_in(self, model: nn.Module) -> list[str]:
+        """Names of parameters that nobody partitioned."""
+        return [n for n, p in model.named_parameters() if id(p) not in self._apart and not is_managed(p)]
+
+
+def watch_structure(model: nn.Module, engine: Engine) -> None:
+    """Let every forward of the model from outside refuse parameters that came after it was wrapped.
+
+    Modules without parameters may come and go, as some make theirs when they first run; and what is taken out stays
+    managed and unused.
+    """
+    structure, ref = _Structure(model), weakref.ref(engine)
+
+    def check(module: nn.Module, args: object) -> None:
+        engine = ref()
+        if engine is None or engine.running or not structure.has_changed():
+            return
+        new = structure.new_in(module)
+        if new:
+            raise RuntimeError(
+                f"parameters {new[:10]}{'...' if new[10:] else ''} came after the model was wrapped, by themselves or "
+                "with a module put in another's place: nothing would partition, reduce or step them. Wrap the finished "
+                "model; to change a wrapped one let go of its optimizer (del optimizer), change it and wrap it again, "
+                "which takes the trained weights over"
+            )
+        tied = structure.tied_in(module, engine)
+        if tied:
+            raise RuntimeError(
+                f"parameters {tied} were tied to others after the model was wrapped: backward would not know where "
+                "they are used. Tie them before wrapping; or let go of the optimizer (del optimizer) and wrap again"
+            )
+        structure.note(module)
+
+    engine.hooks.keep(model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))

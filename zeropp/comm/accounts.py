@@ -1,0 +1,107 @@
+"""What ranks say of themselves when waiting takes long, and what that is likely to mean. Words only, no process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+__all__ = ["Account", "describe_phase", "explain", "likely_cause", "name_ranks"]
+
+
+@dataclass(frozen=True)
+class Account:
+    """One rank's own.
+
+    Attributes:
+        doing: in the words of an error, after "rank 0 was".
+        call: the collective call of the user that it has come to, "state_dict() of a GPT", or "".
+        phase: the pass or step that it is in, "a backward", or "".
+        until: what ended it, ", until ...", or "".
+    """
+
+    doing: str
+    call: str = ""
+    phase: str = ""
+    until: str = ""
+
+    def __str__(self) -> str:
+        where = f" in {self.phase}" if self.phase and self.phase not in self.doing else ""
+        return f"{self.doing}{where}{self.until}"
+
+    def packed(self) -> str:
+        """For a store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def unpacked(text: str | bytes) -> Account:
+        """The opposite of :meth:`packed`."""
+        return Account(**json.loads(text))
+
+
+def describe_phase(key: Sequence[object]) -> str:
+    """The kind of a phase in words; see `zeropp.order.sequence.PhaseKey`."""
+    if key[0] == "backward":
+        return "a backward"
+    _, path, training, grad = key
+    where = f" of {path!r}" if path else ""
+    return f"a forward{where} {'with' if grad else 'without'} gradients{'' if training else ', in eval mode'}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """ "rank 3" or "ranks 0, 1 and 2"; of many the first eight."""
+    numbers = sorted(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 8:
+        return f"ranks {', '.join(map(str, numbers[:8]))} and {len(numbers) - 8} more"
+    return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def explain(accounts: Mapping[int, Account], world: int) -> str:
+    """The likely cause, then each account: "rank 0 called ... alone; .... rank 0 was ...; rank 1 was ..."."""
+    groups = _by({rank: str(account) for rank, account in accounts.items()})
+    said = "; ".join(f"{name_ranks(of)} {'was' if len(of) == 1 else 'were'} {text}" for text, of in groups.items())
+    silent = _silent(accounts, world)
+    if silent:
+        said += f"; {name_ranks(silent)} said nothing"
+    return f"{likely_cause(accounts, world)}. The ranks are no longer in step: {said}"
+
+
+def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
+    """What the user most probably has to look at, in a sentence without its full stop."""
+    silent = _silent(accounts, world)
+    calls = _by({rank: account.call for rank, account in accounts.items() if account.call})
+    if len(calls) > 1:
+        parts = " and ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in calls.items())
+        return f"{parts}; they are collective: every rank makes the same calls in the same order"
+    for call, ranks in calls.items():
+        others = set(range(world)).difference(ranks)
+        if others and len(ranks) <= len(others):
+            return f"{name_ranks(ranks)} called {call} alone; it is collective: every rank calls it"
+        if others:
+            return f"{name_ranks(others)} did not call {call}, which is collective: every rank calls it"
+    if silent:
+        does = "does" if len(silent) == 1 else "do"
+        return (
+            f"{name_ranks(silent)} {does} not wait for others: failed or ended, out of data, slow, or in code that "
+            "only some ranks run"
+        )
+    phases = _by({rank: account.phase for rank, account in accounts.items()})
+    if len(phases) > 1:
+        parts = ", ".join(f"{name_ranks(ranks)} in {phase or 'no pass'}" for phase, ranks in phases.items())
+        return f"the ranks made different numbers of forwards, backwards or steps: {parts}"
+    if len(_by({rank: account.doing for rank, account in accounts.items()})) > 1:
+        return "the ranks ran different modules, or in another order; look for code that depends on the rank"
+    return "all ranks wait for each other at the same place: a connection or a device may be stuck"
+
+
+def _silent(accounts: Mapping[int, Account], world: int) -> list[int]:
+    return [rank for rank in range(world) if rank not in accounts]
+
+
+def _by(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        found.setdefault(texts[rank], []).append(rank)
+    return found

@@ -1,0 +1,186 @@
+"""How ranks agree outside the steady state, and how they tell each other what went wrong.
+
+In the steady state nothing is exchanged beside weights and gradients: every rank follows the sequence it has learned
+together with the others. Messages here are only sent while a sequence is learned, when all ranks leave it together,
+and when a rank gives up waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from zeropp._compat import default_store
+from zeropp.comm.accounts import Account, explain
+from zeropp.comm.hops import Comm
+from zeropp.comm.stalls import make_stalls
+from zeropp.comm.watch import Watch
+
+__all__ = ["ADDED", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
+
+_T = TypeVar("_T")
+_WIDTH = 8  # integers in an exchange
+# Kinds of exchanges between passes; the schedule has its own below 100.
+_MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
+
+_TOGETHER = 0.2  # seconds within which ranks that do the same come to the same place
+_TIMED_OUT = "timed? ?out"  # in the words of backends
+_CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
+_GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
+
+
+class Agreement:
+    """Exchange of small rows of integers, and of last words."""
+
+    def __init__(
+        self, comm: Comm, hang_timeout: float, warn_after: float | None, device: torch.device, *, at_once: bool
+    ) -> None:
+        self.comm = comm
+        self.hang_timeout = hang_timeout
+        self.at_once = at_once  # work on lanes is done in the model's own order, which stands still for it
+        self.stalls = make_stalls(device, comm.ledger.add_wait)
+        self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
+        self.phase = ""  # the pass that this rank is in, in words
+        alone = comm.world == 1 or comm.backend == "fake"
+        self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
+
+    def wait(self, wait: Callable[[float], bool], doing: str, exposed: tuple[str, str] | None = None) -> None:
+        """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
+
+        Args:
+            wait: whether what is waited for has come within so many seconds.
+            doing: for the error.
+            exposed: (unit, kind) in the ledger that the time goes to.
+        """
+        timing = contextlib.nullcontext() if exposed is None else self.stalls.timing(*exposed)
+        with timing, self.watching(doing):
+            if not wait(self.hang_timeout):
+                raise self.failure(doing, waited=True)
+
+    @contextlib.contextmanager
+    def watching(self, *doing: str, call: str = "", phase: str = "") -> Iterator[None]:
+        """Turn an error of a collective into the common error; at once if the ranks have lost each other before.
+
+        Args:
+            doing: for the error.
+            call: the collective call of the user that this is a part of, if ranks may come to it one by one.
+            phase: where the rank is, if it is in no pass.
+        """
+        if self.lost is not None:
+            raise RuntimeError(self.lost)
+        try:
+            with self.watch.waiting(lambda: Account(" ".join(doing), call, phase or self.phase)):
+                yield
+        except RuntimeError as error:
+            alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)  # nobody waits: try less
+            if self.lost is not None or alone:
+                raise
+            account = Account(" ".join(doing), call, phase or self.phase)
+            if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
+                raise self._lose(account, waited=True) from None
+            if re.search(_CLOSED, str(error), re.IGNORECASE):
+                raise self._lose(replace(account, until=", until a connection to another rank was closed")) from None
+            raise self._lose(replace(account, until=f" ({str(error).splitlines()[0]})")) from error
+
+    @contextlib.contextmanager
+    def issuing(self, doing: str, unit: str, kind: str) -> Iterator[None]:
+        """Watch a unit's work being queued; where it is done at once, its time is told under this kind."""
+        timing = self.stalls.timing(unit, kind) if self.at_once else contextlib.nullcontext()
+        with timing, self.watching(doing, unit):
+            yield
+
+    def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
+        """Every rank's values; all ranks must be at the same kind of exchange. ``call``: see :meth:`watching`.
+
+        Raises:
+            RuntimeError: some rank did not come within ``hang_timeout``, or is at another kind of exchange.
+        """
+        row = [kind, *values, *[0] * (_WIDTH - len(values))]  # one width, or ranks at different kinds could not talk
+        with self.watching(doing, call=call):
+            rows = self.comm.all_gather_ints(row)
+        if any(row[0] != kind for row in rows):
+            raise self.failure(doing, call)
+        return [row[1 : 1 + len(values)] for row in rows]
+
+    def meet(self, what: str) -> None:
+        """Make sure that every rank has come to the same call, before it gathers or changes anything.
+
+        Raises:
+            RuntimeError: some rank has not.
+        """
+        code = zlib.crc32(what.encode())
+        rows = self.exchange(_MEET, [code], f"at {what}", what)
+        if any(row != [code] for row in rows):
+            raise self.failure(f"at {what}", what)
+
+    def exchange_objects(self, value: _T, doing: str) -> list[_T]:
+        """Every rank's picklable value; for the end of a learned phase and for reports."""
+        with self.watching(doing):
+            return self.comm.all_gather_objects(value)
+
+    def all_come(self, incident: int) -> bool:
+        """Whether all ranks call this for the same incident at about the same time; one answer for all that call.
+
+        Args:
+            incident: 0, 1, 2, ...; all ranks have agreed on something between one and the next.
+        """
+        comm = self.comm
+        if comm.world == 1 or comm.backend == "fake":
+            return True
+        store, name = default_store(), f"{comm.job}/leave/{incident}"
+        if comm.rank == 0 and incident > 1:
+            for key in ("count", "answer"):
+                store.delete_key(f"{comm.job}/leave/{incident - 2}/{key}")
+        if store.add(f"{name}/count", 1) == comm.world:
+            return store.compare_set(f"{name}/answer", "", "all") == b"all"
+        until = time.monotonic() + _TOGETHER
+        while time.monotonic() < until and not store.check([f"{name}/answer"]):
+            time.sleep(0.001)
+        return store.compare_set(f"{name}/answer", "", "some") == b"all"
+
+    def failure(self, doing: str, call: str = "", phase: str = "", *, waited: bool = False) -> RuntimeError:
+        """The error to raise when waiting is over: the likely cause, and what each rank was doing.
+
+        Args:
+            doing: of this rank.
+            call: see :meth:`watching`, like ``phase``.
+            phase: where the rank is.
+            waited: whether ``hang_timeout`` was reached.
+        """
+        return self._lose(Account(doing, call, phase or self.phase), waited=waited)
+
+    def _lose(self, account: Account, *, waited: bool = False) -> RuntimeError:
+        comm = self.comm
+        accounts, store_is_gone = {comm.rank: account}, False
+        if comm.world > 1 and comm.backend != "fake":
+            try:
+                accounts = self._ask_around(account)
+            except RuntimeError:  # the process that keeps the store is gone, perhaps the very one that failed
+                store_is_gone = True
+        parts = [explain(accounts, comm.world)]
+        if store_is_gone:
+            parts[0] += "; the others cannot be asked, since the job's store is gone"
+        parts.append("No weight was changed by this step")
+        if waited:
+            parts.append(
+                f"hang_timeout, {self.hang_timeout:g} s, was reached: slow is not hung, so if a rank was only late, "
+                'raise {"zeropp": {"hang_timeout": seconds}} and the timeout given to init_process_group'
+            )
+        self.lost = ". ".join(parts)
+        return RuntimeError(self.lost)
+
+    def _ask_around(self, account: Account) -> dict[int, Account]:
+        self.watch.publish(account)
+        until = time.monotonic() + _GRACE
+        accounts = self.watch.heard()
+        while time.monotonic() < until and len(accounts) < self.comm.world:
+            time.sleep(0.05)
+            accounts = self.watch.heard()
+        return {**accounts, self.comm.rank: account}

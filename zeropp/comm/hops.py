@@ -1,0 +1,214 @@
+"""Hops: what moves between two levels, over which process group, and how many bytes it costs.
+
+Gathers and reductions travel over process groups of their own, made eagerly, so that neither waits until the other has
+been transferred. All calls here block the calling thread or stream; overlap is the business of the streams they run on.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeropp._compat import all_gather_single, new_group
+from zeropp.comm.ledger import Ledger, Way
+from zeropp.comm.members import Members, gather_objects
+from zeropp.partition.levels import HopSpec
+from zeropp.partition.topology import Chain
+
+_T = TypeVar("_T")
+
+__all__ = ["Comm", "Hop", "make_comm"]
+
+
+class Hop:
+    """One hop bound to a process group.
+
+    On gloo both collectives are sends and receives between members, straight to and from where the data lies: its own
+    all-gather and all-to-all copy through buffers of their own and take a third longer. Elsewhere the backend's
+    collectives run.
+    """
+
+    def __init__(
+        self, spec: HopSpec, group: dist.ProcessGroup, backend: str, rank: int, ledger: Ledger, kind: str
+    ) -> None:
+        self.spec = spec
+        self.kind = kind  # in the ledger
+        self.group = group
+        self.pairwise = backend == "gloo"
+        self.ledger = ledger
+        self.size = len(spec.ranks)
+        self.index = spec.ranks.index(rank)
+
+    def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
+        """``out`` becomes the members' pieces in order; ``piece`` is this rank's own part of ``out``."""
+        self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
+        if self.pairwise:
+            self._swap(list(out.view(self.size, -1).unbind()), [piece] * self.size)
+        else:
+            all_gather_single(out, piece, group=self.group)
+
+    def exchange(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
+        """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
+
+        Args:
+            message: one part for each member.
+            unit: for the ledger, like ``codec``.
+            codec: what the message is encoded in.
+            apart: the parts returned need not follow each other in memory.
+        """
+        sent = message.nbytes // self.size * (self.size - 1)
+        self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
+        parts = list(message.view(self.size, -1).unbind())
+        if self.pairwise and apart:
+            received = [torch.empty_like(part) for part in parts]
+            received[self.index] = parts[self.index]
+            self._swap(received, parts)
+            return received
+        whole = torch.empty_like(message)
+        received = list(whole.view(self.size, -1).unbind())
+        if self.pairwise:
+            received[self.index].copy_(parts[self.index])
+            self._swap(received, parts)
+        else:
+            dist.all_to_all_single(whole, message, group=self.group)
+        return received
+
+    def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
+        self.ledger.add(Way(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
+
+    def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> None:
+        """Send ``out_of[i]`` to member i and receive ``into[i]`` from it; this rank's own entries stay untouched."""
+        works = []
+        for step in range(1, self.size):
+            source, target = (self.index - step) % self.size, (self.index + step) % self.size
+            works.append(dist.irecv(into[source], group=self.group, group_src=source))
+            works.append(dist.isend(out_of[target], group=self.group, group_dst=target))
+        for work in works:
+            assert work is not None  # None is for ranks outside the group
+            work.wait()
+
+
+class Comm:
+    """The process groups of one engine."""
+
+    def __init__(
+        self, chain: Chain, rank: int, ranks: tuple[int, ...], local: int, backend: str, timeout: timedelta, job: str
+    ) -> None:
+        """Make the groups of all ranks; collective over the members. Those of hops come with their paths.
+
+        Args:
+            chain: levels of the run.
+            rank: this rank in the group.
+            ranks: global rank of each member.
+            local: members per node.
+            backend: of the groups that carry weights and gradients.
+            timeout: after which waiting for other ranks is an error.
+            job: unique prefix of the groups' names, the same on every member.
+        """
+        self.job = job
+        self.chain = chain
+        self.rank = rank
+        self.ranks = ranks
+        self.local = local
+        self.backend = backend
+        self.timeout = timeout
+        self.ledger = Ledger()
+        self.world_group: dist.ProcessGroup | None = None
+        self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
+        if chain.world > 1:
+            self.world_group = self._make(ranks, backend, "world")
+            control = "gloo" if backend != "fake" else "fake"
+            self.control_group = self._make(ranks, control, "control")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.chain.world
+
+    def hop(self, stream: str, spec: HopSpec) -> Hop:
+        """A hop, on a group that belongs to a stream. Collective over the members."""
+        key = (stream, spec.outer, spec.inner)
+        if key not in self._groups:
+            members = tuple(self.ranks[rank] for rank in spec.ranks)
+            self._groups[key] = self._make(members, self.backend, f"{stream} {spec.outer}->{spec.inner}")
+        return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, stream)
+
+    def broadcast(self, tensor: Tensor, source: int | None = None) -> None:
+        """Everyone gets the values of one rank, global; of the group's first without ``source``."""
+        source = self.ranks[0] if source is None else source
+        if self.world > 1:
+            sends = self.ranks[self.rank] == source
+            self._note_control("<broadcast>", (self.world - 1) * tensor.nbytes if sends else 0)
+            dist.broadcast(tensor, source, group=self.world_group)
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum a small tensor over all ranks, in place."""
+        if self.world > 1:
+            self._note_control("<boundary>", 2 * (self.world - 1) * tensor.nbytes // self.world)
+            dist.all_reduce(tensor, group=self.world_group)
+
+    def largest(self, tensor: Tensor, stream: str) -> None:
+        """The largest value of each element over all ranks, in place, on a group that belongs to a stream."""
+        if self.world > 1:
+            self._note_control(f"<{stream}>", 2 * (self.world - 1) * tensor.nbytes // self.world)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.all_ranks(stream))
+
+    def all_ranks(self, stream: str) -> dist.ProcessGroup:
+        """The group of all ranks that belongs to a stream. Collective over the members when first asked for."""
+        key = (stream, self.world, 0)
+        if key not in self._groups:
+            self._groups[key] = self._make(self.ranks, self.backend, f"{stream} all")
+        return self._groups[key]
+
+    def _note_control(self, unit: str, nbytes: int) -> None:
+        self.ledger.add(Way(unit, "control", "all", "all", self.world, "-"), nbytes)
+
+    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
+        """Every rank's row of integers; blocks the host. For agreement outside the steady state."""
+        if self.world == 1 or self.backend == "fake":
+            return [values] * self.world
+        row = torch.tensor(values, dtype=torch.int64)
+        rows = torch.empty(self.world * len(values), dtype=torch.int64)
+        self._note_control("<agreement>", (self.world - 1) * row.nbytes)
+        all_gather_single(rows, row, group=self.control_group)
+        table: list[list[int]] = rows.view(self.world, -1).tolist()
+        return table
+
+    def all_gather_objects(self, value: _T) -> list[_T]:
+        """Every rank's picklable value; blocks the host. For checks while wrapping and for error reports."""
+        if self.world == 1 or self.backend == "fake":
+            return [value] * self.world
+        return gather_objects(value, self.control_group)
+
+    def close(self) -> None:
+        """Destroy the groups. They are not used again."""
+        groups = [*self._groups.values()]
+        if self.chain.world > 1:
+            groups += [self.world_group, self.control_group]  # type: ignore[list-item]
+        self._groups = {}
+        if dist.is_initialized():
+            for group in groups:
+                dist.destroy_process_group(group)
+
+    def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
+        first = self.ranks.index(ranks[0])  # several groups of one kind exist side by side
+        # NCCL kills the process at its timeout; the error that names what every rank waits for must come before.
+        timeout = self.timeout if backend == "gloo" else 2 * self.timeout
+        return new_group(ranks, backend, timeout, f"{self.job} {description} {first}")
+
+
+def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> Comm:
+    """Make the process groups of a run. Collective over the members.
+
+    Args:
+        members: from :func:`find_members`.
+        chain: levels of the run.
+        hang_timeout: seconds after which a collective that does not finish is an error.
+        job: unique name, the same on every member.
+    """
+    rank = members.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
+    return Comm(chain, rank, members.ranks, members.local, members.backend, timedelta(seconds=hang_timeout), job)

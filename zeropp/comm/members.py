@@ -1,0 +1,137 @@
+"""Who takes part: the process group a user means, its ranks, and how they lie on nodes."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zeropp._compat import all_gather_single, backends, chosen_timeout
+from zeropp.partition.topology import ranks_per_node
+
+__all__ = [
+    "Group",
+    "Members",
+    "find_members",
+    "gather_objects",
+    "group_size",
+    "is_fake",
+    "to_process_group",
+    "whereabouts",
+    "world_group",
+]
+
+_T = TypeVar("_T")
+
+Group = dist.ProcessGroup | dist.DeviceMesh | None
+
+
+@dataclass(frozen=True)
+class Members:
+    """Who takes part in a run."""
+
+    ranks: tuple[int, ...]  # global rank of each member
+    local: int  # members per node
+    backend: str
+    timeout: float | None = None  # seconds, of the user's own group if that is not torch's default
+
+    def patience(self, hang_timeout: float) -> float:
+        """Seconds to wait for others: what the configuration says, or the group's timeout if that is shorter."""
+        return hang_timeout if self.timeout is None else min(hang_timeout, self.timeout)
+
+
+def whereabouts() -> tuple[int, str]:
+    """This process, for the others: its global rank, and the name of its host."""
+    return dist.get_rank() if dist.is_initialized() else 0, socket.gethostname()
+
+
+def find_members(
+    group: Group, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
+) -> Members:
+    """Members of a group, and how they lie on nodes. Local; the same on every rank if all is well.
+
+    Args:
+        group: ranks to partition over: a process group, a one-dimensional DeviceMesh, or None for the world (one rank,
+            if torch.distributed is not initialised).
+        device: where the model lives; decides the backend.
+        local_world_size: ranks per node, or None for LOCAL_WORLD_SIZE, or else one node for each host.
+        hosts: :func:`whereabouts` of the members. Of one that could not be asked (a fake group) it is this rank's.
+
+    Raises:
+        ValueError: mesh of more than one dimension, unknown or uneven nodes, a group this rank does not belong to, or
+            that cannot send what is on the device.
+        TypeError: something else was given.
+    """
+    if group is None and not dist.is_initialized():
+        return Members((0,), 1, "none")
+    process_group = to_process_group(group)
+    ranks = tuple(dist.get_process_group_ranks(process_group))
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"process_group has ranks {list(ranks)}, this is rank {dist.get_rank()}; only members wrap")
+    available = backends(process_group)
+    if device.type not in available:
+        raise ValueError(
+            f"the model is on {device}, and the process group has a backend for {sorted(available)} only; make it with "
+            'one, as in init_process_group("cpu:gloo,cuda:nccl"), or move the model there'
+        )
+    _, own = whereabouts()
+    local = ranks_per_node(ranks, local_world_size, [hosts.get(rank, own) for rank in ranks])
+    return Members(ranks, local, available[device.type], chosen_timeout(process_group, device))
+
+
+def is_fake(group: dist.ProcessGroup) -> bool:
+    """Whether a group only pretends: torch's own for trying out large worlds in one process."""
+    return "fake" in backends(group).values()
+
+
+def to_process_group(group: Group) -> dist.ProcessGroup:
+    """The process group meant by a group, a one-dimensional mesh, or None."""
+    if isinstance(group, dist.DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"got a DeviceMesh of {group.ndim} dimensions {group.mesh_dim_names}; expected one. Give the dimension "
+                "to partition over, as in mesh['dp']"
+            )
+        return group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
+        raise ValueError("process_group is one that this rank is no member of; only its members wrap a model")
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group is a {type(group).__name__}; expected a ProcessGroup this rank belongs to, a "
+            "one-dimensional DeviceMesh, or None"
+        )
+    return group or world_group()
+
+
+def group_size(group: Group) -> int:
+    """Ranks in a group; 1 if torch.distributed is not initialised."""
+    return dist.get_world_size(to_process_group(group)) if dist.is_initialized() else 1
+
+
+def gather_objects(value: _T, group: dist.ProcessGroup) -> list[_T]:
+    """Every member's picklable value, in group order. Unlike torch's own, it works where NumPy is not installed."""
+    available = backends(group)
+    device = "cpu" if "cpu" in available else next(iter(available))  # of an accelerator, the process's current one
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    world = dist.get_world_size(group)
+    sizes = torch.empty(world, dtype=torch.int64, device=device)
+    all_gather_single(sizes, torch.tensor([own.numel()], device=device), group=group)
+    longest = int(sizes.max())
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: own.numel()] = own
+    rows = torch.empty(world * longest, dtype=torch.uint8, device=device)
+    all_gather_single(rows, padded, group=group)
+    texts = zip(rows.view(world, longest).cpu(), sizes.tolist(), strict=True)
+    return [pickle.loads(bytes(row[:size].tolist())) for row, size in texts]
+
+
+def world_group() -> dist.ProcessGroup:
+    """The default process group."""
+    world = dist.group.WORLD
+    assert world is not None  # torch.distributed is initialised
+    return world

@@ -1,0 +1,171 @@
+"""A word in time from a rank that waits for others: who waits where, long before waiting becomes an error.
+
+The thread that waits may be inside a call of torch and cannot speak. So every rank has another one that looks at it now
+and then, puts the rank's account into the job's store once it has waited for long, reads the others' and logs them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from zeropp._compat import default_store
+from zeropp.comm.accounts import Account, likely_cause, name_ranks
+
+__all__ = ["Watch", "warn_of_waiting"]
+
+_log = logging.getLogger("zeropp")
+
+_LOOKS = 4  # before waiting is long
+_GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
+_JOINING = 2.0  # seconds at the end of the program
+
+
+@contextlib.contextmanager
+def warn_of_waiting(after: float, words: str) -> Iterator[None]:
+    """Log ``words`` if what is inside takes longer than ``after`` seconds; where ranks have no common store yet."""
+    timer = threading.Timer(after, _log.warning, args=("%s", words))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@dataclass(eq=False)
+class _Wait:
+    """One wait of the rank's main thread."""
+
+    account: Callable[[], Account]
+    start: float
+    told: bool = False
+
+
+class Watch:
+    """Watches one rank's waiting.
+
+    Args:
+        job: prefix of keys in the store, the same on every rank.
+        rank: this rank.
+        world: how many there are.
+        after: seconds, or None never to say anything.
+    """
+
+    def __init__(self, job: str, rank: int, world: int, after: float | None) -> None:
+        self._keys = [f"{job}/account/{each}" for each in range(world)]
+        self._rank = rank
+        self._after = after
+        self._current: _Wait | None = None
+        self._failed = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._stop.set)
+
+    @contextlib.contextmanager
+    def waiting(self, account: Callable[[], Account]) -> Iterator[None]:
+        """Inside, this rank may wait for others; ``account`` says where."""
+        if self._after is None:
+            yield
+            return
+        if self._thread is None:
+            self._start(self._after)
+        before, wait = self._current, _Wait(account, time.monotonic())
+        self._current = wait
+        try:
+            yield
+        finally:
+            self._current = before
+            if wait.told and not self._failed:
+                self._withdraw()
+
+    def publish(self, account: Account) -> None:
+        """Put this rank's account into the store, for good: it fails."""
+        self._failed = True
+        default_store().set(self._keys[self._rank], account.packed())
+
+    def _withdraw(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the process that keeps the store may be gone
+            default_store().set(self._keys[self._rank], "")  # a key that is there never blocks who reads it
+
+    def heard(self) -> dict[int, Account]:
+        """Accounts that are in the store."""
+        return _read(default_store(), self._keys)
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._after = None
+        self._stop.set()
+
+    def _start(self, after: float) -> None:
+        self._thread = threading.Thread(
+            target=_patrol, args=(weakref.ref(self), self._stop, after / _LOOKS), name="zeropp watch", daemon=True
+        )
+        _watching[self._thread] = self._stop
+        self._thread.start()
+
+    def look(self) -> None:
+        """Speak if the wait of this moment has become long; on the watching thread."""
+        wait = self._current
+        if wait is None or wait.told or self._after is None or time.monotonic() - wait.start < self._after:
+            return
+        wait.told = True
+        account = wait.account()
+        default_store().set(self._keys[self._rank], account.packed())
+        self._stop.wait(min(_GRACE, self._after / _LOOKS))
+        accounts = {**self.heard(), self._rank: account}
+        if self._current is wait:
+            _log.warning("%s", self._words(accounts))
+        elif not self._failed:
+            self._withdraw()  # it ended meanwhile, perhaps before its account was there
+
+    def _words(self, accounts: dict[int, Account]) -> str:
+        others = [f"{name_ranks([rank])} is {each}" for rank, each in sorted(accounts.items()) if rank != self._rank]
+        silent = [rank for rank in range(len(self._keys)) if rank not in accounts]
+        if silent:
+            others.append(f"{name_ranks(silent)} {'waits' if len(silent) == 1 else 'wait'} for nobody")
+        return (
+            f"rank {self._rank} has been waiting for {self._after:g} s, {accounts[self._rank]}; {'; '.join(others)}. "
+            f"Perhaps {likely_cause(accounts, len(self._keys))}"
+        )
+
+
+def _read(store: dist.Store, keys: list[str]) -> dict[int, Account]:
+    there = [rank for rank, key in enumerate(keys) if store.check([key])]
+    found = {rank: store.get(keys[rank]) for rank in there}
+    return {rank: Account.unpacked(text) for rank, text in found.items() if text}
+
+
+_watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+
+
+def _patrol(ref: weakref.ref[Watch], stop: threading.Event, period: float) -> None:
+    """Holds the watch only while it looks, so that a dropped one ends this."""
+    while not stop.wait(period):
+        watch = ref()
+        if watch is None:
+            return
+        try:
+            watch.look()
+        except Exception as error:  # a store that is gone must not end the job before its own error does
+            _log.debug("this rank cannot tell where it waits: %s", error)
+        del watch
+
+
+def _end_all() -> None:
+    """End the threads before Python does: it stops them where they are, inside a call of the store perhaps."""
+    for stop in list(_watching.values()):
+        stop.set()
+    for thread in list(_watching):
+        thread.join(timeout=_JOINING)
+
+
+atexit.register(_end_all)

@@ -1,0 +1,245 @@
+"""When gradients are sent: in the agreed order, each as soon as it is complete and its turn has come.
+
+[Note: one order] Every rank issues the same gathers and reductions in one order, or ranks whose devices run them in
+another would wait for each other for ever. So a reduction has its place among the uses of units. A rank that comes to
+the next use first sends what is due before it, complete or not: gradients that come later are found at the end of the
+phase or at the boundary, where all ranks send that unit again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as SequenceOf
+
+from torch import Tensor
+
+from zeropp.comm.agreement import Agreement
+from zeropp.comm.spans import span
+from zeropp.comm.streams import Event, Lanes
+from zeropp.order.sequence import IssueHash, Sequence
+from zeropp.params.unit import Unit
+
+__all__ = ["Reductions"]
+
+_IN_FLIGHT = 2  # messages not yet sent; bounds what a slow network can pile up
+_SMALL = 2**26  # bytes; up to here more messages may be under way, and a link need not wait for one slow rank
+_HOLD, _REDUCE = 0, 2  # kinds in the issue hash
+
+
+class Reductions:
+    """Gradients of one engine, backward by backward."""
+
+    def __init__(
+        self, units: SequenceOf[Unit], lanes: Lanes, agreement: Agreement, issued: IssueHash, scale: float
+    ) -> None:
+        self.units = units
+        self.lanes = lanes
+        self.agreement = agreement
+        self.issued = issued
+        self.scale = scale
+        self.no_sync = False  # inside no_sync: gradients stay on this rank, or among those they are held with
+        self.last = True  # no backward is known to follow before the optimizer steps
+        self.reused: set[int] = set()  # units used more than once in one forward
+        self._trained: list[tuple[bool, ...]] = []
+        self._counts: list[list[int]] = []
+        self._missing: list[int] = []
+        self.note_trained()
+        self._expected: dict[int, tuple[int, ...]] | None = None
+        self._order: tuple[tuple[int, int], ...] = ()  # see Sequence.reductions; of these, what is left
+        self._turn = 0
+        self._uses = 0  # whose gathers have been issued in this phase
+        self._ready: list[int] = []  # complete on this rank, not issued
+        self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
+        self._in_flight: deque[tuple[Event, Tensor, str]] = deque()  # with the message, and whose it is
+
+    def note_trained(self) -> None:
+        """Look, between passes, which parameters are to have gradients."""
+        self._trained = [unit.trained for unit in self.units]
+        self._counts = [[0] * len(trained) for trained in self._trained]
+        self._missing = [sum(trained) for trained in self._trained]
+
+    def begin(self, sequence: Sequence | None) -> None:
+        """Start a phase that follows ``sequence``, or learns with None."""
+        self._uses = 0
+        self._ready, self._done = [], {}
+        for counts in self._counts:
+            counts[:] = [0] * len(counts)
+        self.change(sequence)
+
+    def change(self, sequence: Sequence | None) -> None:
+        """Follow another sequence from here on."""
+        self._expected = sequence.fires if sequence is not None else None
+        order = sequence.reductions if sequence is not None else ()
+        self._order = tuple((unit, uses) for unit, uses in order if unit not in self._done)
+        self._turn = 0
+        for index, counts in enumerate(self._counts):
+            expected = self._expect(index)
+            self._missing[index] = sum(max(e - c, 0) for e, c in zip(expected, counts, strict=True))
+
+    def count(self, index: int, position: int) -> bool:
+        """Note that a parameter received its gradient; True when that completes the unit."""
+        counts = self._counts[index]
+        counts[position] += 1
+        if counts[position] > self._expect(index)[position]:
+            return False  # more than expected: found unsent at the boundary
+        self._missing[index] -= 1
+        if self._missing[index] > 0:
+            return False
+        if self._expected is None and index in self.reused:
+            return True  # there may be more to come; at the end of this backward it will be known
+        self._ready.append(index)
+        if self._expected is not None:
+            self._take_turns()
+        return True
+
+    @property
+    def hold(self) -> bool:
+        """Whether this backward's gradients are held back, for a later one to take along."""
+        return self.no_sync or not self.last
+
+    def complete(self, index: int) -> bool:
+        """Whether a unit is done with in this phase: every expected gradient has come, and each trained parameter's is.
+
+        One that was not used when the order was learned may be used now, and backward still need its weight. Of what is
+        not trained, the inputs of modules tell.
+        """
+        if self._missing[index] > 0:
+            return False
+        return all(e or not t for e, t in zip(self._expect(index), self._trained[index], strict=True))
+
+    @property
+    def issued_count(self) -> int:
+        """Units sent in this phase so far."""
+        return len(self._done)
+
+    def before_use(self, uses: int) -> None:
+        """The gathers of one more use than ``uses`` come next: send what is due before them, complete or not."""
+        while self._turn < len(self._order) and self._order[self._turn][1] <= uses:
+            self._send_next()
+
+    def after_use(self, uses: int) -> None:
+        """The gathers of ``uses`` uses are issued: complete units whose place has come may be sent."""
+        self._uses = uses
+        if self._expected is not None:
+            self._take_turns()
+
+    def catch_up(self, count: int) -> None:
+        """Send as many units as the rank that has sent most."""
+        while len(self._done) < count and self._turn < len(self._order):
+            self._send_next()
+
+    def end(self) -> None:
+        """Send what is left, in order, with zeros where this rank has nothing."""
+        while self._turn < len(self._order):
+            self._send_next()
+        self.wait(0)
+
+    def ready_heads(self, count: int) -> list[int]:
+        """First units that this rank could send, while a phase is learned."""
+        return self._ready[:count]
+
+    def issue_common(self, heads: list[list[int]], uses: int) -> None:
+        """Send the units that every rank offers, while a phase is learned, after the gathers of ``uses`` uses."""
+        for index in heads[0]:
+            if index >= 0 and all(index in offered for offered in heads):
+                self._ready.remove(index)
+                self._issue(index, uses)
+
+    def end_learning(self, uses: int) -> tuple[tuple[tuple[int, int], ...], dict[int, tuple[int, ...]]]:
+        """Agree on what is left after ``uses`` uses and send it; this phase's order, and how often parameters fired."""
+        fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
+        doing = "agreeing on the gradients left at the end of a backward"
+        self.wait(0)  # what is on its way takes along what is held
+        accounts = self.agreement.exchange_objects((self.hold, [*self._ready, *self._left()], fired), doing)
+        if len({hold for hold, _, _ in accounts}) > 1:
+            raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
+        fires: dict[int, tuple[int, ...]] = {}
+        for _, _, counts in accounts:
+            for index, count in counts.items():
+                fires[index] = tuple(map(max, count, fires.get(index, count)))
+        for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
+            self._issue(index, uses)
+        self.wait(0)
+        return tuple(self._done.items()), fires
+
+    def has_late(self) -> bool:
+        """Whether this rank has gradients of which no reduction is to come."""
+        return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)
+
+    def send_late(self) -> dict[int, int]:
+        """Send again, on every rank, what any rank has got since it was sent; see :meth:`parameter_counts`."""
+        self.wait(0)  # what is on its way settles what is held
+        lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
+        late = list(dict.fromkeys(index for units in lists for index in units))
+        for index in late:
+            self._issue(index, self._uses)
+        return self.parameter_counts(late)
+
+    def parameter_counts(self, units: SequenceOf[int]) -> dict[int, int]:
+        """How many trainable parameters each of ``units`` has."""
+        return {index: len(self._counts[index]) for index in units}
+
+    def send_again(self, index: int) -> None:
+        """Send what a unit still holds, at the boundary, on every rank."""
+        self._issue(index, self._uses, hold=False)
+        self.wait(0)
+
+    def wait(self, allowed: int) -> None:
+        """Wait until at most ``allowed`` messages are on their way."""
+        while len(self._in_flight) > allowed:
+            event, _, unit = self._in_flight[0]
+            self.agreement.wait(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
+            self._in_flight.popleft()
+
+    def _make_room(self) -> None:
+        """Wait until one more message may be on its way."""
+        while len(self._in_flight) >= _IN_FLIGHT and sum(m.nbytes for _, m, _ in self._in_flight) > _SMALL:
+            self.wait(len(self._in_flight) - 1)
+
+    def forget(self) -> None:
+        """Drop a phase that failed; messages on their way arrive first, since their shards are used again."""
+        self.begin(None)
+        self.wait(0)
+
+    def _left(self) -> list[int]:
+        """Units of which this rank has gradients that this backward should have taken and has not."""
+        hold = self.hold
+        return [
+            unit.index
+            for unit in reversed(self.units)
+            if any(g.has_stray() if hold else g.has_unsent() for g in unit.gradients)
+        ]
+
+    def _expect(self, index: int) -> tuple[int, ...]:
+        if self._expected is None:
+            return tuple(map(int, self._trained[index]))
+        return self._expected.get(index, (0,) * len(self._counts[index]))
+
+    def _take_turns(self) -> None:
+        while self._turn < len(self._order):
+            index, uses = self._order[self._turn]
+            if uses > self._uses or index not in self._ready:
+                return
+            self._send_next()
+
+    def _send_next(self) -> None:
+        index, uses = self._order[self._turn]
+        self._turn += 1
+        if index in self._ready:
+            self._ready.remove(index)
+        self._issue(index, uses)
+
+    def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
+        unit = self.units[index]
+        hold = self.hold if hold is None else hold
+        self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
+        self._done[index] = uses
+        self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
+        for gradient in unit.gradients:
+            self._make_room()
+            with span("pack", unit.name):
+                message = gradient.pack(hold=hold)
+            if message is not None:
+                with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
+                    event = self.lanes.run(gradient.stages(message, self.scale, hold=hold))
+                self._in_flight.append((event, message, unit.name))

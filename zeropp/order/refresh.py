@@ -1,0 +1,125 @@
+"""Renewing what is kept between uses, once main weights have changed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
+import torch
+
+from zeropp.comm.agreement import Agreement
+from zeropp.comm.hops import Comm
+from zeropp.comm.spans import span
+from zeropp.comm.streams import Event, Lanes
+from zeropp.order.schedule import Schedule
+from zeropp.order.sequence import IssueHash
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import Unit
+
+__all__ = ["Refresh", "portion_of"]
+
+_REFRESH, _DIFFERENCES = 3, 4  # kinds in the issue hash
+
+
+def portion_of(position: int) -> int:
+    """Units are stepped and renewed in portions of one, one, two, four, ... in the order of the next forward.
+
+    Args:
+        position: among those that have something to train.
+    """
+    return position.bit_length()
+
+
+class Refresh:
+    """Issues refreshes in the order of the next forward; each first use waits for its own.
+
+    Where what is kept will do as a base, only differences to it are sent. Messages that differ in size are agreed on
+    first, all at once; a unit whose differences would take more bytes than its weights is renewed by these.
+
+    Attributes:
+        is_put_off: something is stale, and waits for the next step or forward.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], lanes: Lanes, schedule: Schedule, agreement: Agreement, issued: IssueHash,
+        comm: Comm,
+    ) -> None:  # fmt: skip
+        self.lanes = lanes
+        self._units = units
+        self._schedule = schedule
+        self._agreement = agreement
+        self._issued = issued
+        self._comm = comm
+        self.is_put_off = False
+
+    def put_off(self) -> None:
+        """Main weights have changed and may yet change once more: start with the next forward."""
+        self.is_put_off = True
+
+    def start_put_off(self) -> None:
+        """Start what was put off."""
+        if self.is_put_off:
+            self.start()
+
+    def start(self) -> None:
+        """Start renewing all that is stale, portion by portion; so a rank may start several at once, and others not."""
+        self.is_put_off = False
+        position, stale = 0, []
+        for unit in self._schedule.in_forward_order():
+            if unit.stale:
+                stale.append((portion_of(position), unit))
+            position += bool(unit.trainable)
+        for _, numbered in groupby(stale, lambda each: each[0]):
+            self._start([unit for _, unit in numbered])
+
+    def _start(self, stale: Sequence[Unit]) -> None:
+        buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
+        based = {buffer for buffer in buffers if buffer.has_base}
+        differs = self._choose(buffers, based)
+        for unit in stale:
+            kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
+            self._issued.add(kind, unit.index, unit.version)
+            with self._agreement.issuing("refreshing", unit.name, "refresh"), span("refresh", unit.name):
+                unit.refresh(self.lanes, differs)
+
+    def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
+        """Queue the agreement on what is sent; returns what tells of it, on any lane."""
+        counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
+        crowded: set[FlatBuffer] = set()
+        agreed: Event | None = None
+        if counted:
+
+            def agree() -> None:
+                most = torch.stack([buffer.count_escapes() for buffer in counted])
+                self._comm.largest(most, "refresh")
+                crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
+
+            with self._agreement.watching("agreeing on the sizes of refreshes"):
+                agreed = self.lanes.run([("cross", agree)])
+
+        def differs(buffer: FlatBuffer) -> bool:
+            if agreed is not None:
+                agreed.wait(threading.TIMEOUT_MAX)  # whoever waits for the refresh has a shorter patience
+            by_differences = buffer in based and buffer not in crowded
+            if buffer.paths.differences is not None:
+                why = "differences" if by_differences else "whole, too much has changed"
+                self._comm.ledger.note(buffer.unit, f"refresh: {why if buffer in based else 'whole'}")
+            return by_differences
+
+        return differs
+
+    def distrust(self) -> None:
+        """Holders of the same weights have other bits: renew them from main weights alone, at the next chance."""
+        for unit in self._units:
+            for buffer in unit.buffers:
+                if buffer.paths.differences is not None:
+                    buffer.distrust_kept()
+        self.put_off()
+
+    def settle(self) -> None:
+        """Wait until no refresh reads the main weights any more, before they change."""
+        for unit in self._units:
+            if unit.refreshing:
+                name, wait = unit.name, unit.settle_refresh
+                self._agreement.wait(wait, f"waiting for the refresh of unit {name!r}", (name, "refresh"))

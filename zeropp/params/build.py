@@ -1,0 +1,203 @@
+"""Which flat buffers a unit has, and how each is put together: dtypes, layout, paths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zeropp.comm.hops import Comm
+from zeropp.config import Config
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
+from zeropp.params.gradient import Gradient, GradientPaths
+from zeropp.params.guard import own_dtype
+from zeropp.params.unit import Unit
+from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
+from zeropp.partition.levels import Mode, Placement
+from zeropp.partition.units import UnitSpec
+from zeropp.wire.codecs import BlockCodec, Feedback, dtype_name
+from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
+from zeropp.wire.encoding import Encoding, choose_encoding
+from zeropp.wire.paths import CodedGatherPath, GatherPath, Leg, ReducePath
+
+__all__ = ["BufferKey", "BufferMaker", "check_dtypes", "planned_buffers"]
+
+
+@dataclass(frozen=True)
+class BufferKey:
+    """What the parameters of one flat buffer have in common."""
+
+    dtype: torch.dtype  # gathered
+    trainable: bool
+    main_dtype: torch.dtype  # of the shard
+    wire_dtype: torch.dtype  # of gradient messages
+
+    def shares(self, mode: Mode) -> bool:
+        """Whether main weights are whole and in the dtype the model computes in, so that one copy serves both.
+
+        Not where trained ones have replicas: a module's edit through ``.data`` leaves no trace, and would part them.
+        """
+        alone = not self.trainable or mode.chain.world == 1
+        return alone and mode.states == mode.kept == 1 and self.dtype == self.main_dtype
+
+
+def planned_buffers(
+    parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
+) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
+    """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
+    groups: dict[BufferKey, list[str]] = {}
+    for name in spec.parameters:
+        own, trainable = own_dtype(parameters[name]), parameters[name].requires_grad
+        dtype = torch.bfloat16 if config.bf16.enabled else own
+        main = torch.promote_types(dtype, torch.float32) if trainable else own
+        groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
+    for key, names in groups.items():
+        rows = [(n, tuple(parameters[n].shape), parameters[n].stride()) for n in names]
+        layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
+        yield key, names, layout
+
+
+def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if dtype == torch.float64 or config.communication_data_type is None:
+        return dtype
+    return named[config.communication_data_type]
+
+
+def check_dtypes(model: nn.Module, config: Config) -> None:
+    """Make sure that the weights' codec can carry what the model computes with.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    codec = choose_encoding(config).differences
+    for name, parameter in model.named_parameters():
+        dtype = torch.bfloat16 if config.bf16.enabled else own_dtype(parameter)
+        if codec is not None and parameter.requires_grad and dtype not in BASES[codec]:
+            raise ValueError(
+                f'zeropp.weight_codec "{codec}" sends differences of weights in '
+                f"{' or '.join(map(dtype_name, BASES[codec]))}, and parameter {name!r} is computed with in "
+                f'{dtype_name(dtype)}; set {{"bf16": {{"enabled": true}}}}, or leave weight_codec out'
+            )
+
+
+class BufferMaker:
+    """Makes the flat buffers of one engine; they hold nothing until they adopt values."""
+
+    def __init__(self, config: Config, mode: Mode, comm: Comm) -> None:
+        self._config = config
+        self._mode = mode
+        self._comm = comm
+        self._encoding = choose_encoding(config)
+
+    def make_units(self, model: nn.Module, specs: Sequence[UnitSpec]) -> list[Unit]:
+        """A unit for each spec."""
+        parameters = dict(model.named_parameters())
+        units = []
+        for index, spec in enumerate(specs):
+            placement = Placement(self._mode.of(spec.persistent), self._comm.rank, self._comm.local)
+            buffers = [
+                self._make(spec.name, placement, key, [parameters[name] for name in names], layout)
+                for key, names, layout in planned_buffers(parameters, spec, self._config, self._comm.world)
+            ]
+            units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
+        return units
+
+    def part(self, buffer: FlatBuffer, indices: Sequence[int], *, trainable: bool) -> FlatBuffer:
+        """A buffer for some of the parameters of a frozen one, as they lie there but for the padding between them."""
+        slots = [buffer.layout.slots[index] for index in indices]
+        layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
+        dtype = buffer.compute_dtype
+        main = torch.promote_types(dtype, torch.float32) if trainable else buffer.main_dtype
+        key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self._config))
+        return self._make(buffer.unit, buffer.placement, key, [buffer.parameters[index] for index in indices], layout)
+
+    def _make(
+        self,
+        unit: str,
+        placement: Placement,
+        key: BufferKey,
+        parameters: Sequence[nn.Parameter],
+        layout: BufferLayout,
+    ) -> FlatBuffer:
+        encoding, mode = self._encoding, placement.mode
+        coded = encoding.frozen is not None and not key.trainable
+        shared = key.shares(mode) and encoding.weight_codec(key.trainable) is None
+        paths = _weight_paths(self._comm, placement, key, encoding, shared=shared, coded=coded)
+        if coded:
+            assert encoding.frozen is not None
+            states, hops = mode.states, paths.main.hops
+            codes = CodedGatherPath(
+                placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
+            )
+            return CodedBuffer(unit, parameters, layout, key.main_dtype, paths, codes)
+        gradient = None
+        if key.trainable:
+            device = parameters[0].device
+            travels = _gradient_paths(self._comm, placement, layout, key, encoding, device)
+            gradient = Gradient(unit, parameters, layout, key.main_dtype, travels)
+        return FlatBuffer(unit, parameters, layout, key.main_dtype, paths, gradient)
+
+
+def _weight_paths(
+    comm: Comm, placement: Placement, key: BufferKey, encoding: Encoding, *, shared: bool, coded: bool
+) -> WeightPaths:
+    """Paths of one buffer's weights; ``coded`` if its shard is codes already."""
+    states, kept, dtype = placement.mode.states, placement.mode.kept, key.dtype
+    codec = encoding.weight_codec(key.trainable)
+    keep_codes = encoding.keep_codes and kept not in (None, 1)
+
+    def path(
+        outer: int, inner: int, stream: str, *, encoded: bool, coded: bool = coded, decodes: bool = True
+    ) -> GatherPath:
+        hops = [comm.hop(stream, spec) for spec in placement.gather_path(outer, inner)]
+        if codec is None or not encoded:
+            return GatherPath(placement, outer, inner, hops, dtype)
+        return CodedGatherPath(placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes)
+
+    refresh = fetch = differences = None
+    if kept is not None and not shared:
+        refresh = path(states, kept, "refresh", encoded=True, decodes=not keep_codes)
+        changes = key.trainable and bool(refresh.hops)  # frozen weights change by loads only
+        if encoding.differences is not None and changes and dtype in BASES[encoding.differences]:
+            of = make_difference_codec(encoding.differences)
+            differences = DifferencePath(placement, states, kept, refresh.hops, dtype, of)
+            if differences.counted is not None:
+                comm.all_ranks("refresh")  # made now, by all
+    if kept is None:
+        fetch = path(states, 1, "gather", encoded=True)
+    elif kept > 1:  # what was decoded once goes on as it is: encoding it anew would change it
+        fetch = path(kept, 1, "gather", encoded=keep_codes, coded=True)
+    return WeightPaths(path(states, 1, "gather", encoded=coded), refresh, fetch, differences)
+
+
+def _gradient_paths(
+    comm: Comm, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
+) -> GradientPaths:
+    world, held, states = comm.world, placement.mode.held, placement.mode.states
+    specs = placement.reduce_path(1, world)
+    codecs = encoding.gradient_codecs(specs, key.wire_dtype)
+    legs = []
+    for spec, codec in zip(specs, codecs, strict=True):
+        hop, feedback = comm.hop("reduce", spec), None
+        if isinstance(codec, BlockCodec) and encoding.feeds_back(specs, spec):
+            numel = layout.numel // spec.outer
+            feedback = Feedback(numel, hop.size, codec.bits, encoding.beta, device)
+        legs.append(Leg(hop, codec, feedback))
+
+    def path(inner: int, outer: int) -> ReducePath:
+        own = [leg for leg in legs if inner < leg.hop.spec.outer <= outer]
+        return ReducePath(placement, outer, own, key.wire_dtype)
+
+    replicas: GatherPath | None = None
+    if states != world:
+        hops = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
+        codec = encoding.return_codec(codecs)
+        if isinstance(codec, BlockCodec):
+            replicas = CodedGatherPath(placement, world, states, hops, key.main_dtype, codec, level=world)
+        else:
+            replicas = GatherPath(placement, world, states, hops, codec.dtype)
+    return GradientPaths(path(1, held), path(held, world), path(1, world), replicas)

@@ -1,0 +1,102 @@
+"""A flat buffer of frozen weights that exist only as 8-bit codes: the shard is the message that a gather sends.
+
+They are encoded once, when the model is wrapped, or when other values are loaded. Whatever moves them afterwards moves
+codes and scales: to encode decoded values again would change some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
+from zeropp.partition.layout import BufferLayout, Fragment
+from zeropp.wire.codecs import BlockCodec
+from zeropp.wire.paths import CodedGatherPath
+from zeropp_kernels import message_layout
+from zeropp_kernels.wire import BLOCK
+
+__all__ = ["CodedBuffer"]
+
+
+class CodedBuffer(FlatBuffer):
+    """Frozen parameters in codes.
+
+    Attributes:
+        shard: uint8, one message of this rank's piece.
+        codec: of the message.
+        codes: path of whole messages, for what moves them.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        parameters: Sequence[nn.Parameter],
+        layout: BufferLayout,
+        main_dtype: torch.dtype,
+        paths: WeightPaths,
+        codes: CodedGatherPath,
+    ) -> None:
+        super().__init__(unit, parameters, layout, main_dtype, paths, None)
+        self.codes = codes
+        self.codec: BlockCodec = codes.codec
+        self._piece_numel = layout.numel // self.placement.mode.states
+
+    def _take_piece(self, whole: Tensor) -> Tensor:
+        start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
+        shard = self.codec.empty(stop - start, 1, self.device)
+        self.codec.encode_(shard, whole[start:stop])
+        return shard
+
+    def _put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
+        """Encode new values of a part of a parameter; blocks that say just these values already stay as they are."""
+        numel = values.numel()
+        message, now = self.codec.empty(numel, 1, self.device), torch.empty_like(values)
+        own, part = _Blocks(self.shard, self._piece_numel), _Blocks(message, numel)
+        places = torch.arange(part.count, device=self.device)
+        part.copy_from(places, own, places + fragment.offset // BLOCK)
+        self.codec.decode_(message, now, count=1)
+        differs = torch.zeros(part.count * BLOCK, dtype=torch.bool, device=self.device)
+        differs[:numel] = now.to(given) != values.to(given)
+        places = places[differs.view(-1, BLOCK).any(1)]
+        self.codec.encode_(message, values)
+        own.copy_from(places + fragment.offset // BLOCK, part, places)
+
+    def adopt_codes(self, source: FlatBuffer, messages: Tensor) -> None:
+        """Take over parameters that another buffer has, too.
+
+        Args:
+            source: the other buffer, in codes like this.
+            messages: whole, as its ``codes`` path brings them together.
+        """
+        piece = source.layout.numel // source.placement.mode.states
+        own, whole = _Blocks(self.shard, self._piece_numel), _Blocks(messages, piece)
+        slots = zip(source.parameters, source.layout.slots, strict=True)
+        offsets = {id(parameter): slot.offset for parameter, slot in slots}
+        for fragment in self.fragments():
+            parameter = self.parameters[fragment.slot]
+            if id(parameter) not in offsets:
+                continue
+            places = torch.arange(-(-(fragment.stop - fragment.start) // BLOCK), device=self.device)
+            there = offsets[id(parameter)] + fragment.start
+            own.copy_from(places + fragment.offset // BLOCK, whole, places + there // BLOCK)
+
+
+class _Blocks:
+    """Codes and scales of messages of [numel] 8-bit codes each, by number of the block."""
+
+    def __init__(self, messages: Tensor, numel: int) -> None:
+        layout = message_layout(numel, 8)
+        self.each = layout.groups
+        self.count = layout.groups * (messages.numel() // layout.nbytes)
+        rows = messages.view(-1, layout.nbytes)
+        self._codes = rows[:, : layout.codes_nbytes].unflatten(1, (layout.groups, BLOCK))
+        scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups]
+        self._scales = scales.unflatten(1, (layout.groups, 2))
+
+    def copy_from(self, here: Tensor, source: _Blocks, there: Tensor) -> None:
+        """Take the blocks ``there`` of a source to the places ``here``."""
+        for own, other in ((self._codes, source._codes), (self._scales, source._scales)):
+            own[here // self.each, here % self.each] = other[there // source.each, there % source.each]

@@ -1,0 +1,311 @@
+"""One flat buffer: the parameters of a unit that share a dtype, as one contiguous stretch of memory.
+
+[Note: storage] While gathered, parameters are views of the buffer's storage. Releasing shrinks that storage to nothing
+and gathering grows it back, so that every alias autograd has saved sees the gathered values again; a new storage would
+leave them behind.
+
+[Note: versions] Shrinking under autograd's eyes must not go unnoticed. At weight version v a gathered parameter's
+version counter is 2v, a released one's 2v+1: a saved tensor that is reached while its unit is away, or after an
+optimizer step, is refused by autograd instead of read. A counter at any other value tells of an edit in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeropp._compat import bump_versions
+from zeropp.comm.streams import Stage
+from zeropp.params.gradient import Gradient
+from zeropp.params.guard import guard, unguard
+from zeropp.partition.layout import BufferLayout, Fragment
+from zeropp.wire.differences import DifferencePath
+from zeropp.wire.paths import GatherPath
+
+__all__ = ["FlatBuffer", "WeightPaths"]
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The value of every element of every released parameter."""
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class WeightPaths:
+    """How weights travel.
+
+    Attributes:
+        main: from the states' level to whole buffers, for state dicts.
+        refresh: from the states' level to what is kept between uses; None if nothing is, or if that is the shard.
+        differences: the same way, for a part of the bytes, where what is kept of the last step is right; or None.
+        fetch: from what is kept, or else the shard, to whole buffers; None where whole ones are kept.
+    """
+
+    main: GatherPath
+    refresh: GatherPath | None
+    fetch: GatherPath | None
+    differences: DifferencePath | None = None
+
+    @property
+    def none(self) -> bool:
+        """Whether the shard is what the model computes with: whole, in its dtype."""
+        return self.refresh is None and self.fetch is None
+
+
+class FlatBuffer:
+    """Values and main shard of one group of parameters.
+
+    Attributes:
+        parameters: the model's own parameter objects.
+        flat: [numel] in the compute dtype; empty storage while released; the shard itself where paths lead nowhere.
+        shard: [numel / states] main weights (float32, or float64 for float64 models), or the frozen values in their own
+            dtype.
+        secondary: [numel / kept level] weights in the compute dtype that are kept between uses (hpZ), or the messages
+            they came in, or None.
+        gradient: of trainable parameters; None for frozen ones.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        parameters: Sequence[nn.Parameter],
+        layout: BufferLayout,
+        main_dtype: torch.dtype,
+        paths: WeightPaths,
+        gradient: Gradient | None,
+    ) -> None:
+        self.unit = unit
+        self.names = tuple(slot.name for slot in layout.slots)
+        self.parameters = tuple(parameters)
+        self.layout = layout
+        self.trainable = gradient is not None
+        self.device = parameters[0].device
+        self.compute_dtype = paths.main.dtype
+        self.main_dtype = main_dtype
+        self.paths = paths
+        self.gradient = gradient
+        self.placement = paths.main.placement
+        self.version = 0
+        self.kept_version = -1  # of the weights that are kept between uses
+        self._noted_version = 0  # of autograd's counters, as last set here; an edit in place moves them
+        self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
+        self.shard = torch.empty(0)
+        self.secondary: Tensor | None = None
+
+    def adopt(self, fill: Callable[[Tensor], None]) -> None:
+        """Take whole values, keep this rank's piece, and make the parameters views of the released buffer.
+
+        Args:
+            fill: puts the same values on every rank into a buffer of zeros, [numel] in the main dtype.
+        """
+        numel = self.layout.numel
+        whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
+        with torch.no_grad():
+            fill(whole)
+            self.shard = self._take_piece(whole)
+            del whole
+            shared = self.paths.none
+            self.flat = self.shard if shared else torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+            self._present = self.layout.views(self.flat)
+            nothing = _nothing(self.compute_dtype, self.device)
+            self._absent = [nothing.expand(view.shape) for view in self._present]
+            self._prepare_paths()
+        unguard(self.parameters)
+        bump_versions(self.parameters, self._noted_version)
+        self.cover()
+        if not shared:
+            self.shrink()
+
+    def _take_piece(self, whole: Tensor) -> Tensor:
+        """This rank's shard of whole values."""
+        start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
+        return whole if stop - start == whole.numel() else whole[start:stop].clone()
+
+    def _prepare_paths(self) -> None:
+        refresh, fetch = self.paths.refresh, self.paths.fetch
+        if fetch is not None:
+            self._fetch_places = fetch.places(self.flat)
+        if refresh is not None:
+            if fetch is not None:
+                self.secondary = refresh.empty(self.layout.numel // refresh.inner, self.device)
+            kept = self.flat if self.secondary is None else self.secondary
+            self._refresh_places = refresh.places(kept)
+            if self.paths.differences is not None:
+                self._difference_places = self.paths.differences.places(kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.layout.numel * self.compute_dtype.itemsize
+
+    @property
+    def storage_id(self) -> int:
+        """Identity of the gathered buffer's storage, the same as long as the engine lives."""
+        return int(self.flat.untyped_storage()._cdata)
+
+    # Values: grow, gather, uncover; cover, shrink.
+
+    def grow(self) -> None:
+        """Have memory for the values."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() != self.nbytes:
+            storage.resize_(self.nbytes)
+
+    def gather_stages(self) -> list[Stage]:
+        """What brings the values together."""
+        assert self.paths.fetch is not None  # whole weights that are kept are only refreshed
+        own = self.shard if self.secondary is None else self.secondary
+        return self.paths.fetch.stages(own, self._fetch_places, self.unit)
+
+    @property
+    def stale(self) -> bool:
+        """Whether weights that are kept between uses are of an older version."""
+        return self.paths.refresh is not None and self.kept_version != self.version
+
+    @property
+    def kept(self) -> Tensor | None:
+        """What is kept between uses, where it is renewed by differences."""
+        return self._difference_places[-1] if self.paths.differences is not None else None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether what is kept is what the other ranks keep, so that differences to it will do."""
+        return self.paths.differences is not None and self.kept_version >= 0
+
+    def distrust_kept(self) -> None:
+        """What is kept is to be renewed from main weights alone."""
+        self.kept_version = -1
+
+    @property
+    def counts_escapes(self) -> bool:
+        """Whether ranks have to agree on the size of a message of differences."""
+        return self.paths.differences is not None and self.paths.differences.counted is not None
+
+    def count_escapes(self) -> Tensor:
+        """int64 [2]: what that size depends on; on a lane of refreshes."""
+        assert self.paths.differences is not None and self.paths.differences.counted is not None
+        return self.paths.differences.counted.count(self.shard, self._difference_places[0])
+
+    def take_room(self, room8: int, room16: int) -> bool:
+        """Go by the largest counts of any rank; whether differences take fewer bytes than weights would."""
+        assert self.paths.differences is not None and self.paths.differences.counted is not None
+        numel = self.shard.numel()
+        return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
+
+    def refresh_stages(self, differs: Callable[[FlatBuffer], bool]) -> list[Stage]:
+        """What renews what is kept, from main weights alone or, if that is the answer when it runs, by differences."""
+        assert self.paths.refresh is not None
+        works: list[Callable[[], None]] = []
+
+        def work(number: int) -> None:
+            if number == 0:
+                works.extend(work for _, work in self._refresh_by(differs=differs(self)))
+            works[number]()
+
+        return [(link, partial(work, number)) for number, link in enumerate(self.paths.refresh.links)]
+
+    def _refresh_by(self, *, differs: bool) -> list[Stage]:
+        if differs:
+            assert self.paths.differences is not None
+            return self.paths.differences.stages(self.shard, self._difference_places, self.unit)
+        assert self.paths.refresh is not None
+        return self.paths.refresh.stages(self.shard, self._refresh_places, self.unit)
+
+    def uncover(self) -> None:
+        """Let the model see the values.
+
+        Raises:
+            RuntimeError: a parameter was edited while released.
+        """
+        unguard(self.parameters)
+        self._swap(self._present, 2 * self.version)
+
+    def cover(self) -> None:
+        """Let no one read the values any more; see `zeropp.params.guard`.
+
+        Raises:
+            RuntimeError: a parameter was edited while gathered, or unfrozen.
+        """
+        unguard(self.parameters)
+        try:
+            self._swap(self._absent, 2 * self.version + 1)
+            self._refuse_unfrozen()
+        finally:
+            guard(self.parameters)
+
+    def _swap(self, values: list[Tensor], version: int) -> None:
+        edited = [n for n, p in zip(self.names, self.parameters, strict=True) if p._version != self._noted_version]
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.data = value
+        bump_versions(self.parameters, version)
+        self._noted_version = version
+        if edited:
+            raise RuntimeError(
+                f"{edited} were edited in place, and the edit is lost, or stays on this rank: what a module sees is a "
+                "copy of values that all ranks hold together. To set weights use zeropp.zero.GatheredParameters("
+                "parameters, modifier_rank=0) or model.load_state_dict(...) on every rank, between steps"
+            )
+
+    def note_unfrozen(self, parameter: nn.Parameter, trained: bool) -> None:
+        """Take note that a parameter, if it is here, is to be trained, or is not after all."""
+        for name, other in zip(self.names, self.parameters, strict=True):
+            if other is parameter:
+                self.unfrozen.add(name) if trained else self.unfrozen.discard(name)
+
+    def _refuse_unfrozen(self) -> None:
+        """No gradient of a frozen parameter is looked for: one that came would be lost without a word."""
+        unfrozen = [
+            (name, parameter)
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            if not self.trainable and parameter.requires_grad and name not in self.unfrozen
+        ]
+        for _, parameter in unfrozen:
+            parameter.requires_grad_(False)
+        if unfrozen:
+            raise RuntimeError(
+                f"requires_grad of {[name for name, _ in unfrozen]} was set while the model was running, and is taken "
+                "back; call requires_grad_ between passes, on every rank"
+            )
+
+    def lend(self, index: int, value: Tensor) -> None:
+        """Let one parameter have its whole value, in the main dtype, while the others stay released."""
+        unguard([self.parameters[index]])
+        self.parameters[index].data = value
+
+    def take_back(self, index: int) -> Tensor:
+        """Release a parameter that was lent its value; returns what it has by now."""
+        parameter = self.parameters[index]
+        value = parameter.data
+        parameter.data = self._absent[index]
+        bump_versions([parameter], self._noted_version)
+        guard([parameter])
+        return value
+
+    def shrink(self) -> None:
+        """Free the memory of the values; every reader must be done."""
+        self.flat.untyped_storage().resize_(0)
+
+    def load(self, parameter: nn.Parameter, values: Tensor) -> None:
+        """Take this rank's slice of new values for one of the parameters, if it is here."""
+        for fragment in self.fragments():
+            if self.parameters[fragment.slot] is parameter:
+                slot = self.layout.slots[fragment.slot]
+                dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
+                dense.copy_(values)
+                row = dense.as_strided((dense.numel(),), (1,))
+                self._put(fragment, row[fragment.start : fragment.stop], values.dtype)
+
+    def _put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
+        """Take new values of a part of a parameter, in the main dtype; they were ``given`` in another, perhaps."""
+        self.shard[fragment.offset : fragment.offset + values.numel()] = values
+
+    def fragments(self) -> list[Fragment]:
+        """Parts of parameters in this rank's shard."""
+        states = self.placement.mode.states
+        return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, states), states)

@@ -1,0 +1,234 @@
+"""One unit's life: sharded, gathering, full. The transitions are methods; who calls them is the engine's business."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from functools import partial
+
+from torch import nn
+
+from zeropp.comm.streams import Event, Lanes, Stage, after
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.gradient import Gradient
+
+__all__ = ["TERMS", "Unit", "UnitState"]
+
+TERMS = ("main_weights", "gradients", "frozen_weights", "secondary_weights", "persistent_weights", "feedback")
+"""What a unit owns at all times."""
+
+
+class UnitState(Enum):
+    """Where a unit's values are."""
+
+    SHARDED = "sharded"  # only pieces; parameters guarded, storage empty
+    GATHERING = "gathering"  # memory allocated, values on their way; parameters guarded
+    FULL = "full"  # values readable by the model
+
+
+class Unit:
+    """Parameters that are gathered, released and reduced together.
+
+    Attributes:
+        index: position in the model; the same on every rank.
+        persistent: whether whole weights are kept between uses.
+        frozen: whether some of its parameters have no gradient.
+        announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
+        holds: local reasons to stay gathered: modules on the call stack, an unfinished backward, a touched parameter.
+    """
+
+    def __init__(self, index: int, name: str, buffers: Sequence[FlatBuffer], *, announced: bool = True) -> None:
+        self.index = index
+        self.name = name
+        self.buffers = tuple(buffers)
+        self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
+        self.announced = announced
+        self.state = self._resting
+        self.holds = 0
+        self.note_trained()
+        self._gathered: Event | None = None
+        self._refreshed: Event | None = None
+
+    def note_trained(self) -> None:
+        """Look which parameters have gradients."""
+        self.frozen = not all(buffer.gradient is not None and all(buffer.gradient.trained) for buffer in self.buffers)
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each parameter of a trainable buffer is to have a gradient."""
+        return tuple(trained for gradient in self.gradients for trained in gradient.trained)
+
+    def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
+        """Put parts of a frozen buffer in its place, between passes; trainable ones last: others keep their place."""
+        rest = [other for other in self.buffers if other is not buffer]
+        self.buffers = (*rest, *parts)
+        self.state = self._resting
+
+    @property
+    def _resting(self) -> UnitState:
+        """Where values are between passes; whole ones that are kept are only guarded."""
+        return UnitState.GATHERING if self.persistent else UnitState.SHARDED
+
+    @property
+    def numel(self) -> int:
+        """Elements gathered together, padding included."""
+        return sum(buffer.layout.numel for buffer in self.buffers)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The model's parameters in this unit."""
+        return [parameter for buffer in self.buffers for parameter in buffer.parameters]
+
+    @property
+    def trainable(self) -> list[FlatBuffer]:
+        """Buffers that receive gradients."""
+        return [buffer for buffer in self.buffers if buffer.trainable]
+
+    @property
+    def gradients(self) -> list[Gradient]:
+        """Of the buffers that receive some."""
+        return [buffer.gradient for buffer in self.buffers if buffer.gradient is not None]
+
+    @property
+    def version(self) -> int:
+        """Version of the weights; only trainable ones ever change."""
+        return max(buffer.version for buffer in self.buffers)
+
+    def owned_bytes(self) -> Iterator[tuple[str, int]]:
+        """(term of ``plan.memory``, bytes) of each storage, as it is right now."""
+        for buffer in self.buffers:
+            yield "main_weights" if buffer.trainable else "frozen_weights", buffer.shard.untyped_storage().nbytes()
+            if buffer.gradient is not None:
+                yield "gradients", buffer.gradient.shard.untyped_storage().nbytes()
+                for feedback in buffer.gradient.feedbacks:
+                    yield "feedback", feedback.state.nbytes
+                if buffer.gradient.held is not None:
+                    yield "held_gradients", buffer.gradient.held.untyped_storage().nbytes()
+            if buffer.secondary is not None:
+                yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
+            if not buffer.paths.none:
+                yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
+
+    def drop_gradient(self, parameter: nn.Parameter) -> int | None:
+        """Forget the gradient of one parameter; returns its position among the trainable ones, None if it is frozen."""
+        position = 0
+        for gradient in self.gradients:
+            for other in gradient.parameters:
+                if other is parameter:
+                    gradient.forget_one(parameter)
+                    return position
+                position += 1
+        return None
+
+    def gather(self, lanes: Lanes) -> None:
+        """Queue the gather. A unit that is full joins without effect: the same values are written again.
+
+        Raises:
+            RuntimeError: what is kept is of an older version.
+        """
+        self._check_kept()
+        stages = _together([buffer.gather_stages() for buffer in self.buffers])
+        home = lanes.stream(stages[0][0])
+        for buffer in self.buffers:
+            home.allocate(buffer.grow)
+        if self._refreshed is not None:
+            (link, work), refreshed = stages[0], self._refreshed
+            stages[0] = link, partial(after, refreshed, work)
+        self._gathered = lanes.run(stages)
+        if self.state is UnitState.SHARDED:
+            self.state = UnitState.GATHERING
+
+    @property
+    def stale(self) -> bool:
+        """Whether weights that are kept between uses are of an older version."""
+        return any(buffer.stale for buffer in self.buffers)
+
+    def _check_kept(self) -> None:
+        if self.stale:
+            versions = [(buffer.kept_version, buffer.version) for buffer in self.buffers]
+            raise RuntimeError(
+                f"unit {self.name!r} keeps weights of old versions, (kept, current) {versions}: no refresh was issued"
+            )
+
+    def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> None:
+        """Queue the renewal of what is kept, where weights have changed.
+
+        Args:
+            lanes: to queue it on.
+            differs: asked there, whether a buffer is renewed by differences.
+        """
+        if self.state is UnitState.FULL:
+            self.cover()
+        stale = [buffer for buffer in self.buffers if buffer.stale]
+        stages = _together([buffer.refresh_stages(differs) for buffer in stale])
+        for buffer in stale:
+            if self.persistent:
+                lanes.stream(stages[0][0]).allocate(buffer.grow)
+            buffer.kept_version = buffer.version
+        self._refreshed = lanes.run(stages)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether a gather was queued and not waited for."""
+        return self._gathered is not None
+
+    @property
+    def refreshing(self) -> bool:
+        """Whether a refresh was queued and not waited for."""
+        return self._refreshed is not None
+
+    def arrive(self, timeout: float) -> bool:
+        """Wait for a gather; False if it did not end in ``timeout`` seconds."""
+        if self._gathered is not None:
+            if not self._gathered.wait(timeout):
+                return False
+            self._gathered = None
+        return True
+
+    def settle_refresh(self, timeout: float) -> bool:
+        """Wait until no refresh reads the main weights any more; False after ``timeout`` seconds in vain."""
+        if self._refreshed is not None:
+            if not self._refreshed.wait(timeout):
+                return False
+            self._refreshed = None
+        return True
+
+    def uncover(self) -> None:
+        """Let the model see values that have arrived.
+
+        Raises:
+            RuntimeError: they are of an older version.
+        """
+        if self.state is UnitState.GATHERING:
+            self._check_kept()
+            self.state = UnitState.FULL
+            with contextlib.ExitStack() as stack:
+                for buffer in self.buffers:
+                    stack.callback(buffer.uncover)  # every one, also after one that complains of an edit
+
+    def cover(self) -> None:
+        """Guard the parameters; the values stay where they are."""
+        self.state = UnitState.GATHERING
+        with contextlib.ExitStack() as stack:
+            for buffer in self.buffers:
+                stack.callback(buffer.cover)  # every one, also after one that complains of an edit
+
+    def release(self, lanes: Lanes) -> None:
+        """Free the gathered values; they have arrived."""
+        if self.state is UnitState.FULL:
+            self.cover()
+        self.state = UnitState.SHARDED
+        for buffer in self.buffers:
+            assert buffer.paths.fetch is not None
+            lanes.stream(buffer.paths.fetch.links[0]).free(buffer.shrink)
+
+
+def _together(buffers: Sequence[list[Stage]]) -> list[Stage]:
+    """Stages of several buffers, which take the same way, as those of one."""
+    return [(stages[0][0], partial(_all, [work for _, work in stages])) for stages in zip(*buffers, strict=True)]
+
+
+def _all(works: Sequence[Callable[[], None]]) -> None:
+    for work in works:
+        work()

@@ -1,0 +1,141 @@
+"""From a mode to levels, from levels to paths: over how many ranks each thing is spread, and how it travels.
+
+This is the one file that knows stages, hpZ and MiCS; below it there are only levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zeropp.config import Config
+from zeropp.partition.topology import Chain, build_chain
+
+__all__ = ["HopSpec", "Mode", "Placement", "choose_mode"]
+
+
+@dataclass(frozen=True)
+class HopSpec:
+    """One hop between two levels, as this rank sees it."""
+
+    outer: int  # level with the smaller slices
+    inner: int
+    ranks: tuple[int, ...]  # group ranks that take part, in piece order
+    link: str  # "local" inside a node, "cross" between nodes
+
+
+@dataclass(frozen=True)
+class Mode:
+    """Over how many ranks each part of a unit is spread.
+
+    Attributes:
+        chain: levels of the run.
+        states: level of main weights and optimizer states; several replicas if it is not the last one.
+        kept: level at which gathered weights are kept between uses: 1 is whole, None that nothing is kept.
+        gradients: level at which gradients of several backwards are summed, before the last one's go on from there.
+        in_one: gather a shard group's pieces in one hop, though it spans nodes.
+    """
+
+    chain: Chain
+    states: int
+    kept: int | None
+    gradients: int
+    in_one: bool = False
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients of several backwards are summed before they go all the way."""
+        return self.gradients < self.chain.world
+
+    @property
+    def held(self) -> int:
+        """Level at which gradients wait for a later backward; whole, where only ``no_sync`` makes them wait."""
+        return self.gradients if self.sums else 1
+
+    def of(self, persistent: bool) -> Mode:
+        """The mode of a unit; weights of persistent ones stay whole."""
+        return replace(self, kept=1) if persistent else self
+
+
+def choose_mode(config: Config, world: int, local: int) -> Mode:
+    """Levels for a configuration.
+
+    Args:
+        config: stage, group sizes and deferral are read.
+        world: number of ranks.
+        local: ranks per node.
+
+    Raises:
+        ValueError: group sizes do not divide each other; with the key and the sizes that would do.
+    """
+    zero = config.zero
+    shard = group = world
+    if zero.stage == 3 and zero.mics_shard_size > 0:
+        shard = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
+    size = zero.zero_hpz_partition_size
+    if zero.stage == 3 and size > 1 and (size < shard or size % shard):  # a multiple would be no second copy
+        group = _fitting("zero_hpz_partition_size", size, shard, [local, shard])
+    chain = build_chain(world, [local, shard, group])
+    if zero.stage == 3:
+        states, kept, gradients = shard, group if group < shard else None, shard
+    else:
+        states, kept, gradients = world if zero.stage > 0 else 1, 1, world if zero.stage == 2 else 1
+    if config.zeropp.defer_cross_reduction:
+        gradients = min(gradients, local)
+    return Mode(chain, states, kept, gradients, in_one=shard < world and not zero.mics_hierarchical_params_gather)
+
+
+def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
+    """``size``, if it and the others divide each other."""
+    legal = [n for n in range(1, most + 1) if most % n == 0 and all(n % m == 0 or m % n == 0 for m in others)]
+    if size not in legal:
+        raise ValueError(
+            f"{key} is {size}; with {others[0]} ranks to a node it must be one of {legal}, since the sizes of groups "
+            f"divide each other up to {most} ranks"
+        )
+    return size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A mode, as one rank sees it: the hops between its levels.
+
+    Attributes:
+        mode: levels of the parts.
+        rank: this rank in the process group.
+        local: ranks per node.
+    """
+
+    mode: Mode
+    rank: int
+    local: int
+
+    @property
+    def chain(self) -> Chain:
+        """Levels of the run."""
+        return self.mode.chain
+
+    @property
+    def replica(self) -> int:
+        """Which of the replicas of the whole this rank belongs to."""
+        return self.rank // self.mode.states
+
+    def slice_of(self, numel: int, level: int, within: int = 1) -> tuple[int, int]:
+        """Range [start, stop) of this rank's slice at ``level``, counted from the start of its slice at ``within``."""
+        start = self.chain.slice_index(self.rank, level) * (numel // level)
+        base = self.chain.slice_index(self.rank, within) * (numel // within)
+        return start - base, start - base + numel // level
+
+    def gather_path(self, outer: int, inner: int) -> tuple[HopSpec, ...]:
+        """Hops that bring slices at ``outer`` together to slices at ``inner``; slowest link first."""
+        if self.mode.in_one and inner < outer <= self.mode.states:
+            return (self._hop(outer, inner),)
+        return tuple(self._hop(high, low) for high, low in self.chain.hops(outer, inner))
+
+    def reduce_path(self, inner: int, outer: int) -> tuple[HopSpec, ...]:
+        """Hops that sum slices at ``inner`` into slices at ``outer``; fastest link first."""
+        return tuple(self._hop(high, low) for high, low in reversed(self.chain.hops(outer, inner)))
+
+    def _hop(self, outer: int, inner: int) -> HopSpec:
+        ranks = self.chain.hop_ranks(self.rank, outer, inner)
+        one_node = len({rank // self.local for rank in ranks}) == 1
+        return HopSpec(outer, inner, ranks, "local" if one_node else "cross")

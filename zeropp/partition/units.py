@@ -1,0 +1,278 @@
+"""Which parameters are fetched together: a model's module tree cut into units. Pure: no process, no data read.
+
+The rules, in order: a leaf module or a compiled module is one unit; children of one class in a ModuleList, ModuleDict
+or Sequential are a unit each; what is left merges with its neighbours below the nearest common parent; units too small
+to be spread over the ranks without waste merge with the next, and parameters still too few become persistent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from zeropp._compat import is_compiled
+from zeropp.config import Config
+from zeropp.partition.layout import BLOCK
+
+__all__ = ["Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "never_called", "unit_options"]
+
+_PERSISTENT_NUMEL = 1 << 24  # a persistent unit is cut here, so that reducing one overlaps the rest of backward
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module whose forward brackets a use of a unit."""
+
+    path: str
+    recurse: bool  # the use covers the whole subtree, not only the module's direct parameters
+
+
+def never_called(module: nn.Module) -> bool:
+    """Whether a module has no forward of its own, like a ModuleList: no use of a unit can begin there."""
+    return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
+
+
+def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that only the module's own forward can be meant to use: its own, and those of lists it holds."""
+    yield from (parameter for parameter in module._parameters.values() if parameter is not None)
+    for child in module.children():
+        if never_called(child):
+            yield from direct_parameters(child)
+
+
+def _callers(module: nn.Module, path: str) -> list[Owner]:
+    """Modules whose forwards together bracket the uses of a subtree."""
+    if not never_called(module):
+        return [Owner(path, recurse=True)]
+    owners = []
+    for name, child in module.named_children():
+        if any(True for _ in child.parameters()):
+            owners += _callers(child, f"{path}.{name}" if path else name)
+    return owners
+
+
+@dataclass(frozen=True)
+class UnitSpec:
+    """One unit: its parameters by first qualified name, and the modules that use it."""
+
+    name: str
+    owners: tuple[Owner, ...]
+    parameters: tuple[str, ...]
+    persistent: bool = False
+
+
+@dataclass(frozen=True)
+class UnitOptions:
+    """What decides the cut; sizes in elements. Defaults as in the configuration."""
+
+    unit_numel: int = 0
+    unit_min_blocks: int = 128
+    param_persistence_threshold: int = 100_000
+    model_persistence_threshold: int = 2**63 - 1
+    module_granularity_threshold: int = 0
+    leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
+
+
+def unit_options(config: Config) -> UnitOptions:
+    """What the configuration says about the cut into units."""
+    zero, leaf = config.zero, config.zero.leaf_module
+    return UnitOptions(
+        unit_numel=config.zeropp.unit_numel,
+        unit_min_blocks=config.zeropp.unit_min_blocks,
+        param_persistence_threshold=zero.param_persistence_threshold,
+        model_persistence_threshold=zero.model_persistence_threshold,
+        module_granularity_threshold=zero.module_granularity_threshold,
+        leaf_classes=tuple(leaf.classes),
+        leaf_names=tuple(leaf.names),
+        leaf_suffixes=tuple(leaf.name_suffixes),
+    )
+
+
+_BufferKey = tuple[torch.dtype, bool]  # dtype, trainable: one flat buffer for each
+
+
+@dataclass
+class _Run:
+    """Neighbouring parameters on their way to become a unit; a closed run takes in no neighbour."""
+
+    owners: list[Owner]
+    names: list[str]
+    sizes: Counter[_BufferKey]  # elements of each of its flat buffers
+    closed: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(self.sizes.values())
+
+    def absorb(self, other: _Run) -> None:
+        self.owners += other.owners
+        self.names += other.names
+        self.sizes += other.sizes
+
+
+@dataclass
+class _Former:
+    """State of one walk over the module tree."""
+
+    options: UnitOptions
+    parameters: dict[str, nn.Parameter]  # not persistent, by first name
+    claimed: set[str] = field(default_factory=set)
+    first_name: dict[int, str] = field(default_factory=dict)
+
+    def claim(self, found: Iterable[nn.Parameter], owners: list[Owner]) -> _Run | None:
+        """Those parameters that no unit has yet, as a run."""
+        names = []
+        for parameter in found:
+            name = self.first_name[id(parameter)]
+            if name in self.parameters and name not in self.claimed:
+                names.append(name)
+                self.claimed.add(name)
+        return _Run(owners, names, _buffer_sizes(names, self.parameters)) if names else None
+
+    def is_leaf(self, module: nn.Module, path: str) -> bool:
+        options, cls = self.options, type(module)
+        if cls.__name__ in options.leaf_classes or f"{cls.__module__}.{cls.__qualname__}" in options.leaf_classes:
+            return True
+        if path in options.leaf_names or any(path.endswith(suffix) for suffix in options.leaf_suffixes if path):
+            return True
+        return is_compiled(module) or self.is_fine_grained(module)
+
+    def is_fine_grained(self, module: nn.Module) -> bool:
+        """Fewer parameters per module than the threshold: fetched as one, since hooks would cost more."""
+        threshold = self.options.module_granularity_threshold
+        if threshold <= 0 or never_called(module):
+            return False
+        modules = sum(1 for _ in module.modules())
+        total = sum(parameter.numel() for parameter in module.parameters())
+        return modules > 1 and total // modules <= threshold
+
+    def form(self, module: nn.Module, path: str, repeated: bool) -> list[_Run]:
+        """Runs of a subtree, in the order of definition."""
+        limit = self.options.unit_numel
+        total = sum(parameter.numel() for parameter in module.parameters())
+        small_enough = limit == 0 or total <= limit or not any(True for _ in module.children())
+        if self.is_leaf(module, path) or (repeated and small_enough and not never_called(module)):
+            run = self.claim(module.parameters(), _callers(module, path))
+            if run is not None:
+                run.closed = True
+            return [run] if run else []
+        uncalled = never_called(module) and path != ""
+        direct = None if uncalled else self.claim(direct_parameters(module), [Owner(path, recurse=False)])
+        runs = [direct] if direct else []
+        children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+        classes = Counter(type(child) for _, child in children)
+        for name, child in children:
+            block = isinstance(module, _CONTAINERS) and classes[type(child)] > 1
+            runs += self.form(child, f"{path}.{name}" if path else name, block)
+        runs = _merge_open(runs, limit)
+        if len(runs) == 1 and not runs[0].closed and not uncalled:
+            runs[0].owners = [Owner(path, recurse=True)]
+        if repeated:
+            for run in runs:
+                run.closed = True
+        return runs
+
+
+def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitSpec]:
+    """Cut a model into units.
+
+    Args:
+        model: any module; only names, shapes, dtypes and ``requires_grad`` are read. Parameters that are not floating
+            point belong to no unit.
+        world: ranks the units are spread over.
+        options: thresholds.
+
+    Returns:
+        Units in the order of definition, persistent ones last. Every floating parameter is in exactly one.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    persistent = _small_parameters(parameters, options)
+    former = _Former(options, {name: p for name, p in parameters.items() if name not in persistent})
+    former.first_name = {id(p): name for name, p in model.named_parameters()}
+    runs = former.form(model, "", repeated=False)
+    minimum = options.unit_min_blocks * BLOCK * world
+    runs = _merge_short(runs, minimum)
+    specs = []
+    for run in runs:
+        short = _short_buffers(run.names, parameters, minimum)
+        persistent |= short
+        kept = tuple(name for name in run.names if name not in short)
+        if kept:
+            specs.append(UnitSpec(_unit_name(run.owners), tuple(run.owners), kept))
+    return specs + _persistent_units([name for name in parameters if name in persistent], parameters)
+
+
+def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions) -> set[str]:
+    """Parameters kept whole: at most the threshold each, within the model's total, first come first served."""
+    chosen, total = set(), 0
+    for name, parameter in parameters.items():
+        numel = parameter.numel()
+        if numel <= options.param_persistence_threshold and total + numel <= options.model_persistence_threshold:
+            chosen.add(name)
+            total += numel
+    return chosen
+
+
+def _merge_open(runs: Sequence[_Run], limit: int) -> list[_Run]:
+    merged: list[_Run] = []
+    for run in runs:
+        last = merged[-1] if merged else None
+        fits = last is not None and (limit == 0 or last.numel + run.numel <= limit)
+        if last is not None and fits and not (last.closed or run.closed):
+            last.absorb(run)
+        else:
+            merged.append(run)
+    return merged
+
+
+def _merge_short(runs: Sequence[_Run], minimum: int) -> list[_Run]:
+    """Join neighbours until the largest buffer of each run holds ``minimum`` elements, or only one run is left."""
+    merged: list[_Run] = []
+    for run in runs:
+        if merged and max(merged[-1].sizes.values()) < minimum:
+            merged[-1].absorb(run)
+        else:
+            merged.append(run)
+    if len(merged) > 1 and max(merged[-1].sizes.values()) < minimum:
+        last = merged.pop()
+        merged[-1].absorb(last)
+    return merged
+
+
+def _buffer_sizes(names: Iterable[str], parameters: dict[str, nn.Parameter]) -> Counter[_BufferKey]:
+    sizes: Counter[_BufferKey] = Counter()
+    for name in names:
+        sizes[parameters[name].dtype, parameters[name].requires_grad] += parameters[name].numel()
+    return sizes
+
+
+def _short_buffers(names: Sequence[str], parameters: dict[str, nn.Parameter], minimum: int) -> set[str]:
+    """Parameters whose flat buffer would be mostly padding."""
+    sizes = _buffer_sizes(names, parameters)
+    return {name for name in names if sizes[parameters[name].dtype, parameters[name].requires_grad] < minimum}
+
+
+def _persistent_units(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> list[UnitSpec]:
+    groups: list[list[str]] = []
+    total = 0
+    for name in names:
+        numel = parameters[name].numel()
+        if not groups or total + numel > _PERSISTENT_NUMEL:
+            groups.append([])
+            total = 0
+        groups[-1].append(name)
+        total += numel
+    return [UnitSpec(f"persistent.{i}", (), tuple(group), persistent=True) for i, group in enumerate(groups)]
+
+
+def _unit_name(owners: Sequence[Owner]) -> str:
+    paths = [owner.path or "<root>" for owner in owners]
+    return paths[0] if len(paths) == 1 else f"{paths[0]}..{paths[-1]}"

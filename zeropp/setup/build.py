@@ -1,0 +1,299 @@
+"""From a model and a configuration to a running engine: check, agree, cut, adopt, hook."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeropp._compat import sharing_versions
+from zeropp.access.external import external_parameters
+from zeropp.access.ownership import Former, former_engines, give_to_modules
+from zeropp.access.refusals import refuse_changes
+from zeropp.access.requires_grad import Trainability, install_gradient_hooks, refuse_complex
+from zeropp.access.state import install_state_hooks
+from zeropp.access.structure import watch_structure
+from zeropp.comm.collective import exchange, on_all_ranks
+from zeropp.comm.hops import Comm, make_comm
+from zeropp.comm.members import Group, Members, find_members, whereabouts
+from zeropp.config import Config
+from zeropp.engine.engine import Engine
+from zeropp.engine.hooks import Site
+from zeropp.engine.window import Window
+from zeropp.order.prefetch import Limits
+from zeropp.params.build import BufferMaker, check_dtypes
+from zeropp.params.guard import is_managed, own_dtype, register
+from zeropp.params.unit import Unit
+from zeropp.partition.levels import Mode
+from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
+from zeropp.setup.ineffective import warn_of_idle
+from zeropp.wire.encoding import choose_groups
+
+__all__ = ["build_engine"]
+
+
+
+def build_engine(
+    model: nn.Module, config: Config, group: Group, scale: float | None, others: Callable[[], list[str]]
+) -> Engine:
+    """Partition a model in place.
+
+    Collective over the group. Rank 0's weights and buffers become everyone's.
+
+    Args:
+        model: on the device it trains on, all parameters initialised.
+        config: checked to be supported.
+        group: ranks to partition over.
+        scale: factor on gradients summed over ranks; None for what the configuration says.
+        others: further lines that must be the same on every rank.
+
+    Raises:
+        TypeError, ValueError: the model or the group cannot be used; the message says why and what to do.
+    """
+    device = on_all_ranks(group, "checking the model", lambda: _check_model(model, config))
+    extension = config.zeropp
+    hosts = dict(exchange(group, whereabouts()))
+    members = on_all_ranks(
+        group, "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
+    )
+    mode = on_all_ranks(group, "choosing groups", lambda: _choose(config, members, former_engines(model)))
+    job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
+    patience = members.patience(extension.hang_timeout)
+    comm = make_comm(members, mode.chain, patience, job)
+    _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
+    _warn_of_unknown_leaves(model, config)
+    specs = form_units(model, comm.world, unit_options(config))
+    maker = BufferMaker(config, mode, comm)
+    units = maker.make_units(model, specs)
+    if comm.world > 1:
+        warn_of_idle(config, units, comm)  # before anything is partitioned: warnings may be errors
+    former = Former(model)
+    own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
+    for unit in units:
+        for buffer in unit.buffers:
+            former.adopt(buffer, comm)
+    former.close()
+    _share_buffers(model, config, comm, device)
+    zero = config.zero
+    if scale is None:
+        scale = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
+    engine = Engine(
+        comm,
+        mode,
+        units,
+        device,
+        Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
+        limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
+        scale=scale,
+        hang_timeout=patience,
+        warn_after=extension.warn_after,
+        input_dtype=torch.bfloat16 if config.bf16.enabled and extension.cast_inputs else None,
+        log_relearning=zero.log_trace_cache_warnings,
+        overlap=bool(zero.overlap_comm),
+    )
+    for buffer in engine.buffers:
+        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
+    engine.settle_trained = Trainability(maker).settle
+    _install(model, engine, specs)
+    engine.refresh.start()
+    return engine
+
+
+def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
+    """Tie an engine that is ready to the model's modules and parameters."""
+    _install_sites(model, engine, specs)
+    for unit in engine.units:
+        install_gradient_hooks(engine, unit)
+    install_state_hooks(model, engine)
+    refuse_changes(model, engine)
+    apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}
+    engine.refuse_to_train = partial(refuse_complex, apart)
+    give_to_modules(model, engine)
+    watch_structure(model, engine)
+
+
+def _choose(config: Config, members: Members, former: Sequence[Engine]) -> Mode:
+    for engine in former:
+        if engine.comm.ranks != members.ranks:
+            raise ValueError(
+                f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
+                f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
+            )
+    return choose_groups(config, len(members.ranks), members.local)
+
+
+def _check_model(model: nn.Module, config: Config) -> torch.device:
+    """Everything about a model that can be refused without asking other ranks."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(
+            f"model is wrapped in {type(model).__name__}, which replicates what zeropp partitions; give the module "
+            "inside, model.module"
+        )
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("a model was wrapped inside torch.inference_mode(), where nothing can be trained; leave it")
+    devices: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet; run the model once before wrapping")
+        if isinstance(parameter, DTensor):
+            raise TypeError(
+                f"parameter {name!r} is a DTensor, already distributed by another library; give zeropp a model of "
+                "plain parameters"
+            )
+        if parameter.layout is not torch.strided or parameter.is_inference():
+            kind = "was made in inference mode" if parameter.is_inference() else f"has layout {parameter.layout}"
+            raise ValueError(f"parameter {name!r} {kind}; expected a dense tensor that autograd can track")
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name!r} is on the meta device and has no values; call model.to_empty(device=...) and "
+                "initialise it before wrapping"
+            )
+        if parameter.is_complex() and parameter.requires_grad:
+            raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
+        devices.setdefault(parameter.device, name)
+    named = list(model.named_parameters())
+    sharing = sharing_versions([parameter for _, parameter in named])
+    if sharing:
+        raise ValueError(
+            f"parameter {named[sharing[0]][0]!r} was made from a view of another tensor and shares its version "
+            "counter; make it from a copy: nn.Parameter(view.clone())"
+        )
+    if not devices:
+        raise ValueError("the model has no parameters; there is nothing to partition")
+    if len(devices) > 1:
+        raise ValueError(f"parameters lie on several devices {devices}; move the model to one device before wrapping")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"buffer {name!r} is on the meta device and has no values; initialise it before wrapping")
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ValueError(f"module {path!r} makes sparse gradients; build it with sparse=False")
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ValueError(
+                f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which is partitioned. "
+                "Build it without max_norm, and normalise what it returns"
+            )
+    check_dtypes(model, config)
+    former_engines(model)
+    return next(iter(devices))
+
+
+
+def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
+    known = dict(model.named_modules())
+    unknown = [name for name in unit_options(config).leaf_names if name not in known]
+    if unknown:
+        warnings.warn(f"leaf_module.names: the model has no modules {unknown}; they change nothing", stacklevel=4)
+
+
+def _describe(model: nn.Module) -> list[str]:
+    parameters = [
+        f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        f"{' (wrapped before)' if is_managed(p) else ''}"
+        for name, p in model.named_parameters()
+    ]
+    return [*parameters, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
+
+
+def _check_agreement(own: list[str], comm: Comm) -> None:
+    """Every rank must bring the same parameters, configuration and optimizer."""
+    tables = comm.all_gather_objects(own)
+    for rank, table in enumerate(tables):
+        if table != tables[0]:
+            width = max(len(table), len(tables[0]))
+            rows = zip(table + ["nothing"] * width, tables[0] + ["nothing"] * width, strict=False)
+            there, here = _where_they_differ(*next((a, b) for a, b in rows if a != b))
+            raise ValueError(
+                f"ranks 0 and {rank} bring different models, configurations or optimizers: rank 0 has {here!r} where "
+                f"rank {rank} has {there!r}. Build the same model, configuration and optimizer on every rank"
+            )
+
+
+def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, str]:
+    """Both texts, or what lies around their first difference if they are long."""
+    start = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    cut = slice(start - around, start + around) if start > around else slice(0, start + around)
+    return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
+
+
+def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> None:
+    """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
+    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+    dtype = named[config.data_types.buffer_dtype]
+    with torch.no_grad():
+        for buffer in model.buffers():
+            if dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
+            if buffer.numel():
+                _broadcast(buffer, comm, device)
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                _broadcast(parameter, comm, device)
+
+
+def _broadcast(tensor: torch.Tensor, comm: Comm, device: torch.device) -> None:
+    """In place, whatever the strides and dtype: bytes travel, from the model's device, where a group can send them."""
+    values = tensor.detach().to(device).contiguous()
+    comm.broadcast(values.reshape(-1).view(torch.uint8))
+    tensor.detach().copy_(values)
+
+
+def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
+    """Modules on any way down from the root that avoids those in ``whole``; one that two parents share may be in both.
+
+    Identities go in and come out.
+    """
+    found: set[int] = set()
+    ahead = [model]
+    while ahead:
+        module = ahead.pop()
+        if id(module) not in found and id(module) not in whole:  # modules may refer to each other in a circle
+            found.add(id(module))
+            ahead += module.children()
+    return found
+
+
+def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
+    """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
+    modules = dict(model.named_modules())
+    unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
+    by_id = {id(p): unit_of[name] for name, p in model.named_parameters() if name in unit_of}
+    needs: dict[str, dict[int, Unit]] = {"": {}}
+
+    def need(path: str, recurse: bool) -> None:
+        found = needs.setdefault(path, {})
+        module = modules[path]
+        for parameter in module.parameters() if recurse else direct_parameters(module):
+            unit = by_id.get(id(parameter))
+            if unit is not None and unit.announced:
+                found[unit.index] = unit
+
+    whole: set[int] = set()  # modules that an owner fetches with everything in them
+    for owner in (owner for spec in specs for owner in spec.owners):
+        need(owner.path, owner.recurse)
+        if owner.recurse:
+            whole.add(id(modules[owner.path]))
+    outside = _reached_outside(model, whole)
+    for path, module in modules.items():
+        uses = not never_called(module) and any(True for _ in direct_parameters(module))
+        if id(module) in outside and path not in needs and uses:
+            need(path, recurse=False)
+    for path in [path for path in needs if path]:
+        parts = path.split(".")
+        for depth in range(len(parts)):
+            needs.setdefault(".".join(parts[:depth]), {})
+    for path, found in needs.items():
+        units = tuple(found[index] for index in sorted(found))
+        engine.hooks.install(modules[path], Site(path, units))
+    for module in modules.values():
+        for parameter in external_parameters(module):
+            if id(parameter) in by_id:
+                engine.use_in(module, parameter)

@@ -1,0 +1,84 @@
+"""Settings that found nothing to do on this model and these ranks; the configuration alone cannot tell."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zeropp.comm.hops import Comm
+from zeropp.config import Config
+from zeropp.config.base import notify
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import Unit
+from zeropp.wire.codecs import BlockCodec
+
+__all__ = ["warn_of_idle"]
+
+
+def warn_of_idle(config: Config, units: Sequence[Unit], comm: Comm) -> None:
+    """Warn, once for each setting."""
+    buffers = [buffer for unit in units for buffer in unit.buffers]
+    for text in (*_idle_groups(config, comm), *_idle_gradients(config, buffers), *_idle_weights(config, buffers, comm)):
+        notify(text, UserWarning)
+
+
+def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
+    zero, own, world = config.zero, config.zeropp, comm.world
+    in_groups = zero.stage == 3 and 0 < zero.mics_shard_size < world
+    sharded = zero.mics_shard_size if in_groups else world
+    if zero.stage == 3 and zero.mics_shard_size >= world:
+        yield f"mics_shard_size {zero.mics_shard_size} has no effect: stage 3 shards over these {world} ranks anyway"
+    if zero.mics_hierarchical_params_gather and not (in_groups and sharded > comm.local):
+        yield (
+            "mics_hierarchical_params_gather has no effect: it is for a mics_shard_size of more than the "
+            f"{comm.local} ranks of a node and less than all {world}"
+        )
+    if zero.stage == 3 and zero.zero_hpz_partition_size >= max(sharded, 2):
+        also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
+        yield (
+            f"zero_hpz_partition_size {zero.zero_hpz_partition_size} has no effect{also}: weights are spread over "
+            f"{sharded} ranks, and a second copy over as many would be no use; set it to the ranks of a node"
+        )
+    if own.defer_cross_reduction and (sharded <= comm.local or zero.stage < 2):
+        later = "gradients of several micro-batches are summed before they cross nodes anyway"
+        why = f"all {world} ranks are on one node" if world <= comm.local else later
+        yield f"zeropp.defer_cross_reduction has no effect: {why}"
+
+
+def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
+    zero, own = config.zero, config.zeropp
+    paths = [buffer.gradient.paths.straight.legs for buffer in buffers if buffer.gradient is not None]
+    legs = [leg for path in paths for leg in path]
+    if zero.zero_quantized_gradients and legs:
+        one_hop = all(len(path) == 1 for path in paths)
+        hops = sorted({f"{leg.codec.name} over {leg.hop.size} ranks" for leg in legs})
+        if own.hadamard and not any(isinstance(leg.codec, BlockCodec) for leg in legs):
+            yield f"zeropp.hadamard has no effect: gradients travel as {', '.join(hops)}; set gradient_bits to 8 or 4"
+        if zero.zeropp_loco_param is not None and all(leg.feedback is None for leg in legs):
+            yield (
+                f"zeropp_loco_param has no effect: gradients travel as {', '.join(hops)}, and feedback is "
+                f'"{own.feedback}"; set gradient_bits to 8 or 4 where errors are to be fed back'
+            )
+        elif zero.zeropp_loco_param is not None and own.feedback == "both" and one_hop:
+            yield f'zeropp.feedback "both" has no effect beyond that of "cross": gradients take one hop, {hops[0]}'
+        bits = own.gradient_bits
+        if one_hop and bits is not None and "local" in bits.model_fields_set and bits.local != bits.cross:
+            yield f"zeropp.gradient_bits.local has no effect: gradients take one hop, {hops[0]}"
+
+
+def _idle_weights(config: Config, buffers: Sequence[FlatBuffer], comm: Comm) -> Iterator[str]:
+    zero, own = config.zero, config.zeropp
+    coded = zero.zero_quantized_nontrainable_weights and zero.stage > 0
+    if coded and not any(isinstance(buffer, CodedBuffer) for buffer in buffers):
+        yield (
+            "zero_quantized_nontrainable_weights has no effect: the model has no frozen parameters; call "
+            "requires_grad_(False) on them before wrapping"
+        )
+    shards = zero.mics_shard_size if zero.mics_shard_size > 0 else comm.world
+    wanted = zero.stage == 3 and 1 < zero.zero_hpz_partition_size < min(shards, comm.world)
+    if wanted and all(buffer.paths.fetch is None or buffer.paths.refresh is None for buffer in buffers):
+        also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
+        yield (
+            f"zero_hpz_partition_size {zero.zero_hpz_partition_size} has no effect{also}: all parameters are so small "
+            "that they stay whole; lower stage3_param_persistence_threshold to partition them"
+        )

@@ -1,0 +1,276 @@
+"""Codecs: what a hop's messages hold. The kernels do the work; a codec knows which ones, and in which dtype.
+
+A path goes through several messages at once, so a codec's tensors hold ``count`` of them, one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import zeropp_kernels as kernels
+from zeropp.partition.layout import BufferLayout, Slot
+from zeropp_kernels import BlockTable
+from zeropp_kernels.reference import pack_, sum_messages_
+
+__all__ = ["BlockCodec", "Codec", "Feedback", "PlainCodec", "dtype_name"]
+
+
+class Feedback:
+    """What encoding for one hop has lost, to be added to what is encoded next (LoCo, arXiv 2407.04480).
+
+    Attributes:
+        state: uint8, codes and scales of the error, a message's groups; see ``zeropp_kernels.state_layout``.
+        scales: bfloat16 [count, groups], those in ``state``.
+        beta: share of the old error that is kept.
+        fresh: the old error is to count as nothing in the next use.
+    """
+
+    def __init__(self, numel: int, count: int, bits: int, beta: float, device: torch.device) -> None:
+        layout = kernels.state_layout(numel, bits)
+        self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
+        self.beta = beta
+        self.fresh = False
+        rows = self.state.view(count, layout.nbytes)
+        self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
+
+    def saved(self) -> Tensor:
+        """A copy of the state as the next use will see it."""
+        return torch.zeros_like(self.state) if self.fresh else self.state.clone()
+
+    def arguments(self) -> dict[str, object]:
+        """For one call of a kernel that encodes."""
+        fresh, self.fresh = self.fresh, False
+        return {"state": self.state, "beta": self.beta, "reset": fresh}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Short name of a floating dtype: "bf16", "fp32"."""
+    return "bf16" if dtype == torch.bfloat16 else f"fp{8 * dtype.itemsize}"
+
+
+class Codec(Protocol):
+    """How values become messages and messages values.
+
+    Attributes:
+        name: in the ledger.
+        apart: messages that are summed may lie anywhere, and need not follow each other in memory.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def apart(self) -> bool: ...
+
+    def nbytes(self, numel: int) -> int:
+        """Of one message of [numel] elements."""
+        ...
+
+    def empty(self, numel: int, count: int, device: torch.device) -> Tensor:
+        """Memory for ``count`` messages of ``numel`` elements each."""
+        ...
+
+    def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
+        """Write values [count * numel], any floating dtype, as messages."""
+        ...
+
+    def pack_(
+        self,
+        messages: Tensor,
+        gradients: Sequence[Tensor | None],
+        layout: BufferLayout,
+        table: BlockTable | None,
+        *,
+        count: int,
+        feedback: Feedback | None,
+    ) -> None:
+        """Write tensors of the layout's shapes, None for zeros, as messages of the whole buffer."""
+        ...
+
+    def decode_sum_(
+        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """``out`` [numel], float32 or float64, becomes, or gains, ``scale`` times the messages' sum."""
+        ...
+
+    def headroom(self, count: int) -> float:
+        """Exact power of two to scale a sum of ``count`` messages by, so that it fits a message again."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlainCodec:
+    """Values as they are, cast to the wire dtype: 64, 32 or 16 bits an element."""
+
+    dtype: torch.dtype
+    apart = True
+
+    @property
+    def name(self) -> str:
+        """See :class:`Codec`."""
+        return dtype_name(self.dtype)
+
+    def headroom(self, count: int) -> float:
+        """See :class:`Codec`."""
+        return 2.0 ** -(count - 1).bit_length() if self.dtype == torch.float16 else 1.0
+
+    def nbytes(self, numel: int) -> int:
+        """See :class:`Codec`."""
+        return numel * self.dtype.itemsize
+
+    def empty(self, numel: int, count: int, device: torch.device) -> Tensor:
+        """See :class:`Codec`."""
+        return torch.empty(count * numel, dtype=self.dtype, device=device)
+
+    def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
+        """See :class:`Codec`; there is nothing to feed back."""
+        messages.copy_(values)
+
+    def pack_(
+        self,
+        messages: Tensor,
+        gradients: Sequence[Tensor | None],
+        layout: BufferLayout,
+        table: BlockTable | None,
+        *,
+        count: int,
+        feedback: Feedback | None,
+    ) -> None:
+        """See :class:`Codec`."""
+        pack_(layout.views(messages), gradients)
+        for start, stop in layout.gaps:
+            messages[start:stop].zero_()
+
+    def decode_sum_(
+        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """See :class:`Codec`."""
+        sum_messages_(messages, out, scale=scale, accumulate=accumulate)
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """Codes of 8 or 4 bits in groups that share a scale.
+
+    Attributes:
+        bits: of a code.
+        rotate: encode 32 elements at a time rotated against each other, which spreads outliers; sums stay rotated until
+            they are decoded.
+    """
+
+    bits: int
+    rotate: bool = False
+    apart = False
+
+    @property
+    def name(self) -> str:
+        """See :class:`Codec`."""
+        return f"hadamard(int{self.bits})" if self.rotate else f"int{self.bits}"
+
+    def headroom(self, count: int) -> float:
+        """See :class:`Codec`; a scale has the range of float32."""
+        return 1.0
+
+    def nbytes(self, numel: int) -> int:
+        """See :class:`Codec`."""
+        return kernels.message_layout(numel, self.bits).nbytes
+
+    def empty(self, numel: int, count: int, device: torch.device) -> Tensor:
+        """See :class:`Codec`."""
+        return torch.empty(count * self.nbytes(numel), dtype=torch.uint8, device=device)
+
+    def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
+        """See :class:`Codec`."""
+        state = feedback.arguments() if feedback is not None else {}
+        kernels.quantize_(_single(values), messages, count=count, bits=self.bits, rotate=self.rotate, **state)  # type: ignore[arg-type]
+
+    def pack_(
+        self,
+        messages: Tensor,
+        gradients: Sequence[Tensor | None],
+        layout: BufferLayout,
+        table: BlockTable | None,
+        *,
+        count: int,
+        feedback: Feedback | None,
+    ) -> None:
+        """See :class:`Codec`; tensors are read where they lie, if they lie in the order of their parameters."""
+        assert table is not None  # made by whoever has chosen this codec
+        state = feedback.arguments() if feedback is not None else {}
+        kernels.quantize_tensors_(
+            _in_order(gradients, layout, messages.device), table, messages, count=count, bits=self.bits,
+            rotate=self.rotate, **state,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+    def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
+        """``out`` [count * numel], any floating dtype, becomes what the messages say."""
+        target = _single(out)
+        kernels.dequantize_(messages, target, count=count, bits=self.bits, rotate=self.rotate)
+        if target is not out:
+            out.copy_(target)
+
+    def decode_sum_(
+        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """See :class:`Codec`."""
+        single = out.dtype == torch.float32
+        target = out if single else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        kernels.reduce_(
+            adjacent(messages), target, count=len(messages), bits=self.bits, rotate=self.rotate, scale=scale,
+            accumulate=accumulate and single,
+        )  # fmt: skip
+        if not single:
+            out.add_(target) if accumulate else out.copy_(target)
+
+    def encode_sum_(
+        self,
+        source: BlockCodec,
+        parts: Sequence[Tensor],
+        numel: int,
+        messages: Tensor,
+        count: int,
+        feedback: Feedback | None,
+    ) -> None:
+        """Sum messages of [numel] that ``source`` encoded, and encode the sum as ``count`` messages."""
+        state = feedback.arguments() if feedback is not None else {}
+        kernels.reduce_quantize_(
+            adjacent(parts), messages, numel=numel, count=len(parts), source_bits=source.bits, out_count=count,
+            bits=self.bits, rotate=self.rotate and not source.rotate, **state,  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
+def adjacent(messages: Sequence[Tensor]) -> Tensor:
+    """The memory of messages that follow each other in it."""
+    first, total = messages[0], sum(message.numel() for message in messages)
+    return first.as_strided((total,), (1,))
+
+
+def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: torch.device) -> list[Tensor]:
+    """Tensors of one dtype that the kernels can read, each with its parameter's strides."""
+    dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    dtype = torch.float32 if dtype == torch.float64 else dtype
+    found = []
+    for gradient, slot in zip(gradients, layout.slots, strict=True):
+        if gradient is None:
+            gradient = torch.zeros(slot.numel, dtype=dtype, device=device)
+        elif gradient.dtype != dtype or not _lies_as(gradient, slot):
+            there = torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device=device)
+            gradient = there.copy_(gradient)
+        found.append(gradient)
+    return found
+
+
+def _lies_as(tensor: Tensor, slot: Slot) -> bool:
+    strides = zip(slot.shape, tensor.stride(), slot.strides, strict=True)
+    return all(size == 1 or own == wanted for size, own, wanted in strides)
+
+
+def _single(values: Tensor) -> Tensor:
+    """Values that the kernels can read or write: no more than 32 bits."""
+    return values.to(torch.float32) if values.dtype == torch.float64 else values

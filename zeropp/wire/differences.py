@@ -1,0 +1,163 @@
+"""Weights that travel as differences to those that every rank keeps: in four bits, or exactly.
+
+Between two optimizer steps a weight changes little, and what hpZ or a persistent unit keeps is the same on every rank
+that holds it. So a rank sends what its main weights have become less what the others hold of them; what four bits lose
+is still in the main weights, and goes with the next difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import zeropp_kernels as kernels
+from zeropp.comm.hops import Hop
+from zeropp.comm.streams import used_here
+from zeropp.partition.levels import Placement
+from zeropp.wire.paths import GatherPath
+
+__all__ = ["BASES", "Delta4", "DifferenceCodec", "DifferencePath", "Lossless", "make_difference_codec"]
+
+BASES = {"delta4": (torch.bfloat16, torch.float16), "lossless": (torch.bfloat16,)}
+"""Dtypes of weights that a codec can take differences of."""
+
+
+class DifferenceCodec(Protocol):
+    """How differences to a base become a message.
+
+    Attributes:
+        name: in the ledger.
+    """
+
+    name: str
+
+    def nbytes(self, numel: int) -> int:
+        """Of one message of [numel] elements."""
+        ...
+
+    def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
+        """Write float32 values less a base [numel] as a message."""
+        ...
+
+    def decode_(self, messages: Tensor, base: Tensor, *, count: int) -> None:
+        """Make a base [count * numel] what ``count`` messages say it has become."""
+        ...
+
+
+class Delta4:
+    """4-bit differences with a scale for every 128; 4.13 bits a weight, whatever the weights."""
+
+    name = "delta4"
+
+    def nbytes(self, numel: int) -> int:
+        """See :class:`DifferenceCodec`."""
+        return kernels.message_layout(numel, 4).nbytes
+
+    def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
+        """See :class:`DifferenceCodec`; the base stays as it is."""
+        kernels.delta_encode_(values, base, message, update=False)
+
+    def decode_(self, messages: Tensor, base: Tensor, *, count: int) -> None:
+        """See :class:`DifferenceCodec`."""
+        kernels.delta_apply_(messages, base, count=count)
+
+
+class Lossless:
+    """The very bits of bfloat16 weights: 4 bits for a small difference, more for each that is larger.
+
+    Attributes:
+        room: (differences that need 8 bits, that need 16) in a message; the same on all ranks, made by
+            :meth:`count` and what ranks make of it together.
+    """
+
+    name = "lossless"
+
+    def __init__(self) -> None:
+        self.room = (0, 0)
+        self._offsets: Tensor | None = None
+
+    def nbytes(self, numel: int) -> int:
+        """See :class:`DifferenceCodec`."""
+        return kernels.lossless_layout(numel, *self.room).nbytes
+
+    def count(self, values: Tensor, base: Tensor) -> Tensor:
+        """int64 [2]: how many differences need 8 bits, and 16; :meth:`encode_` must follow with the same values."""
+        self._offsets = _offsets(1, values.numel(), values.device)[0]
+        kernels.lossless_count_(values, base, self._offsets)
+        return self._offsets[:, -1]
+
+    def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
+        """See :class:`DifferenceCodec`."""
+        assert self._offsets is not None
+        used_here(self._offsets)  # counting may have run on another stream
+        room8, room16 = self.room
+        kernels.lossless_encode_(values, base, self._offsets, message, room8=room8, room16=room16)
+        self._offsets = None
+
+    def decode_(self, messages: Tensor, base: Tensor, *, count: int) -> None:
+        """See :class:`DifferenceCodec`."""
+        room8, room16 = self.room
+        offsets = _offsets(count, base.numel() // count, base.device)
+        kernels.lossless_decode_(messages, base, base, offsets, count=count, room8=room8, room16=room16)
+
+    def take_room(self, room: tuple[int, int], numel: int, most: int) -> bool:
+        """Agree to room for so many differences of each size; whether a message of [numel] has less than ``most``."""
+        self.room = room
+        if self.nbytes(numel) < most:
+            return True
+        self._offsets = None  # no message will be encoded
+        return False
+
+
+def _offsets(count: int, numel: int, device: torch.device) -> Tensor:
+    blocks = kernels.lossless_layout(numel, 0, 0).blocks
+    return torch.empty(count, 2, blocks + 1, dtype=torch.int64, device=device)
+
+
+def make_difference_codec(name: str) -> DifferenceCodec:
+    """A codec for one buffer; it may remember things of that buffer."""
+    return Lossless() if name == "lossless" else Delta4()
+
+
+class DifferencePath(GatherPath):
+    """A gather whose result is already there, but for what has changed; each rank brings differences of its slice.
+
+    They are encoded once, forwarded as they are, and added at the end, by their owner, too.
+
+    Attributes:
+        counted: the codec, if the size of its messages depends on the values; ranks agree on it before each use.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        outer: int,
+        inner: int,
+        hops: Sequence[Hop],
+        dtype: torch.dtype,
+        codec: DifferenceCodec,
+    ) -> None:
+        super().__init__(placement, outer, inner, hops, dtype)
+        self.codec = codec
+        self.counted = codec if isinstance(codec, Lossless) else None
+        self.count = outer // inner
+
+    def places(self, whole: Tensor) -> list[Tensor]:
+        """This rank's own part of the last result, and all of it."""
+        return [self._views(whole)[0], whole]
+
+    def codec_name(self, travels: Tensor) -> str:
+        """See :class:`GatherPath`."""
+        return self.codec.name
+
+    def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+        nbytes = self.count * self.codec.nbytes(own.numel())
+        views = self._views(torch.empty(nbytes, dtype=torch.uint8, device=own.device))
+        self.codec.encode_(views[0], own, places[0])
+        return views
+
+    def _end(self, whole: Tensor, places: list[Tensor]) -> None:
+        self.codec.decode_(whole, places[-1], count=self.count)

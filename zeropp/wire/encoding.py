@@ -1,0 +1,138 @@
+"""From a configuration to codecs: what the messages of each hop hold.
+
+This is the one file that knows the names of ZeRO++; below it there are only codecs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeropp.config import Config
+from zeropp.partition.levels import HopSpec, Mode, choose_mode
+from zeropp.wire.codecs import BlockCodec, PlainCodec
+from zeropp_kernels import state_layout
+
+__all__ = ["Encoding", "choose_encoding", "choose_groups"]
+
+_PLAIN = {32: torch.float32, 16: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What is encoded, and how.
+
+    Attributes:
+        weights: of gathered weights; None for values as they are.
+        frozen: of frozen weights that exist in codes only; None for values in their own dtype.
+        differences: to what is kept, "delta4" or "lossless", once a step; None for whole values.
+        keep_codes: what hpZ keeps are the messages, not the values in them.
+        bits: of a gradient element inside a node and between nodes; None for values in the wire dtype.
+        rotate: quantized gradients are rotated.
+        feedback: on which hops errors are fed back: none, those between nodes (or the only one), or all.
+        beta: share of the old error that is kept.
+    """
+
+    weights: BlockCodec | None = None
+    frozen: BlockCodec | None = None
+    differences: str | None = None
+    keep_codes: bool = False
+    bits: tuple[int, int] | None = None
+    rotate: bool = False
+    feedback: str | None = None
+    beta: float = 0.8
+
+    def weight_codec(self, trainable: bool) -> BlockCodec | None:
+        """For gathers of a buffer."""
+        return self.weights or (None if trainable else self.frozen)
+
+    def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[BlockCodec | PlainCodec]:
+        """For each hop of a whole reduce path; a single one counts as between nodes."""
+        return [self._gradient_codec(self._crosses(path, hop), wire_dtype) for hop in path]
+
+    def _gradient_codec(self, crosses: bool, wire_dtype: torch.dtype) -> BlockCodec | PlainCodec:
+        if self.bits is None:
+            return PlainCodec(wire_dtype)
+        bits = self.bits[crosses]
+        return PlainCodec(_PLAIN[bits]) if bits in _PLAIN else BlockCodec(bits, self.rotate)
+
+    def feeds_back(self, path: Sequence[HopSpec], hop: HopSpec) -> bool:
+        """Whether what encoding for a hop of a whole reduce path loses is fed back."""
+        return self.feedback == "both" or (self.feedback == "cross" and self._crosses(path, hop))
+
+    def return_codec(self, codecs: Sequence[BlockCodec | PlainCodec]) -> BlockCodec | PlainCodec:
+        """For sums that go back to several copies, after hops with these codecs: 8 bits where any of them has codes."""
+        coded = any(isinstance(codec, BlockCodec) for codec in codecs)
+        return BlockCodec(8, self.rotate) if coded else codecs[-1]
+
+    # Sizes, for plans.
+
+    def message_nbytes(self, path: Sequence[HopSpec], numel: int, wire_dtype: torch.dtype) -> int:
+        """Of what a reduce path sends first, of a buffer of [numel]."""
+        if not path:
+            return numel * wire_dtype.itemsize
+        codec, count = self.gradient_codecs(path, wire_dtype)[0], path[0].outer // path[0].inner
+        return codec.nbytes(numel // count) * count
+
+    def feedback_nbytes(self, path: Sequence[HopSpec], numel: int) -> int:
+        """Of the errors that are fed back on all hops of a whole reduce path."""
+        total = 0
+        for hop, codec in zip(path, self.gradient_codecs(path, torch.float32), strict=True):
+            if isinstance(codec, BlockCodec) and self.feeds_back(path, hop):
+                total += hop.outer // hop.inner * state_layout(numel // hop.outer, codec.bits).nbytes
+        return total
+
+    def secondary_nbytes(self, numel: int, mode: Mode, dtype: torch.dtype, *, trainable: bool) -> int:
+        """Of what hpZ keeps of a buffer of [numel]."""
+        assert mode.kept is not None
+        codec = self.weight_codec(trainable)
+        if codec is None or not self.keep_codes:
+            return numel // mode.kept * dtype.itemsize
+        return mode.states // mode.kept * codec.nbytes(numel // mode.states)
+
+    @staticmethod
+    def _crosses(path: Sequence[HopSpec], hop: HopSpec) -> bool:
+        return len(path) == 1 or hop.link == "cross"
+
+
+def choose_encoding(config: Config) -> Encoding:
+    """Codecs for a configuration."""
+    zero, extension = config.zero, config.zeropp
+    bits = None
+    if zero.zero_quantized_gradients:
+        bits = (8, 4)
+        if extension.gradient_bits is not None:
+            bits = (extension.gradient_bits.local, extension.gradient_bits.cross)
+    codec = extension.weight_codec
+    quantized = zero.zero_quantized_weights or codec == "int8"
+    loco = zero.zeropp_loco_param
+    return Encoding(
+        weights=BlockCodec(8) if quantized and zero.stage > 0 else None,
+        frozen=BlockCodec(8) if zero.zero_quantized_nontrainable_weights and zero.stage > 0 else None,
+        differences=codec if codec != "int8" and zero.stage > 0 else None,
+        keep_codes=extension.secondary == "codes",
+        bits=bits,
+        rotate=extension.hadamard,
+        feedback=extension.feedback if loco is not None else None,
+        beta=loco.err_beta if loco is not None else 0.0,
+    )
+
+
+def choose_groups(config: Config, world: int, local: int) -> Mode:
+    """Which ranks share what; ``local`` ranks to a node.
+
+    Raises:
+        ValueError: groups that do not fit the ranks, or that leave the weights' codec nothing to send differences to.
+    """
+    mode = choose_mode(config, world, local)
+    codec = choose_encoding(config).differences
+    if codec is not None and mode.kept is None and world > 1:
+        smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
+        raise ValueError(
+            f'zeropp.weight_codec "{codec}" sends differences to a second copy of the weights, and '
+            f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} makes none: no more than {mode.states} "
+            f"ranks share the first one; {smaller}leave weight_codec out"
+        )
+    return mode
