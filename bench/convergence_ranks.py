@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
+from zeropp.comm.streams import InlineStream, Lanes
 from zeropp.config import Config
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.params.build import BufferMaker
@@ -27,6 +28,7 @@ from zeropp.partition.levels import HopSpec, choose_mode
 from zeropp.partition.units import form_units, unit_options
 from zeropp.wire.encoding import choose_encoding
 
+_AT_ONCE = Lanes(lambda link: InlineStream())
 MEETING_SECONDS = 600.0  # a rank that does not come has failed; on a card the first calls compile kernels
 
 
@@ -48,14 +50,26 @@ class Meeting:
 
 
 class VirtualHop(Hop):
-    """A hop between threads: zeropp's own, but for how parts get from member to member."""
+    """A hop between threads: zeropp's own bytes, but for how parts get from member to member."""
 
     def __init__(self, spec: HopSpec, meeting: Meeting, rank: int, ledger: Ledger, kind: str) -> None:
         super().__init__(spec, None, "gloo", rank, ledger, kind)  # gloo: part by part
         self._meeting = meeting
 
-    def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> None:
-        self._meeting.swap(self.index, into, out_of)
+    def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
+        """See :class:`Hop`."""
+        self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
+        self._meeting.swap(self.index, list(out.view(self.size, -1).unbind()), [piece] * self.size)
+
+    def exchange(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
+        """See :class:`Hop`."""
+        sent = message.nbytes // self.size * (self.size - 1)
+        self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
+        parts = list(message.view(self.size, -1).unbind())
+        received = list(torch.empty_like(message).view(self.size, -1).unbind())
+        received[self.index].copy_(parts[self.index])
+        self._meeting.swap(self.index, received, parts)
+        return received
 
 
 @dataclass
@@ -172,7 +186,7 @@ class VirtualRanks:
             for buffer, message in zip(self.buffers, self._messages[rank], strict=True):
                 gradient = buffer.ranks[rank].gradient
                 gradient.forget()
-                gradient.reduce(message, 1.0 / self.world, hold=False)
+                _AT_ONCE.run(gradient.prepare_reduce(message, 1.0 / self.world, hold=False))
         except BaseException:
             for meeting in self._meetings.values():
                 meeting.barrier.abort()  # the others shall not wait for this one

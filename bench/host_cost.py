@@ -90,7 +90,7 @@ def wrapped(world: int, local: int, blocks: int) -> tuple[nn.Module, zeropp.Zero
 
 def cycle(unit: Any, lanes: Lanes) -> None:
     """Fetch and release one unit."""
-    unit.gather(lanes)
+    unit.note_gather(lanes.run(unit.prepare_gather(lanes)))
     unit.arrive(10.0)
     unit.uncover()
     unit.release(lanes)
@@ -147,7 +147,7 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         result["unit_us"] = microseconds(lambda: cycle(unit, inline), repeats)
         result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
         thread.close()
-        unit.gather(inline)
+        unit.note_gather(inline.run(unit.prepare_gather(inline)))
         unit.arrive(10.0)
         unit.uncover()
         result["group_us"] = microseconds(lambda: collectives(unit), repeats)

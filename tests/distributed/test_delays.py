@@ -21,6 +21,8 @@ from zeropp.comm.hops import Comm, Hop
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.wire import paths
+from zeropp.wire.codecs import PlainCodec
 from zeropp.wire.paths import GatherPath
 
 # Where a rank can be slow: (class, method, before or after it).
@@ -30,10 +32,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "boundary sum": (Comm, "sum"),
     "agreement": (Comm, "all_gather_ints"),
     "gather copy": (GatherPath, "_begin"),
-    "refresh copy": (FlatBuffer, "_refresh_by"),
+    "queueing a refresh": (FlatBuffer, "refresh"),
     "gradient copy": (Gradient, "pack"),
-    "gradient sum": (Gradient, "_choose"),
-    "after a stage": (streams, "after"),
+    "gradient sum": (PlainCodec, "decode_sum_"),
+    "between links": (paths, "used_here"),
     "no_sync copy": (Gradient, "_hold_whole"),
     "showing values": (FlatBuffer, "uncover"),
     "hiding values": (FlatBuffer, "cover"),

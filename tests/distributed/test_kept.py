@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import Block, apart, make_config, worst
-from zeropp.comm.streams import Stage
 from zeropp.order.refresh import Refresh
 from zeropp.params.flat_buffer import FlatBuffer
 
@@ -55,18 +55,18 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
     """Time of ``step()``, of the forward after it, and when in it each block began; each refresh takes ``seconds``."""
     model, optimizer = wrapped(settings)
     train(model, optimizer, 3)
-    original = FlatBuffer._refresh_by
+    original = FlatBuffer.refresh
     began: list[float] = []
 
-    def refresh(buffer: FlatBuffer, *, differs: bool) -> list[Stage]:
+    def refresh(buffer: FlatBuffer, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
         time.sleep(seconds)
-        return original(buffer, differs=differs)
+        yield from original(buffer, differs)
 
     for block in model.blocks:
         block.register_forward_hook(lambda *_: began.append(time.monotonic()))
     optimizer.zero_grad()
     model(torch.ones(2, 16, dtype=torch.float64)).square().mean().backward()
-    FlatBuffer._refresh_by = refresh  # type: ignore[method-assign]
+    FlatBuffer.refresh = refresh  # type: ignore[method-assign]
     try:
         start = time.monotonic()
         optimizer.step()
@@ -76,7 +76,7 @@ def slowly(settings: dict[str, object], seconds: float) -> tuple[float, float, l
             model(torch.ones(2, 16, dtype=torch.float64))
         done = time.monotonic()
     finally:
-        FlatBuffer._refresh_by = original  # type: ignore[method-assign]
+        FlatBuffer.refresh = original  # type: ignore[method-assign]
         optimizer.engine.refresh.settle()
     return stepped - start, done - stepped, [moment - stepped for moment in began]
 
@@ -410,7 +410,7 @@ def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], d
     train(model, optimizer, 3)
     optimizer.engine.refresh.settle()
     done: list[str] = []
-    update, refresh = torch.optim.AdamW.step, FlatBuffer._refresh_by
+    update, refresh = torch.optim.AdamW.step, FlatBuffer.refresh
     inner = getattr(update, "__wrapped__", update)
 
     def step(own: torch.optim.Optimizer, *args: Any) -> None:
@@ -419,16 +419,16 @@ def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], d
         done.append(f"step {sum(p.numel() for p in stepped)}")
         inner(own, *args)
 
-    def renew(buffer: FlatBuffer, *, differs: bool) -> list[Stage]:
+    def renew(buffer: FlatBuffer, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
         done.append(f"refresh {buffer.unit}")
-        return refresh(buffer, differs=differs)
+        yield from refresh(buffer, differs)
 
-    torch.optim.AdamW.step, FlatBuffer._refresh_by = step, renew  # type: ignore[method-assign]
+    torch.optim.AdamW.step, FlatBuffer.refresh = step, renew  # type: ignore[method-assign]
     try:
         train(model, optimizer, 1)
         optimizer.engine.refresh.settle()
     finally:
-        torch.optim.AdamW.step, FlatBuffer._refresh_by = update, refresh  # type: ignore[method-assign]
+        torch.optim.AdamW.step, FlatBuffer.refresh = update, refresh  # type: ignore[method-assign]
     whole = all(p.grad is not None for group in optimizer.param_groups for p in group["params"])
     return done, zeropp.full_state(model), whole
 

@@ -26,7 +26,6 @@ from tests.distributed.parity import (
     train_plain,
     train_zero,
 )
-from zeropp.comm.streams import Stage
 from zeropp.wire.paths import ReducePath
 
 TOPOLOGIES = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (4, 2)}  # ranks, nodes
@@ -126,16 +125,16 @@ def test_one_process_without_process_group() -> None:
 
 def train_unevenly_scaled(recipe: Recipe, factor: float) -> Trained:
     """Sabotage: gradients come out a little too large."""
-    original = ReducePath.stages
+    original = ReducePath.reduce
 
-    def stages(self: ReducePath, *args: Any, scale: float, **kwargs: Any) -> list[Stage]:
+    def reduce(self: ReducePath, *args: Any, scale: float, **kwargs: Any) -> Iterator[None]:
         return original(self, *args, scale=scale * factor, **kwargs)
 
-    ReducePath.stages = stages  # type: ignore[method-assign]
+    ReducePath.reduce = reduce  # type: ignore[method-assign]
     try:
         return train_zero(recipe)
     finally:
-        ReducePath.stages = original  # type: ignore[method-assign]
+        ReducePath.reduce = original  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])

@@ -7,7 +7,6 @@ happen when the next forward begins, on all ranks together.
 
 from __future__ import annotations
 
-import weakref
 import zlib
 from collections.abc import Callable, Iterable
 
@@ -22,7 +21,7 @@ from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
 
-__all__ = ["Trainability", "install_gradient_hooks", "refuse_complex"]
+__all__ = ["Trainability", "refuse_complex"]
 
 _SETS = 32  # sets of trained parameters whose backwards are remembered
 
@@ -114,7 +113,7 @@ class Trainability:
                 parts.append(part)
         first = len(unit.trained)
         unit.replace(buffer, parts)
-        install_gradient_hooks(engine, unit, first)
+        engine.hooks.watch_gradients(unit, first)
 
 
 def _flags(buffer: FlatBuffer) -> tuple[bool, ...]:
@@ -145,20 +144,3 @@ def refuse_complex(parameters: dict[str, nn.Parameter]) -> None:
                 f"parameter {name!r} is complex, and requires_grad was set after wrapping; it would not be trained. "
                 "Take that back, and train its real view, torch.view_as_real, in a model wrapped anew"
             )
-
-
-def install_gradient_hooks(engine: Engine, unit: Unit, first: int = 0) -> None:
-    """Let autograd tell the engine of the gradients of a unit's trainable parameters, from position ``first`` on."""
-    ref, index = weakref.ref(engine), unit.index  # knowing the unit it would keep it, unseen by the collector
-
-    def make(position: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            target = ref()
-            if target is not None:
-                target.gradient_ready(index, position)
-
-        return ready
-
-    parameters = [parameter for buffer in unit.trainable for parameter in buffer.parameters]
-    for position, parameter in enumerate(parameters[first:], first):
-        engine.hooks.keep(parameter.register_post_accumulate_grad_hook(make(position)))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeropp.access.refusals import restorer
 from zeropp.comm.ledger import Ledger
+from zeropp.comm.streams import Work
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
@@ -104,7 +105,8 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
-        event = engine.gather_lanes.run(path.stages(buffer.shard, path.places(whole), f"{buffer.unit} <state>"))
+        gather = path.gather(buffer.shard, path.places(whole), f"{buffer.unit} <state>")
+        event = engine.gather_lanes.run(Work(path.links, [gather]))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 
 

@@ -47,7 +47,8 @@ class Hop:
         """``out`` becomes the members' pieces in order; ``piece`` is this rank's own part of ``out``."""
         self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
         if self.pairwise:
-            self._swap(list(out.view(self.size, -1).unbind()), [piece] * self.size)
+            swap = self._swap(list(out.view(self.size, -1).unbind()), [piece] * self.size)
+            _finish(dist.batch_isend_irecv(swap))
         else:
             all_gather_single(out, piece, group=self.group)
 
@@ -66,13 +67,13 @@ class Hop:
         if self.pairwise and apart:
             received = [torch.empty_like(part) for part in parts]
             received[self.index] = parts[self.index]
-            self._swap(received, parts)
+            _finish(dist.batch_isend_irecv(self._swap(received, parts)))
             return received
         whole = torch.empty_like(message)
         received = list(whole.view(self.size, -1).unbind())
         if self.pairwise:
             received[self.index].copy_(parts[self.index])
-            self._swap(received, parts)
+            _finish(dist.batch_isend_irecv(self._swap(received, parts)))
         else:
             dist.all_to_all_single(whole, message, group=self.group)
         return received
@@ -80,16 +81,19 @@ class Hop:
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
         self.ledger.add(Way(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
-    def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> None:
-        """Send ``out_of[i]`` to member i and receive ``into[i]`` from it; this rank's own entries stay untouched."""
-        works = []
+    def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
+        """What sends ``out_of[i]`` to member i and receives ``into[i]`` from it; this rank's own entries stay as is."""
+        swap = []
         for step in range(1, self.size):
             source, target = (self.index - step) % self.size, (self.index + step) % self.size
-            works.append(dist.irecv(into[source], group=self.group, group_src=source))
-            works.append(dist.isend(out_of[target], group=self.group, group_dst=target))
-        for work in works:
-            assert work is not None  # None is for ranks outside the group
-            work.wait()
+            swap.append(dist.P2POp(dist.irecv, into[source], group=self.group, group_peer=source))
+            swap.append(dist.P2POp(dist.isend, out_of[target], group=self.group, group_peer=target))
+        return swap
+
+
+def _finish(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 
 
 class Comm:

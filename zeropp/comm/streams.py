@@ -11,7 +11,8 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CudaStream", "Event", "InlineStream", "Lanes", "Stage", "Stream", "ThreadStream", "after", "make_lanes",
-    "make_stream", "used_here",
+    "CudaStream", "Event", "InlineStream", "Lanes", "Stream", "ThreadStream", "Work", "make_lanes", "make_stream",
+    "used_here",
 ]  # fmt: skip
 
 
@@ -36,8 +37,12 @@ class Event(Protocol):
 class Stream(Protocol):
     """A queue of work."""
 
-    def run(self, work: Callable[[], None]) -> Event:
-        """Queue ``work`` behind earlier work and behind what the caller has issued."""
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        """Queue ``works``, in order, behind earlier ones, what the caller has issued, and what ends ``after``.
+
+        Returns:
+            Completion of the last.
+        """
         ...
 
     def allocate(self, work: Callable[[], None]) -> None:
@@ -70,10 +75,13 @@ _DONE = _Done()
 class InlineStream:
     """Runs work at once, in the caller."""
 
-    def run(self, work: Callable[[], None]) -> Event:
-        """Run ``work`` now."""
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        """Run ``works`` now."""
+        if after is not None:
+            after.wait(threading.TIMEOUT_MAX)
         with torch.no_grad():
-            work()
+            for work in works:
+                work()
         return _DONE
 
     def allocate(self, work: Callable[[], None]) -> None:
@@ -111,7 +119,7 @@ class _ThreadEvent:
         return True
 
 
-_Task = tuple[Callable[[], None], _ThreadEvent]
+_Task = tuple[Sequence[Callable[[], object]], Event | None, _ThreadEvent]
 _running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Task | None]] = weakref.WeakKeyDictionary()
 
 
@@ -126,10 +134,10 @@ class ThreadStream:
         self._stop = weakref.finalize(self, self._tasks.put, None)
         _running[self._thread] = self._tasks
 
-    def run(self, work: Callable[[], None]) -> Event:
-        """Queue ``work``; on CPU the caller's earlier work is already done."""
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        """Queue ``works``; on CPU the caller's earlier work is already done."""
         event = _ThreadEvent()
-        self._tasks.put((work, event))
+        self._tasks.put((works, after, event))
         return event
 
     def allocate(self, work: Callable[[], None]) -> None:
@@ -169,14 +177,18 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
     torch.set_grad_enabled(False)  # grad mode belongs to a thread
     failed: BaseException | None = None
     while (task := tasks.get()) is not None:
-        work, event = task
+        works, after, event = task
         if failed is None:
             try:
-                work()
+                if after is not None:
+                    after.wait(threading.TIMEOUT_MAX)  # whoever waits for this has a shorter patience
+                for work in works:
+                    work()
+                    del work
             except BaseException as error:  # handed to whoever waits
                 failed = error
         event.finish(failed)
-        del task, work, event  # an idle thread must not keep the last work's tensors
+        del task, works, after, event  # an idle thread must not keep the last work's tensors
 
 
 class _CudaEvent:
@@ -203,11 +215,14 @@ class CudaStream:
         # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
         weakref.finalize(self, self._stream.synchronize).atexit = False
 
-    def run(self, work: Callable[[], None]) -> Event:
-        """Queue ``work`` behind what the caller's stream has been given so far."""
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        """Queue ``works`` behind what the caller's stream has been given so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
-            work()
+            if after is not None:
+                after.wait(threading.TIMEOUT_MAX)  # this stream waits, not the host
+            for work in works:
+                work()
             event = torch.cuda.Event()
             event.record(self._stream)
         return _CudaEvent(event, self._device)
@@ -242,8 +257,21 @@ def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) 
     return ThreadStream(name) if sends else InlineStream()
 
 
-Stage = tuple[str, Callable[[], None]]
-"""A part of some work, and the class of links it keeps busy: "local" inside a node, "cross" between nodes."""
+@dataclass(frozen=True)
+class Work:
+    """Something that keeps one class of links busy after another: "local" inside a node, "cross" between nodes.
+
+    Attributes:
+        links: the classes, in order.
+        parts: generators that stand still wherever they go on over the next class of links; all of them go together.
+        then: done at the end.
+        after: begins when this is done.
+    """
+
+    links: Sequence[str]
+    parts: Sequence[Iterator[None]]
+    then: Callable[[], object] | None = None
+    after: Event | None = None
 
 
 class Lanes:
@@ -265,11 +293,16 @@ class Lanes:
             self._streams[link] = self._make(link)
         return self._streams[link]
 
-    def run(self, stages: Sequence[Stage]) -> Event:
-        """Queue stages, each after the one before; the event of the last."""
-        event: Event = _DONE
-        for number, (link, work) in enumerate(stages):
-            event = self.stream(link).run(partial(after, event, work) if number else work)
+    def run(self, work: Work) -> Event:
+        """Queue every part's way over each class of links, each after the one before; the event of the last."""
+        event = work.after
+        steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
+        last = len(work.links) - 1
+        for number, link in enumerate(work.links):
+            if number == last and work.then is not None:
+                steps = [*steps, work.then]
+            event = self.stream(link).run(*steps, after=event)
+        assert event is not None
         return event
 
     def close(self) -> None:
@@ -283,16 +316,10 @@ def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool) -
     return Lanes(lambda link: make_stream(f"{kind} {link}", device, sends=sends, overlap=overlap))
 
 
-def after(event: Event, work: Callable[[], None]) -> None:
-    """Do some work on a stream once that of another is done."""
-    event.wait(threading.TIMEOUT_MAX)  # whoever waits for the last stage has a shorter patience
-    work()
-
-
 def used_here(tensor: Tensor) -> None:
-    """Say, inside a later stage, that memory an earlier one has allocated is in use on this stream, too.
+    """Say that memory which was allocated on another stream is in use on this one, too.
 
-    Temporaries are freed when the last stage has been queued, which on a GPU is before it has run.
+    Temporaries are freed when the last work on them has been queued, which on a GPU is before it has run.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -124,51 +124,42 @@ class Engine:
 
     def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """A site's forward begins: fetch its units. See :class:`zeropp.engine.hooks.Driver`."""
+        changed = None
         try:
-            return self._enter(site, training, args, kwargs)
+            if not self.running:
+                self.require_idle("the model", averaged=True)
+                self.finish_load()
+                self.refresh.start_put_off()
+                self._begin_forward(site, training)
+                if self.input_dtype is not None:
+                    changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
+            for unit in site.units:
+                unit.holds += 1
+                self.schedule.use(unit)
         except BaseException:
             if self.hooks.depth == 0:
                 self.recover()  # further in, the hooks after the modules around do that
             raise
-
-    def _enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        changed = None
-        if not self.running:
-            self.require_idle("the model", averaged=True)
-            self.finish_load()
-            self.refresh.start_put_off()
-            self._begin_forward(site, training)
-            if self.input_dtype is not None:
-                changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
-        for unit in site.units:
-            unit.holds += 1
-            self.schedule.use(unit)
         return changed
 
     def leave(self, site: Site, *, returns: Return, failed: bool) -> None:
         """A site's forward is over: release its units, unless the plan keeps them."""
+        if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
+            return self.recover()
         try:
-            self._leave(site, returns=returns, failed=failed)
+            if returns is not Return.NEVER and self.phase is Phase.FORWARD:
+                self._backward.foresee(site.units, whole=returns is Return.UNANNOUNCED)
+            elif returns is not Return.NEVER:
+                self.schedule.expect_again(site.units)  # checkpointing has run it again, and its backward follows
+            for unit in site.units:
+                unit.holds -= 1
+                self.schedule.settle(unit)
+            if self.phase is Phase.FORWARD and self.hooks.depth == 0:
+                self._end_forward()
         except BaseException:
             if self.hooks.depth == 0:
                 self.recover()
             raise
-
-    def _leave(self, site: Site, *, returns: Return, failed: bool) -> None:
-        if returns is not Return.NEVER and self.phase is Phase.FORWARD:
-            self._backward.foresee(site.units, whole=returns is Return.UNANNOUNCED)
-        elif returns is not Return.NEVER:
-            self.schedule.expect_again(site.units)  # checkpointing has run it again, and its backward follows
-        if failed and self.agreement.lost is not None:
-            return self.recover()
-        for unit in site.units:
-            unit.holds -= 1
-            self.schedule.settle(unit)
-        if self.phase is Phase.FORWARD and self.hooks.depth == 0:
-            if failed:
-                self.recover()
-            else:
-                self._end_forward()
 
     def _begin_forward(self, site: Site, training: bool) -> None:
         grad = torch.is_grad_enabled()

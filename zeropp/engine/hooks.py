@@ -89,6 +89,10 @@ class Driver(Protocol):
         """Every gradient with respect to a site's inputs is computed."""
         ...
 
+    def gradient_ready(self, index: int, position: int) -> None:
+        """Autograd has put a gradient into ``.grad`` of a trainable parameter: of which unit, and where in it."""
+        ...
+
 
 class BackwardCall:
     """One call of a site, as backward will see it: a hook shared by its outputs.
@@ -229,6 +233,23 @@ class SiteHooks:
     def root(self) -> nn.Module | None:
         """The module whose hooks these are, unless it is gone."""
         return next((module for module, site in self._sites.items() if site.path == ""), None)
+
+    def watch_gradients(self, unit: Unit, first: int = 0) -> None:
+        """Tell of the gradients of a unit's trainable parameters, from position ``first`` on."""
+        parameters = [parameter for buffer in unit.trainable for parameter in buffer.parameters]
+        for position, parameter in enumerate(parameters[first:], first):
+            ready = self._gradient_hook(unit.index, position)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
+
+    def _gradient_hook(self, index: int, position: int) -> Callable[[Tensor], None]:
+        ref = self._driver  # knowing the unit, a hook would keep it, unseen by the collector
+
+        def ready(parameter: Tensor) -> None:
+            driver = ref()
+            if driver is not None:
+                driver.gradient_ready(index, position)
+
+        return ready
 
     def keep(self, handle: RemovableHandle) -> None:
         """Remove another hook together with these."""

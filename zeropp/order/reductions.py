@@ -9,6 +9,7 @@ phase or at the boundary, where all ranks send that unit again.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 
 from torch import Tensor
@@ -89,7 +90,7 @@ class Reductions:
             return True  # there may be more to come; at the end of this backward it will be known
         self._ready.append(index)
         if self._expected is not None:
-            self._take_turns()
+            self._send(self._may_go)
         return True
 
     @property
@@ -114,24 +115,21 @@ class Reductions:
 
     def before_use(self, uses: int) -> None:
         """The gathers of one more use than ``uses`` come next: send what is due before them, complete or not."""
-        while self._turn < len(self._order) and self._order[self._turn][1] <= uses:
-            self._send_next()
+        self._send(lambda unit, place: place <= uses)
 
     def after_use(self, uses: int) -> None:
         """The gathers of ``uses`` uses are issued: complete units whose place has come may be sent."""
         self._uses = uses
         if self._expected is not None:
-            self._take_turns()
+            self._send(self._may_go)
 
     def catch_up(self, count: int) -> None:
         """Send as many units as the rank that has sent most."""
-        while len(self._done) < count and self._turn < len(self._order):
-            self._send_next()
+        self._send(lambda unit, place: len(self._done) < count)
 
     def end(self) -> None:
         """Send what is left, in order, with zeros where this rank has nothing."""
-        while self._turn < len(self._order):
-            self._send_next()
+        self._send(lambda unit, place: True)
         self.wait(0)
 
     def ready_heads(self, count: int) -> list[int]:
@@ -215,19 +213,18 @@ class Reductions:
             return tuple(map(int, self._trained[index]))
         return self._expected.get(index, (0,) * len(self._counts[index]))
 
-    def _take_turns(self) -> None:
-        while self._turn < len(self._order):
-            index, uses = self._order[self._turn]
-            if uses > self._uses or index not in self._ready:
-                return
-            self._send_next()
+    def _may_go(self, index: int, uses: int) -> bool:
+        """Whether a unit is complete on this rank, and its place among the uses has come."""
+        return uses <= self._uses and index in self._ready
 
-    def _send_next(self) -> None:
-        index, uses = self._order[self._turn]
-        self._turn += 1
-        if index in self._ready:
-            self._ready.remove(index)
-        self._issue(index, uses)
+    def _send(self, allowed: Callable[[int, int], bool]) -> None:
+        """Send what is next in the order, as long as its unit and place are ``allowed`` to go."""
+        while self._turn < len(self._order) and allowed(*self._order[self._turn]):
+            index, uses = self._order[self._turn]
+            self._turn += 1
+            if index in self._ready:
+                self._ready.remove(index)
+            self._issue(index, uses)
 
     def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
         unit = self.units[index]
@@ -241,5 +238,5 @@ class Reductions:
                 message = gradient.pack(hold=hold)
             if message is not None:
                 with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
-                    event = self.lanes.run(gradient.stages(message, self.scale, hold=hold))
+                    event = self.lanes.run(gradient.prepare_reduce(message, self.scale, hold=hold))
                 self._in_flight.append((event, message, unit.name))

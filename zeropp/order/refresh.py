@@ -96,7 +96,7 @@ class Refresh:
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
-                agreed = self.lanes.run([("cross", agree)])
+                agreed = self.lanes.stream("cross").run(agree)
 
         def differs(buffer: FlatBuffer) -> bool:
             if agreed is not None:

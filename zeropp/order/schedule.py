@@ -319,7 +319,7 @@ class Schedule:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
-            unit.gather(self.lanes)
+            unit.note_gather(self.lanes.run(unit.prepare_gather(self.lanes)))
         self.held.add(index)
 
     # Learning.

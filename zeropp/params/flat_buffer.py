@@ -12,15 +12,13 @@ optimizer step, is refused by autograd instead of read. A counter at any other v
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions
-from zeropp.comm.streams import Stage
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, unguard
 from zeropp.partition.layout import BufferLayout, Fragment
@@ -157,11 +155,11 @@ class FlatBuffer:
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
 
-    def gather_stages(self) -> list[Stage]:
-        """What brings the values together."""
+    def gather(self) -> Iterator[None]:
+        """Bring the values together; see :meth:`zeropp.wire.paths.GatherPath.gather`."""
         assert self.paths.fetch is not None  # whole weights that are kept are only refreshed
         own = self.shard if self.secondary is None else self.secondary
-        return self.paths.fetch.stages(own, self._fetch_places, self.unit)
+        return self.paths.fetch.gather(own, self._fetch_places, self.unit)
 
     @property
     def stale(self) -> bool:
@@ -198,24 +196,14 @@ class FlatBuffer:
         numel = self.shard.numel()
         return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
 
-    def refresh_stages(self, differs: Callable[[FlatBuffer], bool]) -> list[Stage]:
-        """What renews what is kept, from main weights alone or, if that is the answer when it runs, by differences."""
-        assert self.paths.refresh is not None
-        works: list[Callable[[], None]] = []
-
-        def work(number: int) -> None:
-            if number == 0:
-                works.extend(work for _, work in self._refresh_by(differs=differs(self)))
-            works[number]()
-
-        return [(link, partial(work, number)) for number, link in enumerate(self.paths.refresh.links)]
-
-    def _refresh_by(self, *, differs: bool) -> list[Stage]:
-        if differs:
+    def refresh(self, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
+        """Renew what is kept, from main weights alone or, if that is the answer when it runs, by differences."""
+        if differs(self):
             assert self.paths.differences is not None
-            return self.paths.differences.stages(self.shard, self._difference_places, self.unit)
-        assert self.paths.refresh is not None
-        return self.paths.refresh.stages(self.shard, self._refresh_places, self.unit)
+            yield from self.paths.differences.gather(self.shard, self._difference_places, self.unit)
+        else:
+            assert self.paths.refresh is not None
+            yield from self.paths.refresh.gather(self.shard, self._refresh_places, self.unit)
 
     def uncover(self) -> None:
         """Let the model see the values.

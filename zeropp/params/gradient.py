@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zeropp.comm.streams import Stage, used_here
+from zeropp.comm.streams import Work, used_here
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.codecs import BlockCodec, Feedback
 from zeropp.wire.paths import GatherPath, ReducePath
@@ -39,11 +38,6 @@ class GradientPaths:
     def held(self) -> int:
         """Level at which gradients are held."""
         return self.hold.outer
-
-    @property
-    def links(self) -> list[str]:
-        """Of the stages of a reduction."""
-        return [*self.straight.links, *(self.replicas.links if self.replicas is not None else ())]
 
 
 class Gradient:
@@ -76,6 +70,7 @@ class Gradient:
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
         self._holds = 0  # backwards in ``held``
+        self._holding = False  # whether the last reduction that was queued leaves something held below the whole
         self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
         if isinstance(paths.straight.codec, BlockCodec):
@@ -135,82 +130,66 @@ class Gradient:
 
     # From messages to a sum; on the lanes of reductions.
 
-    def stages(self, message: Tensor, scale: float, *, hold: bool) -> list[Stage]:
-        """What sums every rank's message, with what is held, into the shard; or into what is held.
+    def prepare_reduce(self, message: Tensor, scale: float, *, hold: bool) -> Work:
+        """What is to be queued, to sum every rank's message, and what is held, into the shard, or all into what is held."""
+        straight = not hold and not self._holding
+        self._holding = hold and self.paths.held != 1  # whole gradients are held by ``pack``
+        scale /= self._scaled  # now: another message may be packed before this one is sent
+        numel = self.layout.numel
+        if not straight:
+            hops = [*self.paths.hold.links, *([] if hold else self._links(self.paths.rest))]
+            return Work(hops, [self._add_to_held(message, scale, hold=hold)], None if hold else self._arrive)
+        path = self.paths.straight
+        if self.paths.replicas is not None:
+            return Work(self._links(path), [self._reduce_replicas(path, message, numel, scale)], self._arrive)
+        whole = path.reduce(message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=self.unit)
+        return Work(path.links, [whole], self._arrive)
 
-        Which of it is to be done is known when it runs: a backward before may still be on its way.
-        """
-        links = self.paths.links
-        left: list[Stage] = []
-        scale /= self._scaled  # now: another message may be packed before this one's stages run
+    def _links(self, path: ReducePath) -> list[str]:
+        """Classes of links from a path's beginning to the shard."""
+        return [*path.links, *(self.paths.replicas.links if self.paths.replicas is not None else ())]
 
-        def work(number: int) -> None:
-            if number == 0:
-                self._choose(left, message, scale, hold=hold)
-            while left and left[0][0] == links[number]:
-                left.pop(0)[1]()
-
-        return [(link, partial(work, number)) for number, link in enumerate(links)]
-
-    def reduce(self, message: Tensor, scale: float, *, hold: bool) -> None:
-        """All stages, one after the other."""
-        for _, work in self.stages(message, scale, hold=hold):
-            work()
-
-    def _choose(self, left: list[Stage], message: Tensor, scale: float, *, hold: bool) -> None:
-        """Add to ``left`` what is to be done."""
-        paths = self.paths
-        if not hold and self.held is None:
-            left.extend(self._finish(paths.straight, message, self.layout.numel, scale))
-            return
-        fresh = self.held is None
+    def _add_to_held(self, message: Tensor, scale: float, *, hold: bool) -> Iterator[None]:
+        """Sum messages as far as the level at which they are held; unless ``hold``, the sum then goes all the way."""
+        paths, fresh = self.paths, self.held is None
         if self.held is None:
             self.held = torch.empty(self.layout.numel // paths.held, dtype=self.dtype, device=self.device)
         held = self.held
-
-        def go_on() -> None:
-            used_here(held)
-            self._holds += 1
-            if not hold:
-                left.extend(self._send_on(held, scale))
-
-        left.extend(
-            paths.hold.stages(
-                message, self.layout.numel, held, scale=1.0, accumulate=lambda: not fresh, unit=self.unit
-            )
-        )  # fmt: skip
-        left.append((paths.hold.links[-1], go_on))
-
-    def _send_on(self, held: Tensor, scale: float) -> list[Stage]:
-        """What is held goes the rest of the way."""
-        paths = self.paths
+        yield from paths.hold.reduce(
+            message, self.layout.numel, held, scale=1.0, accumulate=lambda: not fresh, unit=self.unit
+        )
+        used_here(held)
+        self._holds += 1
+        if hold:
+            return
         headroom = paths.straight.codec.headroom(self._holds * paths.held)
         message = paths.rest.empty(held.numel(), self.device)
         paths.rest.encode_(message, held if headroom == 1.0 else held * headroom)
         self.held, self._holds = None, 0
-        (link, first), *others = self._finish(paths.rest, message, held.numel(), scale / headroom)
-        return [(link, partial(_also, first, (message,))), *others]
+        yield
+        used_here(message)
+        yield from self._reduce_replicas(paths.rest, message, held.numel(), scale / headroom)
 
-    def _finish(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> list[Stage]:
+    def _reduce_replicas(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """The last hops, and back from pieces to the level of the states where there are replicas."""
         replicas, unit = self.paths.replicas, self.unit
         if replicas is None:
-            stages = path.stages(
-                message, numel, self.shard, scale=scale, accumulate=lambda: self.arrived, unit=unit
+            yield from path.reduce(
+                message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=unit
             )  # fmt: skip
-            return [*stages, (stages[-1][0], self._arrive)]
+            return
         piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
         whole = replicas.empty(self.shard.numel(), self.device)
         headroom = path.codec.headroom(self.layout.world)
+        yield from path.reduce(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
+        yield
+        used_here(piece)
+        used_here(whole)
+        yield from replicas.gather(piece, replicas.places(whole), unit)
+        sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
 
-        def add() -> None:
-            sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
-            self._arrive()
-
-        there = path.stages(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
-        back = replicas.stages(piece, replicas.places(whole), unit)
-        kept = [(link, partial(_also, work, (piece, whole))) for link, work in [*there, *back]]
-        return [*kept, (back[-1][0], add)]
+    def _has_arrived(self) -> bool:
+        return self.arrived
 
     def _arrive(self) -> None:
         if self._padding:
@@ -242,12 +221,15 @@ class Gradient:
     def forget(self) -> None:
         """Forget what was sent or held; gradients that autograd is just bringing stay."""
         self.arrived = False
-        self.held, self._holds = None, 0
+        self._forget_held()
 
     def forget_unsent(self) -> None:
         """Forget what has not been sent."""
-        self.held, self._holds = None, 0
+        self._forget_held()
         self.forget_stray()
+
+    def _forget_held(self) -> None:
+        self.held, self._holds, self._holding = None, 0, False
 
     def forget_stray(self) -> None:
         """Forget what autograd has brought and nothing has taken."""
@@ -275,10 +257,3 @@ class Gradient:
 
     def _fragments(self, level: int) -> list[Fragment]:
         return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, level), level)
-
-
-def _also(work: Callable[[], None], tensors: Sequence[Tensor]) -> None:
-    """Work that uses memory which another stage has allocated."""
-    for tensor in tensors:
-        used_here(tensor)
-    work()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import partial
 
 from torch import nn
 
-from zeropp.comm.streams import Event, Lanes, Stage, after
+from zeropp.comm.streams import Event, Lanes, Work
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 
@@ -121,21 +120,23 @@ class Unit:
                 position += 1
         return None
 
-    def gather(self, lanes: Lanes) -> None:
-        """Queue the gather. A unit that is full joins without effect: the same values are written again.
+    def prepare_gather(self, lanes: Lanes) -> Work:
+        """Allocate memory; what is to be queued. A unit that is full joins: the same values are written again.
 
         Raises:
             RuntimeError: what is kept is of an older version.
         """
         self._check_kept()
-        stages = _together([buffer.gather_stages() for buffer in self.buffers])
-        home = lanes.stream(stages[0][0])
+        path = self.buffers[0].paths.fetch  # all buffers of a unit go the same way
+        assert path is not None
+        home = lanes.stream(path.links[0])
         for buffer in self.buffers:
             home.allocate(buffer.grow)
-        if self._refreshed is not None:
-            (link, work), refreshed = stages[0], self._refreshed
-            stages[0] = link, partial(after, refreshed, work)
-        self._gathered = lanes.run(stages)
+        return Work(path.links, [buffer.gather() for buffer in self.buffers], after=self._refreshed)
+
+    def note_gather(self, event: Event) -> None:
+        """The gather is queued, and done with ``event``."""
+        self._gathered = event
         if self.state is UnitState.SHARDED:
             self.state = UnitState.GATHERING
 
@@ -161,12 +162,13 @@ class Unit:
         if self.state is UnitState.FULL:
             self.cover()
         stale = [buffer for buffer in self.buffers if buffer.stale]
-        stages = _together([buffer.refresh_stages(differs) for buffer in stale])
+        path = stale[0].paths.refresh
+        assert path is not None
         for buffer in stale:
             if self.persistent:
-                lanes.stream(stages[0][0]).allocate(buffer.grow)
+                lanes.stream(path.links[0]).allocate(buffer.grow)
             buffer.kept_version = buffer.version
-        self._refreshed = lanes.run(stages)
+        self._refreshed = lanes.run(Work(path.links, [buffer.refresh(differs) for buffer in stale]))
 
     @property
     def gathering(self) -> bool:
@@ -222,13 +224,3 @@ class Unit:
         for buffer in self.buffers:
             assert buffer.paths.fetch is not None
             lanes.stream(buffer.paths.fetch.links[0]).free(buffer.shrink)
-
-
-def _together(buffers: Sequence[list[Stage]]) -> list[Stage]:
-    """Stages of several buffers, which take the same way, as those of one."""
-    return [(stages[0][0], partial(_all, [work for _, work in stages])) for stages in zip(*buffers, strict=True)]
-
-
-def _all(works: Sequence[Callable[[], None]]) -> None:
-    for work in works:
-        work()

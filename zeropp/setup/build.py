@@ -15,7 +15,7 @@ from zeropp._compat import sharing_versions
 from zeropp.access.external import external_parameters
 from zeropp.access.ownership import Former, former_engines, give_to_modules
 from zeropp.access.refusals import refuse_changes
-from zeropp.access.requires_grad import Trainability, install_gradient_hooks, refuse_complex
+from zeropp.access.requires_grad import Trainability, refuse_complex
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
 from zeropp.comm.collective import exchange, on_all_ranks
@@ -109,7 +109,7 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
     """Tie an engine that is ready to the model's modules and parameters."""
     _install_sites(model, engine, specs)
     for unit in engine.units:
-        install_gradient_hooks(engine, unit)
+        engine.hooks.watch_gradients(unit)
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
     apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}

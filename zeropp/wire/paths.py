@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from zeropp.comm.hops import Hop
-from zeropp.comm.streams import Stage, used_here
+from zeropp.comm.streams import used_here
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import Placement
 from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec, dtype_name
@@ -33,7 +32,7 @@ class GatherPath:
     around it.
 
     Attributes:
-        links: of its stages.
+        links: classes of links on the way, in order.
     """
 
     def __init__(self, placement: Placement, outer: int, inner: int, hops: Sequence[Hop], dtype: torch.dtype) -> None:
@@ -50,7 +49,7 @@ class GatherPath:
         return torch.empty(numel, dtype=self.dtype, device=device)
 
     def places(self, whole: Tensor) -> list[Tensor]:
-        """Parts of a result that :meth:`stages` will fill: this rank's own, then what it has after each hop."""
+        """Parts of a result that :meth:`gather` will fill: this rank's own, then what it has after each hop."""
         return self._views(whole)
 
     def _views(self, whole: Tensor) -> list[Tensor]:
@@ -60,34 +59,28 @@ class GatherPath:
             views.append(whole[start:stop])
         return views
 
-    def stages(self, own: Tensor, places: list[Tensor], unit: str) -> list[Stage]:
-        """What fills a result from every rank's slice at ``outer``, a stage for each class of links on the way.
+    def gather(self, own: Tensor, places: list[Tensor], unit: str) -> Iterator[None]:
+        """Fill a result from every rank's slice at ``outer``; stands still before each further class of links.
 
         Args:
             own: this rank's.
             places: of the result, from :meth:`places`.
             unit: for the ledger.
         """
-        views: list[Tensor] = []
-        last = len(self._segments) - 1
-
-        def work(number: int) -> None:
-            if number == 0:
-                views.extend(self._begin(own, places))
-            elif views[-1] is not places[-1]:
-                used_here(views[-1])
-            for index in self._segments[number][1]:
+        views = self._begin(own, places)
+        for number, (_, hops) in enumerate(self._segments):
+            if number:
+                yield
+                if views[-1] is not places[-1]:
+                    used_here(views[-1])
+            for index in hops:
                 self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name(views[index]))
-            if number == last:
-                self._end(views[-1], places)
-                views.clear()
-
-        return [(link, partial(work, number)) for number, link in enumerate(self.links)]
+        self._end(views[-1], places)
 
     def run(self, own: Tensor, places: list[Tensor], unit: str) -> None:
-        """All stages, one after the other."""
-        for _, work in self.stages(own, places, unit):
-            work()
+        """Gather without standing still."""
+        for _ in self.gather(own, places, unit):
+            pass
 
     def codec_name(self, travels: Tensor) -> str:
         """Of what travels, in the ledger."""
@@ -181,7 +174,7 @@ class ReducePath:
     16-bit wire, and halves what gloo's own reduce-scatter sends.
 
     Attributes:
-        links: of its stages.
+        links: classes of links on the way, in order.
     """
 
     def __init__(self, placement: Placement, outer: int, legs: Sequence[Leg], dtype: torch.dtype) -> None:
@@ -194,7 +187,7 @@ class ReducePath:
         self.links = [link for link, _ in self._segments]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
-        """Memory for what :meth:`stages` send of a slice of [numel]."""
+        """Memory for what :meth:`reduce` sends of a slice of [numel]."""
         return self.codec.empty(numel // self.count, self.count, device)
 
     def pack_(
@@ -205,65 +198,55 @@ class ReducePath:
         self.codec.pack_(message, gradients, layout, table, count=self.count, feedback=feedback)
 
     def encode_(self, message: Tensor, values: Tensor) -> None:
-        """Write a slice of [numel] as :meth:`stages` wants it."""
+        """Write a slice of [numel] as :meth:`reduce` wants it."""
         feedback = self.legs[0].feedback if self.legs else None
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 
-    def stages(
+    def reduce(
         self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: Callable[[], bool], unit: str
-    ) -> list[Stage]:
-        """What makes ``out``, or adds to it, ``scale`` times the sum of all ranks' parts, one stage a class of links.
+    ) -> Iterator[None]:
+        """Make ``out``, or add to it, ``scale`` times the sum of all ranks' parts; stands still as a gather does.
 
         Args:
-            message: this rank's slice at the path's first level, from :meth:`encode_`; the caller keeps it until the
-                last stage is done.
+            message: this rank's slice at the path's first level, from :meth:`encode_`; the caller keeps it to the end.
             numel: of that slice.
             out: float32 or float64, this rank's slice at the last one.
             scale: applied once, in the last sum.
             accumulate: asked at the end, whether to add to ``out``.
             unit: for the ledger.
         """
-        going = _Going(message, numel, scale)
-
-        def work(number: int) -> None:
-            if number:
-                used_here(going.message)
-            for index in self._segments[number][1]:
-                leg = self.legs[index]
-                parts = leg.hop.exchange(going.message, unit, leg.name, apart=leg.codec.apart)
-                going.numel //= leg.hop.size
-                if index + 1 < len(self.legs):
-                    going.pass_on(leg.codec, parts, self.legs[index + 1], out.dtype)
-                else:
-                    leg.codec.decode_sum_(parts, out, scale=going.scale, accumulate=accumulate())
-            if not self.legs:
-                self.codec.decode_sum_([going.message], out, scale=going.scale, accumulate=accumulate())
-
-        return [(link, partial(work, number)) for number, link in enumerate(self.links)]
+        if not self.legs:
+            self.codec.decode_sum_([message], out, scale=scale, accumulate=accumulate())
+        for number, leg in enumerate(self.legs):
+            if number and leg.hop.spec.link != self.legs[number - 1].hop.spec.link:
+                yield
+                used_here(message)
+            parts = leg.hop.exchange(message, unit, leg.name, apart=leg.codec.apart)
+            numel //= leg.hop.size
+            if number + 1 == len(self.legs):
+                leg.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate())
+            else:
+                headroom = leg.codec.headroom(len(parts))
+                scale /= headroom
+                message = _pass_on(leg.codec, parts, self.legs[number + 1], numel, headroom, out.dtype)
+            del parts  # standing still must not keep what has come
 
     def run(self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        """All stages, one after the other."""
-        for _, work in self.stages(message, numel, out, scale=scale, accumulate=lambda: accumulate, unit=unit):
-            work()
+        """Reduce without standing still."""
+        for _ in self.reduce(message, numel, out, scale=scale, accumulate=lambda: accumulate, unit=unit):
+            pass
 
 
-@dataclass
-class _Going:
-    """What one reduction carries from hop to hop: a message of [numel], and the factor that is still to come."""
-
-    message: Tensor
-    numel: int
-    scale: float
-
-    def pass_on(self, codec: Codec, parts: Sequence[Tensor], leg: Leg, dtype: torch.dtype) -> None:
-        """Sum what has come over one hop, and encode the sum for the next."""
-        headroom = codec.headroom(len(parts))
-        self.scale /= headroom
-        count, device = leg.hop.size, parts[0].device
-        self.message = leg.codec.empty(self.numel // count, count, device)
-        if isinstance(codec, BlockCodec) and isinstance(leg.codec, BlockCodec):
-            leg.codec.encode_sum_(codec, parts, self.numel, self.message, count, leg.feedback)
-            return
-        partial_sum = torch.empty(self.numel, dtype=dtype, device=device)
-        codec.decode_sum_(parts, partial_sum, scale=headroom)
-        leg.codec.encode_(self.message, partial_sum, count=count, feedback=leg.feedback)
+def _pass_on(
+    codec: Codec, parts: Sequence[Tensor], leg: Leg, numel: int, headroom: float, dtype: torch.dtype
+) -> Tensor:
+    """Sum what has come over one hop, [numel], and encode ``headroom`` times the sum for the next."""
+    count, device = leg.hop.size, parts[0].device
+    message = leg.codec.empty(numel // count, count, device)
+    if isinstance(codec, BlockCodec) and isinstance(leg.codec, BlockCodec):
+        leg.codec.encode_sum_(codec, parts, numel, message, count, leg.feedback)
+        return message
+    partial_sum = torch.empty(numel, dtype=dtype, device=device)
+    codec.decode_sum_(parts, partial_sum, scale=headroom)
+    leg.codec.encode_(message, partial_sum, count=count, feedback=leg.feedback)
+    return message
