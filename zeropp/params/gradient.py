@@ -131,7 +131,7 @@ class Gradient:
     # From messages to a sum; on the lanes of reductions.
 
     def prepare_reduce(self, message: Tensor, scale: float, *, hold: bool) -> Work:
-        """What is to be queued, to sum every rank's message, and what is held, into the shard, or all into what is held."""
+        """What is to be queued: every rank's message, and what is held, summed into the shard; or into what is held."""
         straight = not hold and not self._holding
         self._holding = hold and self.paths.held != 1  # whole gradients are held by ``pack``
         scale /= self._scaled  # now: another message may be packed before this one is sent
