@@ -24,7 +24,8 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Block, Routed, chain, live, make_config
 from tests.owned import live_numel, owned_bytes
 from zeropp.comm.hops import Hop
-from zeropp.engine import reductions
+from zeropp.comm.streams import Event
+from zeropp.order import reductions
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
 
@@ -70,21 +71,21 @@ class Watch:
 
     @contextlib.contextmanager
     def on(self, model: nn.Module) -> Iterator[None]:
-        original = Unit.gather
+        original = Unit.note_gather
 
-        def gather(unit: Unit, *args: object) -> None:
-            original(unit, *args)
+        def gather(unit: Unit, event: Event) -> None:
+            original(unit, event)
             self()
 
         handles = []
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(self))
             handles.append(module.register_forward_hook(self.after))
-        Unit.gather = gather
+        Unit.note_gather = gather
         try:
             yield
         finally:
-            Unit.gather = original
+            Unit.note_gather = original
             for handle in handles:
                 handle.remove()
 

@@ -321,7 +321,8 @@ def planned_sizes() -> tuple[list[int], list[int], list[int]]:
     """Sizes of units that plans count with: before, after biases have left their buffers, and as they are."""
     model = Tower().double()
     model.blocks.requires_grad_(False)
-    engine = wrap(model).engine
+    optimizer = wrap(model)
+    engine = optimizer.engine
     before = list(engine.schedule._numel)
     model.blocks[2].lin.bias.requires_grad_(True)
     model(batch(0, 0, 0))

@@ -49,7 +49,7 @@ def former_engines(model: nn.Module) -> list[Engine]:
                 f"parameter {name!r} was partitioned by zeropp, and its values were given up by close(); wrap a model "
                 "that has its values, and let go of a ZeroOptimizer without close() to wrap its model again"
             )
-        if keeper.optimizer is not None and keeper.optimizer() is not None:
+        if keeper.listener is not None:
             raise ValueError(
                 f"parameter {name!r} is already managed by a ZeroOptimizer; give several parameter groups to one "
                 "optimizer, or let go of that one first (del optimizer): the next takes the main weights over"

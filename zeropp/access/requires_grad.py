@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.agreement import TRAINED
 from zeropp.engine.engine import Engine
-from zeropp.params.build import BufferMaker
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
 
-__all__ = ["Trainability", "refuse_complex"]
+__all__ = ["Trainability"]
 
 _SETS = 32  # sets of trained parameters whose backwards are remembered
 
@@ -29,28 +28,48 @@ _SETS = 32  # sets of trained parameters whose backwards are remembered
 class Trainability:
     """Brings an engine in line with ``requires_grad`` of its parameters."""
 
-    def __init__(self, maker: BufferMaker) -> None:
-        self._maker = maker
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self._engine = engine
+        self._complex = {name: p for name, p in model.named_parameters() if p.is_complex()}
         self._numbers: dict[frozenset[str], int] = {frozenset(): 0}  # of sets of parameters no longer trained
         self._last = 0
 
+    def refuse_complex(self) -> None:
+        """Refuse a forward that would make graphs of complex parameters.
+
+        Raises:
+            RuntimeError: one is to be trained; no gradient of it would be reduced.
+        """
+        for name, parameter in self._complex.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name!r} is complex, and requires_grad was set after wrapping; it would not be "
+                    "trained. Take that back, and train its real view, torch.view_as_real, in a model wrapped anew"
+                )
+
     @torch.inference_mode(False)  # what is made here is trained, whatever the caller is about
-    def settle(self, engine: Engine) -> None:
-        """Take over every change since the last time. Collective.
+    def settle(self) -> bool:
+        """Take over every change since the last time, if there is any. Collective.
+
+        Returns:
+            Whether parameters have moved to other buffers.
 
         Raises:
             RuntimeError: ranks want different parameters to be trained; nothing has changed then.
         """
+        engine = self._engine
+        if not engine.flipped:
+            return False
         with torch._C.DisableTorchFunctionSubclass():
             wanted = {n: p.requires_grad for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True)}
-        self._check_same(engine, wanted)
+        self._check_same(wanted)
         changed = [(unit, b) for unit in engine.units for b in unit.buffers if _flags(b) != _wanted(b, wanted)]
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
             engine.schedule.drop_held()  # gathers and refreshes on their way write to what is about to be freed
             engine.refresh.settle()
             for unit, buffer in unfrozen:
-                self._split(engine, unit, buffer, wanted)
+                self._split(unit, buffer, wanted)
         if unfrozen or len(self._numbers) > _SETS:
             self._numbers.clear()
             engine.schedule.sequences.forget_backwards()  # learned for fewer parameters, or for too many sets of them
@@ -62,17 +81,18 @@ class Trainability:
             self._last += 1
             self._numbers[frozen] = self._last
             engine.schedule.sequences.forget_forwards()
-        self._tell(engine, self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
+        self._tell(self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
+        return bool(unfrozen)
 
-    def _tell(self, engine: Engine, number: int, units: Iterable[Unit], *, split: bool) -> None:
+    def _tell(self, number: int, units: Iterable[Unit], *, split: bool) -> None:
         """Let every part of the engine know that other parameters of ``units`` are trained.
 
         Args:
-            engine: of the model.
             number: of the set of trained parameters.
             units: those concerned.
             split: some have other buffers now.
         """
+        engine = self._engine
         engine.flipped.clear()
         engine.trained_set = number
         for unit in units:
@@ -83,9 +103,9 @@ class Trainability:
             engine.schedule.note_sizes()
             engine.pending.make_room()
             engine.refresh.start()
-            engine.after_split()
 
-    def _check_same(self, engine: Engine, wanted: dict[str, bool]) -> None:
+    def _check_same(self, wanted: dict[str, bool]) -> None:
+        engine = self._engine
         doing = "changing which parameters are trained"
         code = zlib.crc32(repr(wanted).encode())
         rows = engine.agreement.exchange(TRAINED, [code], doing, "requires_grad_()")
@@ -98,14 +118,15 @@ class Trainability:
             f"{tables[rank][name]}. Call requires_grad_ with the same value on every rank; nothing has changed yet"
         )
 
-    def _split(self, engine: Engine, unit: Unit, buffer: FlatBuffer, wanted: dict[str, bool]) -> None:
+    def _split(self, unit: Unit, buffer: FlatBuffer, wanted: dict[str, bool]) -> None:
         """Move what is to be trained out of a frozen buffer; what stays is laid out anew without it."""
+        engine = self._engine
         values, codes = gather_main(engine, buffer), gather_codes(engine, buffer)
         parts = []
         for trainable in (False, True):
             indices = [index for index, name in enumerate(buffer.names) if wanted[name] is trainable]
             if indices:
-                part = self._maker.part(buffer, indices, trainable=trainable)
+                part = engine.maker.part(buffer, indices, trainable=trainable)
                 part.version = buffer.version + 1  # graphs made before know the old storage
                 part.adopt(_copier(part, [values[index] for index in indices]))
                 if isinstance(part, CodedBuffer) and codes is not None:
@@ -130,17 +151,3 @@ def _copier(buffer: FlatBuffer, values: list[Tensor]) -> Callable[[Tensor], None
             view.copy_(value)
 
     return fill
-
-
-def refuse_complex(parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse a forward that would make graphs of complex parameters.
-
-    Raises:
-        RuntimeError: one is to be trained; no gradient of it would be reduced.
-    """
-    for name, parameter in parameters.items():
-        if parameter.requires_grad:
-            raise RuntimeError(
-                f"parameter {name!r} is complex, and requires_grad was set after wrapping; it would not be trained. "
-                "Take that back, and train its real view, torch.view_as_real, in a model wrapped anew"
-            )

@@ -21,6 +21,7 @@ from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
 from zeropp.engine.backward import BackwardUses, Touched
 from zeropp.engine.hooks import BackwardCall, Return, Site, SiteHooks
+from zeropp.engine.listener import Listener
 from zeropp.engine.pending import Pending
 from zeropp.engine.tensors import cast_floating
 from zeropp.engine.window import Window
@@ -29,10 +30,10 @@ from zeropp.order.reductions import Reductions
 from zeropp.order.refresh import Refresh
 from zeropp.order.schedule import Schedule
 from zeropp.order.sequence import IssueHash, Phase, PhaseKey
+from zeropp.params.build import BufferMaker
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit, UnitState
-from zeropp.partition.levels import Mode
 
 __all__ = ["Engine"]
 
@@ -44,10 +45,11 @@ class Engine:
 
     Args:
         comm: process groups.
-        mode: levels of the parts of units, persistent ones aside.
+        maker: of the units' flat buffers.
         units: of the model, indexed in order.
         device: where the model lives.
         window: of micro-batches.
+        listener: to tell what becomes of gradients, for as long as it lives.
         limits: of the prefetch plan.
         scale: factor on summed gradients, 1/world for a mean.
         hang_timeout: seconds after which waiting for other ranks is an error.
@@ -60,10 +62,11 @@ class Engine:
     def __init__(
         self,
         comm: Comm,
-        mode: Mode,
+        maker: BufferMaker,
         units: SequenceOf[Unit],
         device: torch.device,
         window: Window,
+        listener: Listener,
         *,
         limits: Limits,
         scale: float,
@@ -74,7 +77,8 @@ class Engine:
         overlap: bool,
     ) -> None:
         self.comm = comm
-        self.mode = mode
+        self.maker = maker
+        self.mode = maker.mode  # levels of the parts of units, persistent ones aside
         self.units = tuple(units)
         self.device = device
         self.window = window
@@ -100,13 +104,8 @@ class Engine:
         self.note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
-        self.pending = Pending(self.units)
-        self.after_backward: Callable[[], None] = lambda: None
-        self.before_backward: Callable[[], None] = lambda: None
-        self.settle_trained: Callable[[Engine], None] = lambda engine: None
-        self.after_split: Callable[[], None] = lambda: None
-        self.refuse_to_train: Callable[[], None] = lambda: None
-        self.optimizer: weakref.ref[object] | None = None
+        self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
+        self.pending = Pending(self.units, self._listener)
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = 0  # number of the set of parameters that are trained; backwards are learned for each
         self._backwards = 0  # finished or given up
@@ -164,9 +163,8 @@ class Engine:
     def _begin_forward(self, site: Site, training: bool) -> None:
         grad = torch.is_grad_enabled()
         if grad:  # no other forwards are concerned
-            if self.flipped:
-                self.settle_trained(self)
-            self.refuse_to_train()
+            if (listener := self.listener) is not None:
+                listener.graph_begins()
             self.window.note_forward(site.path)
             self._foresee_boundary()
         key: PhaseKey = ("forward", site.path, training, grad)
@@ -216,7 +214,8 @@ class Engine:
         if self.phase is not Phase.IDLE:
             return
         self.require_idle("backward")
-        self.before_backward()
+        if (listener := self.listener) is not None:
+            listener.backward_begins()
         self._foresee_boundary()
         self.refresh.start_put_off()
         self.phase = Phase.BACKWARD
@@ -235,7 +234,8 @@ class Engine:
         self._cover_all()
         self.phase = Phase.IDLE
         self.window.note_backward()
-        self.after_backward()
+        if (listener := self.listener) is not None:
+            listener.backward_ended()
 
     def _foresee_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
@@ -379,6 +379,11 @@ class Engine:
         self.comm.close()
 
     # What the optimizer works on.
+
+    @property
+    def listener(self) -> Listener | None:
+        """The wrapper of the optimizer, unless it is gone."""
+        return self._listener()
 
     @property
     def buffers(self) -> list[FlatBuffer]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 
 from torch import nn
 
+from zeropp.engine.listener import Listener
 from zeropp.params.unit import Unit
 
 __all__ = ["Pending"]
@@ -17,15 +19,14 @@ class Pending:
     Attributes:
         any: whether a backward has run.
         used: for each unit, whether each of its trainable parameters has a gradient from this rank.
-        after_forgetting: called when nothing is left.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], listener: weakref.ref[Listener]) -> None:
         self._units = units
+        self._listener = listener
         self.any = False
         self.used: list[list[bool]] = [[] for _ in units]
         self.make_room()
-        self.after_forgetting: Callable[[], None] = lambda: None
 
     def make_room(self) -> None:
         """For parameters that are trained from now on; they come after the others of their unit."""
@@ -52,7 +53,8 @@ class Pending:
                 gradient.forget()
         for flags in self.used:
             flags[:] = [False] * len(flags)
-        self.after_forgetting()
+        if (listener := self._listener()) is not None:
+            listener.gradients_forgotten()
 
     def forget_one(self, unit: Unit, parameter: nn.Parameter) -> None:
         """Forget one parameter's on this rank; the next backward starts anew."""

@@ -17,7 +17,9 @@ from zeropp.optimizer.slices import Slices
 __all__ = ["add_group"]
 
 
-def add_group(group: dict[str, Any], engine: Engine, optimizer: Optimizer, slices: Slices) -> None:
+def add_group(
+    group: dict[str, Any], engine: Engine, optimizer: Optimizer, slices: Slices, settle: Callable[[], None]
+) -> None:
     """Add a group to the wrapped optimizer, as its slices. Collective.
 
     Args:
@@ -25,14 +27,14 @@ def add_group(group: dict[str, Any], engine: Engine, optimizer: Optimizer, slice
         engine: of the model.
         optimizer: the wrapped one.
         slices: in its groups.
+        settle: takes over changes of ``requires_grad``.
 
     Raises:
         TypeError, ValueError: this rank's group is wrong.
         RuntimeError: another rank's is, or is another one.
     """
     _agree_on_group(group, engine, slices.holds)
-    if engine.flipped:
-        engine.settle_trained(engine)
+    settle()
     type(optimizer).add_param_group(optimizer, group)
     before = set(slices.stepped)
     slices.put()

@@ -123,6 +123,13 @@ class Slices:
                 if not buffer.trainable:
                     yield from zip(buffer.names, buffer.parameters, strict=True)
 
+    def take_edits(self) -> bool:
+        """Take over gradients that the user has replaced or removed since they were shown; whether all were removed."""
+        shown = [piece for piece in self.stepped if piece.shown]
+        for piece in shown:
+            piece.take_edit()
+        return bool(shown) and all(piece.removed for piece in shown)
+
     def holds(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""
         return any(parameter is other for given in self._given for other in given)

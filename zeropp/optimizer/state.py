@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
     return pieces
 
 
-def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> None:
+def check_state(
+    engine: Engine, state: dict[str, Any], optimizer: Optimizer, settle: Callable[[], None]
+) -> None:
     """Let every rank see that all have a state of their own; before any of them changes anything.
 
     Parameters that are to be unfrozen with the next forward are unfrozen first if that makes the states fit.
@@ -57,7 +60,7 @@ def check_state(engine: Engine, state: dict[str, Any], optimizer: Optimizer) -> 
     found = state["zeropp"].get("layout")
     wrong = _misfits(engine, found != layout_id(engine))
     if wrong and engine.flipped:
-        engine.settle_trained(engine)
+        settle()
         wrong = _misfits(engine, found != layout_id(engine))
     if wrong:
         raise _refusal(

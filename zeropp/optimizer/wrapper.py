@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp.access.refusals import explain_freed
+from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group, group_size
 from zeropp.config import ConfigSource, load_config, require_supported
@@ -98,17 +98,14 @@ class ZeroOptimizer(Optimizer):
             model,
             self.config,
             process_group,
+            self,
             gradient_scale,
             lambda: [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"],
         )
-        self.engine.optimizer = weakref.ref(self)
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
-        self.engine.after_backward = weakly(self._after_backward)
-        self.engine.before_backward = weakly(self._before_backward)
-        self.engine.pending.after_forgetting = weakly(self._after_forgetting)
         self.defaults = optimizer.defaults
         self._slices = Slices(optimizer, self.engine.units, self.engine.device)
-        self.engine.after_split = weakly(self._after_split)
+        self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
         self._carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
@@ -157,7 +154,7 @@ class ZeroOptimizer(Optimizer):
             TypeError, ValueError: the group cannot be used; the other ranks raise RuntimeError.
         """
         self.engine.require_idle("add_param_group")
-        add_group(param_group, self.engine, self.inner, self._slices)
+        add_group(param_group, self.engine, self.inner, self._slices, self._settle_trained)
         self.boundary.invalidate()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -325,17 +322,6 @@ class ZeroOptimizer(Optimizer):
         self.engine.pending.forget_unsent()
         return True
 
-    @torch.no_grad()
-    def _after_split(self) -> None:
-        self._slices.put()
-        self.boundary.invalidate()
-
-    def _after_forgetting(self) -> None:
-        self.boundary.forget()
-        self.engine.window.restart()
-        for piece in self._slices.stepped:
-            piece.show_gradient(False)
-
     def state_dict(self) -> dict[str, Any]:
         """State of this rank alone: the wrapped optimizer's, its main weights, counters.
 
@@ -363,7 +349,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("load_state_dict")
         self.engine.agreement.meet("load_state_dict() of the ZeroOptimizer")
-        check_state(self.engine, state_dict, self.inner)
+        check_state(self.engine, state_dict, self.inner, self._settle_trained)
         saved = state_dict["zeropp"]
         self.engine.refresh.settle()
         load_main_weights(self.engine, saved)
@@ -383,10 +369,22 @@ class ZeroOptimizer(Optimizer):
         """Take the engine off the model: hooks, streams and process groups. Values are lost with the optimizer."""
         self.engine.close()
 
-    # Inside.
+    # What the engine tells; see `zeropp.engine.listener.Listener`.
+
+    def graph_begins(self) -> None:
+        """Other parameters may be trained from here on."""
+        self._settle_trained()
+        self._trainability.refuse_complex()
 
     @torch.no_grad()
-    def _after_backward(self) -> None:
+    def backward_begins(self) -> None:
+        """Gradients may have been edited since the last one."""
+        self._take_edits()
+        self._carried.follow(self.grad_scaler)
+
+    @torch.no_grad()
+    def backward_ended(self) -> None:
+        """Show gradients in the groups."""
         self.boundary.invalidate()
         self.step_was_taken = False
         if self.engine.reductions.hold:
@@ -400,18 +398,21 @@ class ZeroOptimizer(Optimizer):
             witness.show_gradient(True)
         self.boundary.spread_overflow(witness.gradient)
 
+    def gradients_forgotten(self) -> None:
+        """A new window begins, with nothing to show."""
+        self.boundary.forget()
+        self.engine.window.restart()
+        for piece in self._slices.stepped:
+            piece.show_gradient(False)
+
+    # Inside.
+
     @torch.no_grad()
-    def _before_backward(self) -> None:
-        self._take_edits()
-        self._carried.follow(self.grad_scaler)
+    def _settle_trained(self) -> None:
+        if self._trainability.settle():
+            self._slices.put()
+            self.boundary.invalidate()
 
     def _take_edits(self) -> None:
-        """Take over gradients that the user has replaced or removed since they were shown.
-
-        Where all were removed, as torch's own zero_grad does, nothing is left of this step.
-        """
-        shown = [piece for piece in self._slices.stepped if piece.shown]
-        for piece in shown:
-            piece.take_edit()
-        if shown and all(piece.removed for piece in shown):
+        if self._slices.take_edits():  # all were removed, as torch's own zero_grad does
             self.engine.pending.forget()

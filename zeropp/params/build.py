@@ -85,11 +85,15 @@ def check_dtypes(model: nn.Module, config: Config) -> None:
 
 
 class BufferMaker:
-    """Makes the flat buffers of one engine; they hold nothing until they adopt values."""
+    """Makes the flat buffers of one engine; they hold nothing until they adopt values.
+
+    Attributes:
+        mode: levels of the parts of units, persistent ones aside.
+    """
 
     def __init__(self, config: Config, mode: Mode, comm: Comm) -> None:
         self._config = config
-        self._mode = mode
+        self.mode = mode
         self._comm = comm
         self._encoding = choose_encoding(config)
 
@@ -98,7 +102,7 @@ class BufferMaker:
         parameters = dict(model.named_parameters())
         units = []
         for index, spec in enumerate(specs):
-            placement = Placement(self._mode.of(spec.persistent), self._comm.rank, self._comm.local)
+            placement = Placement(self.mode.of(spec.persistent), self._comm.rank, self._comm.local)
             buffers = [
                 self._make(spec.name, placement, key, [parameters[name] for name in names], layout)
                 for key, names, layout in planned_buffers(parameters, spec, self._config, self._comm.world)

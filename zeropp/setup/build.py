@@ -5,7 +5,6 @@ from __future__ import annotations
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +14,6 @@ from zeropp._compat import sharing_versions
 from zeropp.access.external import external_parameters
 from zeropp.access.ownership import Former, former_engines, give_to_modules
 from zeropp.access.refusals import refuse_changes
-from zeropp.access.requires_grad import Trainability, refuse_complex
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
 from zeropp.comm.collective import exchange, on_all_ranks
@@ -24,6 +22,7 @@ from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import Site
+from zeropp.engine.listener import Listener
 from zeropp.engine.window import Window
 from zeropp.order.prefetch import Limits
 from zeropp.params.build import BufferMaker, check_dtypes
@@ -39,7 +38,12 @@ __all__ = ["build_engine"]
 
 
 def build_engine(
-    model: nn.Module, config: Config, group: Group, scale: float | None, others: Callable[[], list[str]]
+    model: nn.Module,
+    config: Config,
+    group: Group,
+    listener: Listener,
+    scale: float | None,
+    others: Callable[[], list[str]],
 ) -> Engine:
     """Partition a model in place.
 
@@ -49,6 +53,7 @@ def build_engine(
         model: on the device it trains on, all parameters initialised.
         config: checked to be supported.
         group: ranks to partition over.
+        listener: the engine tells it what becomes of gradients, and does not keep it.
         scale: factor on gradients summed over ranks; None for what the configuration says.
         others: further lines that must be the same on every rank.
 
@@ -72,22 +77,19 @@ def build_engine(
     units = maker.make_units(model, specs)
     if comm.world > 1:
         warn_of_idle(config, units, comm)  # before anything is partitioned: warnings may be errors
-    former = Former(model)
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
-    for unit in units:
-        for buffer in unit.buffers:
-            former.adopt(buffer, comm)
-    former.close()
+    _adopt(model, units, comm)
     _share_buffers(model, config, comm, device)
     zero = config.zero
     if scale is None:
         scale = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
     engine = Engine(
         comm,
-        mode,
+        maker,
         units,
         device,
         Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
+        listener,
         limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
         scale=scale,
         hang_timeout=patience,
@@ -96,24 +98,30 @@ def build_engine(
         log_relearning=zero.log_trace_cache_warnings,
         overlap=bool(zero.overlap_comm),
     )
-    for buffer in engine.buffers:
-        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
-            register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
-    engine.settle_trained = Trainability(maker).settle
-    _install(model, engine, specs)
+    _install(model, engine, specs, own)
     engine.refresh.start()
     return engine
 
 
-def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
-    """Tie an engine that is ready to the model's modules and parameters."""
+def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
+    """Cut the model's values, rank 0's or those of an engine from before, into the units' buffers."""
+    former = Former(model)
+    for unit in units:
+        for buffer in unit.buffers:
+            former.adopt(buffer, comm)
+    former.close()
+
+
+def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[int, torch.dtype]) -> None:
+    """Tie an engine that is ready to the model's modules and parameters, which had dtypes of their ``own``."""
+    for buffer in engine.buffers:
+        for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
     _install_sites(model, engine, specs)
     for unit in engine.units:
         engine.hooks.watch_gradients(unit)
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
-    apart = {name: parameter for name, parameter in model.named_parameters() if parameter.is_complex()}
-    engine.refuse_to_train = partial(refuse_complex, apart)
     give_to_modules(model, engine)
     watch_structure(model, engine)
 
