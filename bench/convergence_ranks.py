@@ -120,7 +120,7 @@ class VirtualRanks:
     def __init__(self, model: nn.Module, config: Config, nodes: int, local: int) -> None:
         self.world = nodes * local
         mode = choose_mode(config, self.world, local)
-        if mode.states != self.world or mode.kept == 1:
+        if mode.states != self.world or mode.cached == 1:
             raise ValueError(f"virtual ranks are for stage 3 without MiCS, got {config.zero.stage=} and {mode}")
         meetings: dict[tuple[object, ...], Meeting] = {}
         self.comms = [VirtualComm(rank, local, self.world, meetings) for rank in range(self.world)]

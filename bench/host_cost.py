@@ -91,8 +91,8 @@ def wrapped(world: int, local: int, blocks: int) -> tuple[nn.Module, zeropp.Zero
 def cycle(unit: Any, lanes: Lanes) -> None:
     """Fetch and release one unit."""
     unit.note_gather(lanes.run(unit.prepare_gather(lanes)))
-    unit.arrive(10.0)
-    unit.uncover()
+    unit.wait_gathered(10.0)
+    unit.expose()
     unit.release(lanes)
 
 
@@ -148,8 +148,8 @@ def measure(world: int, local: int, blocks: int = 16, repeats: int = 200) -> dic
         result["thread_us"] = microseconds(lambda: cycle(unit, thread), repeats)
         thread.close()
         unit.note_gather(inline.run(unit.prepare_gather(inline)))
-        unit.arrive(10.0)
-        unit.uncover()
+        unit.wait_gathered(10.0)
+        unit.expose()
         result["group_us"] = microseconds(lambda: collectives(unit), repeats)
         unit.release(inline)
         x = torch.zeros(1)

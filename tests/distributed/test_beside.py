@@ -41,7 +41,7 @@ def profiled(settings: dict[str, object]) -> set[str]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(rows(0, 0)).sum().backward()
         optimizer.step()
-    optimizer.engine.refresh.settle()
+    optimizer.engine.refresh.wait()
     return {event.key for event in profile.key_averages() if event.key.startswith("zeropp::")}
 
 

@@ -83,8 +83,8 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     plan = zeropp.plan.memory(lora(), make_config(**{**CODED, **settings}), dist.get_world_size(), 2)
     model, optimizer = wrapped(settings)
     train(model, optimizer, 0)
-    optimizer.engine.refresh.settle()
-    optimizer.engine.schedule.drop_held()
+    optimizer.engine.refresh.wait()
+    optimizer.engine.schedule.release_planned()
     return owned_bytes(optimizer.engine.units), plan.terms
 
 

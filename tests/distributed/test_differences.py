@@ -63,18 +63,18 @@ def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, 
 
 def flip_a_bit(engine: Engine) -> None:
     """Of a weight in the middle of what the last rank keeps of a parameter."""
-    engine.refresh.settle()
+    engine.refresh.wait()
     if engine.comm.rank == engine.comm.world - 1:
-        buffer = next(buffer for buffer in engine.buffers if buffer.kept is not None)
-        level = buffer.placement.mode.kept
+        buffer = next(buffer for buffer in engine.buffers if buffer.cached is not None)
+        level = buffer.placement.mode.cached
         index = buffer.placement.chain.slice_index(engine.comm.rank, level)
         part = max(buffer.layout.fragments(index, level), key=lambda part: part.stop - part.start)
-        buffer.kept.view(torch.int16)[part.offset + (part.stop - part.start) // 2] ^= 64
+        buffer.cached.view(torch.int16)[part.offset + (part.stop - part.start) // 2] ^= 64
 
 
 def refreshes(engine: Engine) -> dict[str, int]:
     """How what is kept was renewed, by manner."""
-    engine.refresh.settle()
+    engine.refresh.wait()
     found: Counter[str] = Counter()
     for (_, what), times in engine.comm.ledger.events.items():
         found[what] += times
@@ -112,7 +112,7 @@ def eventful(settings: dict[str, object], steps: int) -> tuple[list[float], dict
             state = copy.deepcopy(optimizer.state_dict())
             losses.append(train(model, optimizer, 999))
             optimizer.load_state_dict(state)
-    kept = [buffer.kept for buffer in engine.buffers if buffer.kept is not None]
+    kept = [buffer.cached for buffer in engine.buffers if buffer.cached is not None]
     return losses, zeropp.full_state(model), refreshes(engine), len(kept)
 
 
@@ -156,7 +156,7 @@ def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
         count = refreshes(engine).get(FAULT, 0)
         faults += [step] * (count - seen)
         seen = count
-    keeps = [str(buffer.kept.double().sum()) for buffer in engine.buffers if buffer.kept is not None]
+    keeps = [str(buffer.cached.double().sum()) for buffer in engine.buffers if buffer.cached is not None]
     return faults, keeps
 
 
@@ -236,11 +236,11 @@ def sent(settings: dict[str, object]) -> tuple[dict[tuple[str, str, str], float]
     model, optimizer = wrapped(settings, lr=1e-4)
     engine = optimizer.engine
     for step in range(4):
-        engine.refresh.settle()
+        engine.refresh.wait()
         dist.barrier()
         engine.comm.ledger.reset()
         train(model, optimizer, step)
-    engine.refresh.settle()
+    engine.refresh.wait()
     rows = {(r.unit, r.hop, r.codec): r.bytes / r.calls for r in engine.comm.ledger.rows if r.kind == "refresh"}
     return rows, {unit.name: unit.numel for unit in engine.units}
 

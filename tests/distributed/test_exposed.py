@@ -32,12 +32,12 @@ def waited(kind: str, method: str, settings: dict[str, object], steps: int) -> d
             time.sleep(SLOW)
         return usual(self, first, *args, **kwargs)
 
-    optimizer.engine.refresh.settle()  # the first one began with wrapping
+    optimizer.engine.refresh.wait()  # the first one began with wrapping
     with mock.patch.object(Hop, method, slow):
         for _ in range(steps):
             optimizer.backward(model(torch.ones(2, 8)).square().mean())
             optimizer.step()
-        optimizer.engine.refresh.settle()
+        optimizer.engine.refresh.wait()
     assert slept
     found: Counter[tuple[str, str]] = Counter()
     for row in zeropp.comm_report(model).rows:

@@ -368,7 +368,7 @@ def say_late(settings: dict[str, object]) -> tuple[float, list[int]]:
             (plain(data(step, other)).square().mean() / dist.get_world_size()).backward()
         optimizer.step()
         reference.step()
-    return worst(zeropp.full_state(model), plain.state_dict()), [unit.holds for unit in optimizer.engine.units]
+    return worst(zeropp.full_state(model), plain.state_dict()), [unit.users for unit in optimizer.engine.units]
 
 
 @pytest.mark.parametrize("name", ["stage 1", "stage 3"])

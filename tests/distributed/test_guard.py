@@ -202,7 +202,7 @@ def managed(persist: int) -> tuple[nn.Module, zeropp.ZeroOptimizer, nn.Module]:
     optimizer = zeropp.ZeroOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(persist=persist, hang_timeout=10)
     )
-    optimizer.engine.refresh.settle()
+    optimizer.engine.refresh.wait()
     return model, optimizer, plain
 
 

@@ -243,9 +243,9 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
         if when == "after a state dict":
             model.state_dict()
             zeropp.full_state(model)
-        optimizer.engine.refresh.settle()
+        optimizer.engine.refresh.wait()
         if when == "after an eval":
-            optimizer.engine.schedule.drop_held()  # kept for reuse, within max_live_parameters
+            optimizer.engine.schedule.release_planned()  # kept for reuse, within max_live_parameters
         bytes_now = owned_bytes(optimizer.engine.units)
         wanted = {**plan.terms, "held_gradients": 0, "gathered": 0}
         if bytes_now != wanted:
@@ -348,7 +348,7 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     plan = zeropp.plan.memory(model, config, dist.get_world_size())
     others = model.seen.nbytes + model.codes.nbytes
     optimizer = trained(model, config)
-    optimizer.engine.refresh.settle()
+    optimizer.engine.refresh.wait()
     found = {key: size for key, size in storages().items() if key not in before}
     return sum(found.values()) - others, plan.total, whole
 

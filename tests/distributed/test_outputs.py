@@ -129,7 +129,7 @@ def forces(settings: dict[str, object]) -> None:
             pair.plain(pair.batch(0))
         torch.testing.assert_close(pair.model.force, pair.plain.force)
         pair.model.train()
-        assert all(unit.holds == 0 for unit in pair.engine.units)
+        assert all(unit.users == 0 for unit in pair.engine.units)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"persist": 1000}], ids=str)

@@ -266,8 +266,8 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
         optimizer.zero_grad()
         model(tokens(step, dist.get_rank())).backward()
         optimizer.step()
-    optimizer.engine.refresh.settle()
-    optimizer.engine.schedule.drop_held()
+    optimizer.engine.refresh.wait()
+    optimizer.engine.schedule.release_planned()
     return owned_bytes(optimizer.engine.units), plan.terms
 
 
@@ -299,13 +299,13 @@ def one_step(settings: dict[str, object]) -> tuple[Sent, dict[str, int]]:
     model, optimizer = wrapped(make_config(reuse=0, **settings), lr=0.1)
     ledger = optimizer.engine.comm.ledger
     for step in range(3):
-        optimizer.engine.refresh.settle()
+        optimizer.engine.refresh.wait()
         dist.barrier()
         ledger.reset()
         optimizer.zero_grad()
         model(tokens(step, dist.get_rank())).backward()
         optimizer.step()
-    optimizer.engine.refresh.settle()
+    optimizer.engine.refresh.wait()
     sent = {(r.unit, r.kind, r.hop): (r.calls, r.bytes / r.calls) for r in ledger.rows if r.kind != "control"}
     return sent, {unit.name: unit.numel for unit in optimizer.engine.units}
 
@@ -333,7 +333,7 @@ def test_bytes_are_those_of_the_codes(placed: dict[str, object]) -> None:
 def carried(optimizer: Any, before: list[Tensor]) -> tuple[Tensor, Tensor]:
     """What the first hop carries over for the group around ``head.bias[299]``: as it was, and as it is."""
     position = 0
-    for buffer in optimizer.engine.trainable:
+    for buffer in optimizer.engine.trainable_buffers:
         feedback = buffer.gradient.feedbacks[0]
         if "head.bias" in buffer.names:
             slot = buffer.layout.slots[buffer.names.index("head.bias")]

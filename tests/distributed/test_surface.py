@@ -123,7 +123,7 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
         optimizer.zero_grad()
         backward(model, step, None)
         optimizer.step()
-        optimizer.engine.refresh.settle()  # what the step sends is not the average's
+        optimizer.engine.refresh.wait()  # what the step sends is not the average's
         before = zeropp.comm_report(model).total_bytes
         average.update()
         sent = zeropp.comm_report(model).total_bytes - before

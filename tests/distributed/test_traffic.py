@@ -10,7 +10,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
 from tests.distributed.test_bytes import Uneven
-from zeropp.comm.ledger import Way
+from zeropp.comm.ledger import TrafficKey
 
 HPZ = {"zero_hpz_partition_size": 2}
 BF16 = {"bf16": {"enabled": True}}
@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "frozen codes": {"zero_quantized_nontrainable_weights": True, **HPZ},
 }  # fmt: skip
 
-Sent = dict[Way, tuple[int, int]]  # calls, bytes
+Sent = dict[TrafficKey, tuple[int, int]]  # calls, bytes
 
 
 def step(settings: dict[str, object]) -> tuple[Sent, Sent]:
@@ -56,16 +56,17 @@ def step(settings: dict[str, object]) -> tuple[Sent, Sent]:
     optimizer = zeropp.ZeroOptimizer(inner, model, config)
     engine = optimizer.engine
     for _ in range(3):
-        engine.refresh.settle()
+        engine.refresh.wait()
         dist.barrier()
         engine.comm.ledger.reset()
         optimizer.zero_grad()
         for _ in range(plan.micro_batches):
             optimizer.backward(model(torch.randn(2, 12)).float().square().mean())
         optimizer.step()
-    engine.refresh.settle()
+    engine.refresh.wait()
     rows = engine.comm.ledger.rows
-    found = {Way(*(getattr(r, field) for field in Way._fields)): (r.calls, r.bytes) for r in rows if r.link != "all"}
+    sent = [row for row in rows if row.link != "all"]
+    found = {TrafficKey(*(getattr(r, field) for field in TrafficKey._fields)): (r.calls, r.bytes) for r in sent}
     return found, wanted
 
 

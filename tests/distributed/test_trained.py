@@ -304,7 +304,7 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
         if late:
             model.blocks[3].requires_grad_(True)
             train(model, optimizer, 2)
-            optimizer.engine.refresh.settle()
+            optimizer.engine.refresh.wait()
             owned.append(owned_bytes(optimizer.engine.units))
     return owned[0], owned[1], owned[2]
 

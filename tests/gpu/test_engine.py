@@ -167,5 +167,5 @@ def test_what_the_model_s_stream_waits_for_is_timed_without_stopping_the_host() 
         event.wait(1.0)
     assert told == [], "the host has waited"
     torch.cuda.synchronize()
-    stalls.settle()
+    stalls.collect()
     assert told == [pytest.approx(begin.elapsed_time(end) / 1000, rel=0.2)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zeropp.comm.ledger import Ledger, Way
+from zeropp.comm.ledger import Ledger, TrafficKey
 
-GATHER = Way("block", "gather", "4->2", "cross", 2, "int8")
-INSIDE = Way("block", "gather", "2->1", "local", 2, "int8")
-REDUCE = Way("block", "reduce", "1->2", "local", 2, "feedback(int4)")
-CONTROL = Way("<boundary>", "control", "all", "all", 4, "-")
+GATHER = TrafficKey("block", "gather", "4->2", "cross", 2, "int8")
+INSIDE = TrafficKey("block", "gather", "2->1", "local", 2, "int8")
+REDUCE = TrafficKey("block", "reduce", "1->2", "local", 2, "feedback(int4)")
+CONTROL = TrafficKey("<boundary>", "control", "all", "all", 4, "-")
 
 
 def filled() -> Ledger:

@@ -51,7 +51,7 @@ def test_a_stream_s_waits_are_told_when_they_are_over() -> None:
             device.queued += 7
         assert told == [], "the device has not come so far"
         device.now = 5
-        stalls.settle()
+        stalls.collect()
         assert told == [("a", "gather", pytest.approx(0.005))]
         device.now = 200
         with stalls.timing("c", "gather"):

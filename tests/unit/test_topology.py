@@ -356,13 +356,13 @@ def test_modes_are_levels(
     zero: dict[str, object], extension: dict[str, object], expected: tuple[object, ...]
 ) -> None:
     mode = mode_of(8, 4, zero, **extension)
-    assert (mode.chain.levels, mode.states, mode.kept, mode.gradients) == expected
-    assert mode.of(persistent=True).kept == 1 and mode.of(persistent=False) == mode
+    assert (mode.chain.levels, mode.states, mode.cached, mode.gradients) == expected
+    assert mode.of(persistent=True).cached == 1 and mode.of(persistent=False) == mode
 
 
 def test_groups_of_several_nodes() -> None:
     mode = mode_of(8, 2, {"zero_hpz_partition_size": 4})
-    assert (mode.chain.levels, mode.kept) == ((1, 2, 4, 8), 4)
+    assert (mode.chain.levels, mode.cached) == ((1, 2, 4, 8), 4)
     assert mode_of(8, 2, {"mics_shard_size": 4}).states == 4
 
 
@@ -388,9 +388,9 @@ def test_sizes_that_do_not_chain_are_refused_with_those_that_do(
 def test_a_path_of_two_nodes() -> None:
     placement = whole(Chain((1, 2, 4)), 1, 2)
     assert placement.gather_path(4, 1) == (HopSpec(4, 2, (1, 3), "cross"), HopSpec(2, 1, (0, 1), "local"))
-    in_one = Placement(Mode(Chain((1, 2, 4)), 4, None, 4, in_one=True), 1, 2)
-    assert in_one.gather_path(4, 1) == (HopSpec(4, 1, (0, 2, 1, 3), "cross"),)
-    assert in_one.reduce_path(1, 4) == placement.reduce_path(1, 4)
+    single_hop = Placement(Mode(Chain((1, 2, 4)), 4, None, 4, single_hop=True), 1, 2)
+    assert single_hop.gather_path(4, 1) == (HopSpec(4, 1, (0, 2, 1, 3), "cross"),)
+    assert single_hop.reduce_path(1, 4) == placement.reduce_path(1, 4)
 
 
 @given(chains(limit=64), st.data())

@@ -26,8 +26,8 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
             if taken:
                 window.restart()
         elif call == "z":
-            said += "." if window.kept else "z"
-            if not window.kept:
+            said += "." if window.keeps_gradients else "z"
+            if not window.keeps_gradients:
                 window.restart()
     return said
 

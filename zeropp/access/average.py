@@ -35,7 +35,7 @@ class Average:
         self._join()
 
     def _join(self) -> None:
-        trainable = self._engine.trainable
+        trainable = self._engine.trainable_buffers
         self._pieces = {b: self._pieces[b] if b in self._pieces else b.shard.clone() for b in trainable}
 
     @torch.no_grad()
@@ -56,7 +56,7 @@ class Average:
             RuntimeError: a pass is running, ranks are at different calls; or training goes on inside.
         """
         self._engine.require_idle("applying an average")
-        self._engine.agreement.meet("applied() of an average")
+        self._engine.agreement.require_same_call("applied() of an average")
         self._join()
         self._swap()
         self._engine.averaged = True
@@ -69,7 +69,7 @@ class Average:
     @torch.no_grad()
     def _swap(self) -> None:
         engine = self._engine
-        engine.refresh.settle()
+        engine.refresh.wait()
         for buffer, piece in self._pieces.items():
             weights = buffer.shard.clone()
             buffer.shard.copy_(piece)  # in place: the optimizer's slices are views of it

@@ -144,7 +144,7 @@ class _Loan:
         lent = [name for name, (b, i) in zip(self.names, self.places, strict=True) if not is_guarded(b.parameters[i])]
         if lent:
             raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
-        engine.agreement.meet(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
+        engine.agreement.require_same_call(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
         gathered = {buffer: gather_main(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
         self.values = [gathered[buffer][index] for buffer, index in self.places]
         self.before = [_fingerprint(value) for value in self.values] if modifier_rank is None else []
@@ -160,7 +160,7 @@ class _Loan:
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
             parameter = buffer.parameters[index]
             if parameter.requires_grad != before:
-                self.engine.note_trained(parameter, parameter.requires_grad)
+                self.engine.note_requires_grad(parameter, parameter.requires_grad)
 
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
@@ -176,7 +176,7 @@ class _Loan:
             )
         if self.modifier_rank is None:
             return
-        engine.refresh.settle()
+        engine.refresh.wait()
         with engine.agreement.watching("sharing edits made inside GatheredParameters"):
             for (buffer, index), value in zip(self.places, self.values, strict=True):
                 whole = value.detach().to(buffer.main_dtype).contiguous()

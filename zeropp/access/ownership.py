@@ -83,8 +83,8 @@ class Former:
             if missing:
                 notify(f"values of {missing} are given up: they are no longer in the model", UserWarning)
             engine.finish_load()
-            engine.schedule.drop_held()
-            engine.refresh.settle()
+            engine.schedule.release_planned()
+            engine.refresh.wait()
         self._places = {id(p): (e, b, i) for e in self._engines for b in e.buffers for i, p in enumerate(b.parameters)}
         self._gathered: dict[FlatBuffer, tuple[list[Tensor], Tensor | None]] = {}
 

@@ -48,7 +48,7 @@ class Trainability:
                 )
 
     @torch.inference_mode(False)  # what is made here is trained, whatever the caller is about
-    def settle(self) -> bool:
+    def apply(self) -> bool:
         """Take over every change since the last time, if there is any. Collective.
 
         Returns:
@@ -66,8 +66,8 @@ class Trainability:
         changed = [(unit, b) for unit in engine.units for b in unit.buffers if _flags(b) != _wanted(b, wanted)]
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
-            engine.schedule.drop_held()  # gathers and refreshes on their way write to what is about to be freed
-            engine.refresh.settle()
+            engine.schedule.release_planned()  # gathers and refreshes on their way write to what is about to be freed
+            engine.refresh.wait()
             for unit, buffer in unfrozen:
                 self._split(unit, buffer, wanted)
         if unfrozen or len(self._numbers) > _SETS:
@@ -76,7 +76,7 @@ class Trainability:
         for _, buffer in changed:
             if buffer.gradient is not None:
                 buffer.gradient.trained = _wanted(buffer, wanted)
-        frozen = frozenset(name for buffer in engine.trainable for name in buffer.names if not wanted[name])
+        frozen = frozenset(name for buffer in engine.trainable_buffers for name in buffer.names if not wanted[name])
         if frozen not in self._numbers:
             self._last += 1
             self._numbers[frozen] = self._last
@@ -96,8 +96,8 @@ class Trainability:
         engine.flipped.clear()
         engine.trained_set = number
         for unit in units:
-            unit.note_trained()
-        engine.reductions.note_trained()
+            unit.update_trained()
+        engine.reductions.update_trained()
         if split:
             engine.note_storages()
             engine.schedule.note_sizes()

@@ -54,7 +54,7 @@ def comm_report(model: nn.Module | Optimizer) -> Ledger:
         model: wrapped, or its ZeroOptimizer.
     """
     engine = engine_of(model)
-    engine.agreement.stalls.settle()
+    engine.agreement.stalls.collect()
     return engine.comm.ledger
 
 
@@ -71,7 +71,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
     """
     engine = engine_of(model)
     engine.require_idle("full_state", averaged=True)
-    engine.agreement.meet("full_state()")
+    engine.agreement.require_same_call("full_state()")
     keep = not rank0_only or engine.comm.rank == 0
     values: dict[int, Tensor] = {}
     for buffer in engine.buffers:
@@ -145,7 +145,7 @@ class _Saving:
             )
         if self.outermost is None or prefix == "":
             self.gathered.clear()  # of a call that failed
-            engine.agreement.meet(f"state_dict() of a {type(module).__name__}")
+            engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
             self.outermost = module
 
     def end(self, module: nn.Module) -> None:
@@ -216,9 +216,9 @@ class _Loading:
                 "values are copied into the partitions, in the main weights' precision"
             )
         if self.outermost is None or prefix == "":
-            engine.agreement.meet(f"load_state_dict() of a {type(module).__name__}")
+            engine.agreement.require_same_call(f"load_state_dict() of a {type(module).__name__}")
             engine.finish_load()
-            engine.refresh.settle()
+            engine.refresh.wait()
             self.outermost = module
             engine.loading = True
 

@@ -40,7 +40,7 @@ class Account:
 
 
 def describe_phase(key: Sequence[object]) -> str:
-    """The kind of a phase in words; see `zeropp.order.sequence.PhaseKey`."""
+    """The kind of a phase in words; see `zeropp.order.orders.PhaseKey`."""
     if key[0] == "backward":
         return "a backward"
     _, path, training, grad = key

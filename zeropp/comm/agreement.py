@@ -109,7 +109,7 @@ class Agreement:
             raise self.failure(doing, call)
         return [row[1 : 1 + len(values)] for row in rows]
 
-    def meet(self, what: str) -> None:
+    def require_same_call(self, what: str) -> None:
         """Make sure that every rank has come to the same call, before it gathers or changes anything.
 
         Raises:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, new_group
-from zeropp.comm.ledger import Ledger, Way
+from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects
 from zeropp.partition.levels import HopSpec
 from zeropp.partition.topology import Chain
@@ -79,7 +79,7 @@ class Hop:
         return received
 
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
-        self.ledger.add(Way(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
+        self.ledger.add(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
     def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
         """What sends ``out_of[i]`` to member i and receives ``into[i]`` from it; this rank's own entries stay as is."""
@@ -169,7 +169,7 @@ class Comm:
         return self._groups[key]
 
     def _note_control(self, unit: str, nbytes: int) -> None:
-        self.ledger.add(Way(unit, "control", "all", "all", self.world, "-"), nbytes)
+        self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
 
     def all_gather_ints(self, values: list[int]) -> list[list[int]]:
         """Every rank's row of integers; blocks the host. For agreement outside the steady state."""

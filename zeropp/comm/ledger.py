@@ -7,14 +7,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = ["Ledger", "LedgerRow", "Way"]
+__all__ = ["Ledger", "LedgerRow", "TrafficKey"]
 
 
-class Way(NamedTuple):
+class TrafficKey(NamedTuple):
     """Over which hop, and how."""
 
     unit: str
-    kind: str  # "gather", "refresh" (of weights that are kept), "reduce" or "control"
+    kind: str  # "gather", "refresh" (of weights that are cached), "reduce" or "control"
     hop: str  # "outer->inner" levels in the direction of travel
     link: str  # "local" inside a node, "cross" between nodes, "all" for what every rank gets
     ranks: int  # that take part
@@ -44,16 +44,16 @@ class Ledger:
     what the model, on a GPU its stream, stood still for; with ``overlap_comm`` off that is all of it, codecs included.
 
     Attributes:
-        events: (unit, what) -> how often: how weights that are kept were renewed.
+        events: (unit, what) -> how often: how weights that are cached were renewed.
     """
 
     events: Counter[tuple[str, str]] = field(default_factory=Counter)
-    _calls: Counter[Way] = field(default_factory=Counter)
-    _bytes: Counter[Way] = field(default_factory=Counter)
+    _calls: Counter[TrafficKey] = field(default_factory=Counter)
+    _bytes: Counter[TrafficKey] = field(default_factory=Counter)
     _exposed: Counter[tuple[str, str]] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, way: Way, nbytes: int) -> None:
+    def add(self, way: TrafficKey, nbytes: int) -> None:
         """Count one call."""
         with self._lock:
             self._calls[way] += 1

@@ -23,7 +23,7 @@ class Stalls(Protocol):
         """Time a wait, if it ends well."""
         ...
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """Tell what is known by now and was not when its wait was queued."""
         ...
 
@@ -41,7 +41,7 @@ class HostStalls:
         yield
         self._tell(unit, kind, time.perf_counter() - start)
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """Nothing is told later."""
 
 
@@ -69,9 +69,9 @@ class StreamStalls:
         yield
         end.record(stream)
         self._open.append((unit, kind, start, end))
-        self.settle()
+        self.collect()
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """See :class:`Stalls`."""
         while self._open and self._open[0][3].query():
             unit, kind, start, end = self._open.popleft()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
+from zeropp.order.orders import PhaseKey
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
-from zeropp.order.sequence import PhaseKey
 from zeropp.params.unit import Unit
 
 __all__ = ["BackwardUses", "Touched"]
@@ -18,14 +18,14 @@ class BackwardUses:
     A unit is done with when its gradients have come and, if some of it is frozen, the inputs of every call theirs.
     """
 
-    def __init__(self, units: SequenceOf[Unit], schedule: Schedule, reductions: Reductions) -> None:
+    def __init__(self, units: Sequence[Unit], schedule: Schedule, reductions: Reductions) -> None:
         self._units = units
         self._schedule = schedule
         self._reductions = reductions
         self._calls: dict[int, int] = {}  # unit in use -> calls that are not known to be over
         self._whole: dict[int, None] = {}
 
-    def foresee(self, units: SequenceOf[Unit], *, whole: bool) -> None:
+    def expect_in_backward(self, units: Sequence[Unit], *, whole: bool) -> None:
         """The next backward may use these.
 
         Args:
@@ -33,7 +33,7 @@ class BackwardUses:
             whole: fetch them for all of it: nothing will tell when they are needed or done with.
         """
         indices = [unit.index for unit in units]
-        self._schedule.foresee(indices)
+        self._schedule.expect_in_backward(indices)
         if whole:
             self._whole.update(dict.fromkeys(indices))
 
@@ -53,7 +53,7 @@ class BackwardUses:
         """
         if unit.index not in self._calls:
             self._calls[unit.index] = 0
-            unit.holds += 1
+            unit.users += 1
             self._schedule.use(unit)
         self._calls[unit.index] += lasting
 
@@ -84,14 +84,14 @@ class BackwardUses:
         self._whole.clear()
 
     def _release(self, unit: Unit) -> None:
-        unit.holds -= 1
-        self._schedule.settle(unit)
+        unit.users -= 1
+        self._schedule.release_if_unused(unit)
 
 
 class Touched:
     """Such units of the running pass, which keeps them to its end."""
 
-    def __init__(self, units: SequenceOf[Unit], schedule: Schedule) -> None:
+    def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
         self._units = units
         self._schedule = schedule
         self._now: set[int] = set()
@@ -101,7 +101,7 @@ class Touched:
         """Have a unit for the rest of the pass."""
         if unit.index not in self._now and not unit.persistent:
             self._now.add(unit.index)
-            unit.holds += 1
+            unit.users += 1
         self._schedule.use(unit)
 
     def expected(self) -> list[Unit]:
@@ -116,8 +116,8 @@ class Touched:
     def let_go(self) -> None:
         """The pass is over."""
         for index in sorted(self._now):
-            self._units[index].holds -= 1
-            self._schedule.settle(self._units[index])
+            self._units[index].users -= 1
+            self._schedule.release_if_unused(self._units[index])
         self._now.clear()
 
     def forget(self) -> None:

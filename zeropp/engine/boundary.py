@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.agreement import SETTINGS
+from zeropp.engine.cache_checksum import CacheChecksum
 from zeropp.engine.engine import Engine
-from zeropp.engine.holders import Holders
 from zeropp_kernels.reference import squared_norm
 
 __all__ = ["Boundary", "Settings", "Verdict"]
@@ -75,7 +75,7 @@ class Boundary:
         self.engine = engine
         self._settings = settings
         self.reads = 0
-        self.holders = Holders(engine)
+        self.holders = CacheChecksum(engine)
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._extremes: Tensor | None = None  # of the gradients after the last backward
@@ -135,8 +135,8 @@ class Boundary:
                 values = self._exchange()
             if math.isfinite(values[0]) and self._clear_unused(values):
                 values = self._exchange()
-            self._settle_holders(values)
-            self.engine.schedule.settle_differences(values[self._differed] > 0)
+            self._renew_differing_caches(values)
+            self.engine.schedule.note_differences(values[self._differed] > 0)
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
 
@@ -152,7 +152,7 @@ class Boundary:
             if any(row != rows[0] for row in rows):
                 raise self._settings.disagreement()
 
-    def _settle_holders(self, values: list[float]) -> None:
+    def _renew_differing_caches(self, values: list[float]) -> None:
         """Renew what is kept, from main weights alone, if holders of the same weights have other bits."""
         used = sum(len(flags) for flags in self.engine.pending.used)
         if self.holders.due and self.holders.differ(values[self._used + used :]):
@@ -231,7 +231,7 @@ class Boundary:
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         parts = [squares[None], host.to(engine.device, non_blocking=True)]
         if self.holders.due:
-            engine.refresh.settle()
+            engine.refresh.wait()
             parts.append(self.holders.sums())
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):

@@ -8,8 +8,7 @@ The way of one parameter: a hook (`hooks`) says its module is about to run; the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -20,16 +19,16 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
 from zeropp.engine.backward import BackwardUses, Touched
-from zeropp.engine.hooks import BackwardCall, Return, Site, SiteHooks
+from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
 from zeropp.engine.listener import Listener
 from zeropp.engine.pending import Pending
 from zeropp.engine.tensors import cast_floating
 from zeropp.engine.window import Window
+from zeropp.order.orders import IssueHash, Phase, PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.refresh import Refresh
 from zeropp.order.schedule import Schedule
-from zeropp.order.sequence import IssueHash, Phase, PhaseKey
 from zeropp.params.build import BufferMaker
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
@@ -63,7 +62,7 @@ class Engine:
         self,
         comm: Comm,
         maker: BufferMaker,
-        units: SequenceOf[Unit],
+        units: Sequence[Unit],
         device: torch.device,
         window: Window,
         listener: Listener,
@@ -89,7 +88,7 @@ class Engine:
         lanes = partial(make_lanes, device=device, sends=sends, overlap=overlap)
         self.gather_lanes, self.reduce_lanes = lanes("gather"), lanes("reduce")
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)
-        self.hooks = SiteHooks(self)
+        self.hooks = ModuleHooks(self)
         self.schedule = Schedule(
             self.units,
             self.gather_lanes,
@@ -121,8 +120,8 @@ class Engine:
 
     # Forward.
 
-    def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """A site's forward begins: fetch its units. See :class:`zeropp.engine.hooks.Driver`."""
+    def enter(self, site: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+        """A site's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
         changed = None
         try:
             if not self.running:
@@ -133,7 +132,7 @@ class Engine:
                 if self.input_dtype is not None:
                     changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
             for unit in site.units:
-                unit.holds += 1
+                unit.users += 1
                 self.schedule.use(unit)
         except BaseException:
             if self.hooks.depth == 0:
@@ -141,18 +140,18 @@ class Engine:
             raise
         return changed
 
-    def leave(self, site: Site, *, returns: Return, failed: bool) -> None:
+    def leave(self, site: HookedModule, *, returns: Return, failed: bool) -> None:
         """A site's forward is over: release its units, unless the plan keeps them."""
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
             return self.recover()
         try:
             if returns is not Return.NEVER and self.phase is Phase.FORWARD:
-                self._backward.foresee(site.units, whole=returns is Return.UNANNOUNCED)
+                self._backward.expect_in_backward(site.units, whole=returns is Return.UNANNOUNCED)
             elif returns is not Return.NEVER:
                 self.schedule.expect_again(site.units)  # checkpointing has run it again, and its backward follows
             for unit in site.units:
-                unit.holds -= 1
-                self.schedule.settle(unit)
+                unit.users -= 1
+                self.schedule.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
                 self._end_forward()
         except BaseException:
@@ -160,7 +159,7 @@ class Engine:
                 self.recover()
             raise
 
-    def _begin_forward(self, site: Site, training: bool) -> None:
+    def _begin_forward(self, site: HookedModule, training: bool) -> None:
         grad = torch.is_grad_enabled()
         if grad:  # no other forwards are concerned
             if (listener := self.listener) is not None:
@@ -173,16 +172,16 @@ class Engine:
         if grad:
             self._outstanding = outstanding
         self.phase = Phase.FORWARD
-        self._uncover(unit for unit in self.persistent if not unit.announced)
+        self._expose(unit for unit in self.persistent if not unit.announced)
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
-            self._backward.foresee(self._touched.expected(), whole=True)
+            self._backward.expect_in_backward(self._touched.expected(), whole=True)
         self._touched.let_go()
         if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
             self._backwards += 1
         self.schedule.end()
-        self._cover_all()
+        self._hide_all()
         self.phase = Phase.IDLE
 
     # Backward.
@@ -222,7 +221,7 @@ class Engine:
         queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.any = True
-        self._uncover(self.persistent)
+        self._expose(self.persistent)
         self._backward.begin()
 
     def _end_backward(self) -> None:
@@ -231,7 +230,7 @@ class Engine:
         self._backward.give_up()
         self.schedule.end()
         self._outstanding.clear()
-        self._cover_all()
+        self._hide_all()
         self.phase = Phase.IDLE
         self.window.note_backward()
         if (listener := self.listener) is not None:
@@ -255,16 +254,16 @@ class Engine:
         self._touched.use(self._unit_of[id(parameter)])
         return True
 
-    def _uncover(self, units: Iterable[Unit]) -> None:
+    def _expose(self, units: Iterable[Unit]) -> None:
         """Let the model see persistent weights."""
         for unit in units:
             self.schedule.use(unit)
 
-    def _cover_all(self) -> None:
+    def _hide_all(self) -> None:
         """Between passes nothing may be read or edited, not even what is kept for the next one."""
         for unit in self.units:
-            if unit.state is UnitState.FULL:
-                unit.cover()
+            if unit.state is UnitState.EXPOSED:
+                unit.hide()
 
     @property
     def running(self) -> bool:
@@ -308,10 +307,10 @@ class Engine:
             return
         self.schedule.abort(running=running)  # first: nothing of the failed phase may be issued any more
         self.reductions.forget()
-        self._cover_all()
+        self._hide_all()
         self.pending.forget_stray()
 
-    def note_trained(self, parameter: nn.Parameter, trained: bool) -> None:
+    def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
         """``requires_grad`` is about to change; see :class:`zeropp.params.guard.Keeper`."""
         self.require_idle("requires_grad_", lent=True)
         self.flipped ^= {id(parameter)}
@@ -335,10 +334,10 @@ class Engine:
         for buffer in buffers:
             buffer.version += 1
             if not stepped:
-                buffer.distrust_kept()
+                buffer.invalidate_cache()
         self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights
-        self.schedule.drop_held()
+        self.schedule.release_planned()
         (self.refresh.put_off if for_now else self.refresh.start)()
 
     def finish_load(self) -> None:
@@ -391,7 +390,7 @@ class Engine:
         return [buffer for unit in self.units for buffer in unit.buffers]
 
     @property
-    def trainable(self) -> list[FlatBuffer]:
+    def trainable_buffers(self) -> list[FlatBuffer]:
         """Flat buffers with gradients."""
         return [buffer for buffer in self.buffers if buffer.trainable]
 
@@ -402,7 +401,7 @@ class Engine:
 
     def zero_grad(self, *, now: bool = False) -> None:
         """Forget gradients; unless ``now``, not in the middle of a window whose ``step()`` did nothing."""
-        if now or not self.window.kept:
+        if now or not self.window.keeps_gradients:
             self.pending.forget_unsent()
             self.pending.forget()
 

@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, will_execute
 from zeropp.engine.tensors import copy_views, differentiable
-from zeropp.order.sequence import PhaseKey
+from zeropp.order.orders import PhaseKey
 from zeropp.params.unit import Unit
 
-__all__ = ["OWNED_AS", "BackwardCall", "Driver", "Return", "Site", "SiteHooks"]
+__all__ = ["OWNED_AS", "BackwardCall", "HookHandler", "HookedModule", "ModuleHooks", "Return"]
 
 
 class Return(Enum):
@@ -35,7 +35,7 @@ class Return(Enum):
 
 
 @dataclass(eq=False)
-class Site:
+class HookedModule:
     """A module with hooks.
 
     Attributes:
@@ -43,13 +43,13 @@ class Site:
         units: fetched for the module's forward, persistent ones aside.
         skipped: its running forward goes by without hooks. Inside a compiled region they would break its graph, and
             without units they are of use only where a pass begins.
-        kept: tensors on the module that carry a hook already, of the call that made them.
+        stored: tensors on the module that carry a hook already, of the call that made them.
     """
 
     path: str
     units: tuple[Unit, ...]
     skipped: bool = False
-    kept: list[weakref.ref[Tensor]] = field(default_factory=list)
+    stored: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     @property
     def frozen(self) -> tuple[Unit, ...]:
@@ -59,10 +59,10 @@ class Site:
     @property
     def trainable(self) -> bool:
         """Whether any unit has gradients."""
-        return any(unit.trainable for unit in self.units)
+        return any(unit.trainable_buffers for unit in self.units)
 
 
-class Driver(Protocol):
+class HookHandler(Protocol):
     """What hooks tell: the engine, seen from here.
 
     Attributes:
@@ -73,11 +73,11 @@ class Driver(Protocol):
     storages: frozenset[int]
     passing: frozenset[int]
 
-    def enter(self, site: Site, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
+    def enter(self, site: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         """A site's forward begins; returns changed (args, kwargs) or None."""
         ...
 
-    def leave(self, site: Site, *, returns: Return, failed: bool) -> None:
+    def leave(self, site: HookedModule, *, returns: Return, failed: bool) -> None:
         """A site's forward is over."""
         ...
 
@@ -104,7 +104,7 @@ class BackwardCall:
 
     __slots__ = ("__weakref__", "_driver", "_inputs", "_left", "_pass", "reached", "site")
 
-    def __init__(self, driver: weakref.ref[Driver], site: Site) -> None:
+    def __init__(self, driver: weakref.ref[HookHandler], site: HookedModule) -> None:
         self._driver = driver
         self.site = site
         self.reached = -1  # the backward that has reached it; a retained graph may see several
@@ -154,7 +154,7 @@ OWNED_AS = "_zeropp_engine"  # in a module's __dict__, see [Note: ownership]
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS])
 
 
-def _kept_tensors(module: nn.Module, site: Site, *, deep: bool) -> list[Tensor]:
+def _stored_tensors(module: nn.Module, site: HookedModule, *, deep: bool) -> list[Tensor]:
     """Differentiable tensors that a forward has put on its module: a loss, a penalty on weights.
 
     Args:
@@ -165,8 +165,8 @@ def _kept_tensors(module: nn.Module, site: Site, *, deep: bool) -> list[Tensor]:
     kinds = object if deep else (Tensor, list, tuple, dict)
     values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
     found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
-    known = {id(tensor) for ref in site.kept if (tensor := ref()) is not None}
-    site.kept = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
+    known = {id(tensor) for ref in site.stored if (tensor := ref()) is not None}
+    site.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
     return [tensor for tensor in found if id(tensor) not in known]
 
 
@@ -174,20 +174,20 @@ def _kept_tensors(module: nn.Module, site: Site, *, deep: bool) -> list[Tensor]:
 class _Frame:
     """A site on the call stack."""
 
-    site: Site
+    site: HookedModule
     call: BackwardCall | None
     error: BaseException | None  # being handled when the site was entered
 
 
-class SiteHooks:
+class ModuleHooks:
     """All hooks of one model; one call stack, since one thread runs forward."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: HookHandler) -> None:
         self._driver = weakref.ref(driver)
         self._handles: list[RemovableHandle] = []
         self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
-        self._sites: weakref.WeakKeyDictionary[nn.Module, Site] = weakref.WeakKeyDictionary()
+        self._sites: weakref.WeakKeyDictionary[nn.Module, HookedModule] = weakref.WeakKeyDictionary()
         self._reach: dict[str, frozenset[int]] = {}
         self._later: list[tuple[nn.Module, Unit]] = []  # uses to add once nothing runs
 
@@ -195,14 +195,14 @@ class SiteHooks:
         """Let a module's forwards use one more unit."""
         site = self._sites.get(module)
         if site is None:
-            self.install(module, Site(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
+            self.install(module, HookedModule(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
         elif any(frame.site is site for frame in self._stack):
             self._later.append((module, unit))  # a running forward leaves what it has entered
         elif unit not in site.units:
             site.units = tuple(sorted((*site.units, unit), key=lambda each: each.index))
             self._reach.clear()
 
-    def install(self, module: nn.Module, site: Site) -> None:
+    def install(self, module: nn.Module, site: HookedModule) -> None:
         """Hook one module."""
         self._sites[module] = site
         self._reach.clear()
@@ -236,7 +236,7 @@ class SiteHooks:
 
     def watch_gradients(self, unit: Unit, first: int = 0) -> None:
         """Tell of the gradients of a unit's trainable parameters, from position ``first`` on."""
-        parameters = [parameter for buffer in unit.trainable for parameter in buffer.parameters]
+        parameters = [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
         for position, parameter in enumerate(parameters[first:], first):
             ready = self._gradient_hook(unit.index, position)
             self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
@@ -276,7 +276,7 @@ class SiteHooks:
         """Sites on the call stack."""
         return len(self._stack)
 
-    def _before(self, site: Site) -> Callable[..., object]:
+    def _before(self, site: HookedModule) -> Callable[..., object]:
         ref, stack = self._driver, self._stack
 
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
@@ -300,7 +300,7 @@ class SiteHooks:
 
         return opaque if site.units else before_or_skip
 
-    def _after(self, site: Site) -> Callable[..., object]:
+    def _after(self, site: HookedModule) -> Callable[..., object]:
         ref, stack, later = self._driver, self._stack, self._later
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
@@ -318,8 +318,8 @@ class SiteHooks:
                 returns = Return.ANNOUNCED
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
-                kept = _kept_tensors(module, site, deep=not outputs)
-                outputs += [tensor for tensor in kept if all(tensor is not other for other in outputs)]
+                stored = _stored_tensors(module, site, deep=not outputs)
+                outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
                 for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
                     if tensor.is_leaf:  # it outlives the graph, and would collect hooks of old ones

@@ -46,7 +46,7 @@ class Window:
         return not self._owned and not self._skipped and self.count < self.steps
 
     @property
-    def kept(self) -> bool:
+    def keeps_gradients(self) -> bool:
         """Whether gradients stay, since the ``step()`` before ``zero_grad()`` did nothing."""
         return self._keeps
 

@@ -275,7 +275,7 @@ class _Routes:
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
         members = _members(group, device, self.options.local_world_size, self.hosts)
         world = len(members.ranks)
-        mode = Mode(build_chain(world, [members.local]), states=world, kept=None, gradients=world)
+        mode = Mode(build_chain(world, [members.local]), states=world, cached=None, gradients=world)
         return members, Placement(mode, group.rank(), members.local)
 
     def _hop(self, spec: HopSpec, group: dist.ProcessGroup, members: Members, rank: int, kind: str) -> Hop:

@@ -15,7 +15,7 @@ from zeropp.partition.layout import BLOCK, BufferLayout, Slot
 from zeropp.partition.levels import Placement
 from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec
 from zeropp.wire.encoding import Encoding
-from zeropp.wire.paths import Leg, ReducePath
+from zeropp.wire.paths import ReduceHop, ReducePath
 from zeropp_kernels import BlockTable, block_table
 
 __all__ = ["ReduceComm", "ReduceRoute"]
@@ -175,7 +175,7 @@ class ReduceComm(ReduceScatter):
             )
         return packing, ReducePath(route.placement, route.world, self.legs(dtype), torch.float32)
 
-    def legs(self, dtype: torch.dtype) -> list[Leg]:
+    def legs(self, dtype: torch.dtype) -> list[ReduceHop]:
         """The hops, and what travels over them of gradients in this dtype."""
         route = self.route
-        return [Leg(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]
+        return [ReduceHop(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]

@@ -159,7 +159,7 @@ def refuse_unused(engine: Engine, verdict: Verdict) -> None:
         name
         for unit in engine.units
         for name, trained, used in zip(
-            (n for buffer in unit.trainable for n in buffer.names),
+            (n for buffer in unit.trainable_buffers for n in buffer.names),
             unit.trained,
             verdict.used[unit.index],
             strict=True,

@@ -45,7 +45,7 @@ class CarriedErrors:
     def _named(self) -> dict[str, Feedback]:
         found: dict[str, Feedback] = {}
         seen: Counter[str] = Counter()
-        for buffer in self._engine.trainable:
+        for buffer in self._engine.trainable_buffers:
             name = f"{buffer.unit}/{buffer.compute_dtype}"
             for leg in buffer.gradient.paths.straight.legs if buffer.gradient is not None else ():
                 if leg.feedback is not None:  # errors of another codec are not what this one would lose

@@ -18,7 +18,7 @@ __all__ = ["add_group"]
 
 
 def add_group(
-    group: dict[str, Any], engine: Engine, optimizer: Optimizer, slices: Slices, settle: Callable[[], None]
+    group: dict[str, Any], engine: Engine, optimizer: Optimizer, slices: Slices, apply_requires_grad: Callable[[], None]
 ) -> None:
     """Add a group to the wrapped optimizer, as its slices. Collective.
 
@@ -27,14 +27,14 @@ def add_group(
         engine: of the model.
         optimizer: the wrapped one.
         slices: in its groups.
-        settle: takes over changes of ``requires_grad``.
+        apply_requires_grad: takes over changes of ``requires_grad``.
 
     Raises:
         TypeError, ValueError: this rank's group is wrong.
         RuntimeError: another rank's is, or is another one.
     """
     _agree_on_group(group, engine, slices.holds)
-    settle()
+    apply_requires_grad()
     type(optimizer).add_param_group(optimizer, group)
     before = set(slices.stepped)
     slices.put()

@@ -21,12 +21,12 @@ def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
     their groups. Where it does, the ranks make sure that they all are here.
     """
     engine.require_idle(f"{name}() of the optimizer")
-    engine.refresh.settle()
+    engine.refresh.wait()
     before = _state(optimizer)
     getattr(optimizer, name)()
     if _state(optimizer) != before:
-        engine.agreement.meet(f"{name}() of the optimizer")
-        engine.weights_changed(engine.trainable, for_now=True)
+        engine.agreement.require_same_call(f"{name}() of the optimizer")
+        engine.weights_changed(engine.trainable_buffers, for_now=True)
 
 
 def _state(optimizer: Optimizer) -> list[Any]:

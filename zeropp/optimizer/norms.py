@@ -27,7 +27,7 @@ def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:
     squares: list[Tensor] = []
     for unit in engine.units:
         used = iter(verdict.used[unit.index])
-        for buffer in unit.trainable:
+        for buffer in unit.trainable_buffers:
             gradient = buffer.gradient
             assert gradient is not None  # the buffer is trainable
             own = torch.zeros(len(buffer.names), dtype=torch.float64, device=engine.device)

@@ -35,11 +35,12 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
     All at once, too, where units are stale already: their renewal would begin before they are stepped. Equal on every
     rank but for the slices.
     """
-    units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable]
-    travelling = sum(b.layout.numel for b in engine.trainable if b.paths.refresh is not None and b.paths.refresh.hops)
-    little = 2 * travelling < sum(buffer.layout.numel for buffer in engine.trainable)
+    units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable_buffers]
+    buffers = engine.trainable_buffers
+    travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
+    little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
     if little or engine.refresh.is_put_off or not treats_each_alone(optimizer):
-        return [Portion(list(slices), engine.trainable)]
+        return [Portion(list(slices), engine.trainable_buffers)]
     by_unit: dict[int, list[Slice]] = {}
     for piece in slices:
         by_unit.setdefault(piece.unit, []).append(piece)
@@ -47,7 +48,7 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
     for _, numbered in groupby(enumerate(units), lambda each: portion_of(each[0])):
         chosen = [unit for _, unit in numbered]
         found = [piece for unit in chosen for piece in by_unit.get(unit.index, [])]
-        portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable]))
+        portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable_buffers]))
     portions[0].slices.extend(by_unit.get(-1, []))  # a stand-in
     return portions
 

@@ -136,7 +136,7 @@ class Slices:
 
     def _cut_unit(self, unit: Unit) -> None:
         position = 0
-        for buffer in unit.trainable:
+        for buffer in unit.trainable_buffers:
             if id(buffer.parameters[0]) not in self._cut:
                 for parameter in buffer.parameters:
                     self._cut[id(parameter)] = []

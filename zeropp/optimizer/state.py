@@ -31,7 +31,7 @@ def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
     """This rank's piece of each trainable buffer, by unit, compute dtype and number among such."""
     pieces: dict[str, torch.Tensor] = {}
     seen: Counter[str] = Counter()
-    for buffer in engine.trainable:
+    for buffer in engine.trainable_buffers:
         name = f"{buffer.unit}/{buffer.compute_dtype}"
         pieces[f"{name}/{seen[name]}"] = buffer.shard.clone()
         seen[name] += 1
@@ -39,7 +39,7 @@ def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def check_state(
-    engine: Engine, state: dict[str, Any], optimizer: Optimizer, settle: Callable[[], None]
+    engine: Engine, state: dict[str, Any], optimizer: Optimizer, apply_requires_grad: Callable[[], None]
 ) -> None:
     """Let every rank see that all have a state of their own; before any of them changes anything.
 
@@ -60,7 +60,7 @@ def check_state(
     found = state["zeropp"].get("layout")
     wrong = _misfits(engine, found != layout_id(engine))
     if wrong and engine.flipped:
-        settle()
+        apply_requires_grad()
         wrong = _misfits(engine, found != layout_id(engine))
     if wrong:
         raise _refusal(
@@ -127,6 +127,6 @@ def _refusal(engine: Engine, wrong: list[int], message: str) -> Exception:
 def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
     """Put saved pieces back."""
     with torch.no_grad():
-        for name, buffer in zip(main_weights(engine), engine.trainable, strict=True):
+        for name, buffer in zip(main_weights(engine), engine.trainable_buffers, strict=True):
             buffer.shard.copy_(saved["main_weights"][name])
-    engine.weights_changed(engine.trainable)
+    engine.weights_changed(engine.trainable_buffers)

@@ -154,7 +154,7 @@ class ZeroOptimizer(Optimizer):
             TypeError, ValueError: the group cannot be used; the other ranks raise RuntimeError.
         """
         self.engine.require_idle("add_param_group")
-        add_group(param_group, self.engine, self.inner, self._slices, self._settle_trained)
+        add_group(param_group, self.engine, self.inner, self._slices, self._apply_requires_grad)
         self.boundary.invalidate()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -286,7 +286,7 @@ class ZeroOptimizer(Optimizer):
             piece.show_gradient(used and not piece.removed)
         if self.config.gradient_clipping > 0:
             scale_gradients(self.engine, norm, self.config.gradient_clipping)
-        self.engine.refresh.settle()
+        self.engine.refresh.wait()
         self._update()
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
@@ -317,7 +317,7 @@ class ZeroOptimizer(Optimizer):
 
     def _forget_unsent(self) -> bool:
         """The wrapped optimizer forgets what it sees; whether it may."""
-        if self.engine.window.kept:
+        if self.engine.window.keeps_gradients:
             return False
         self.engine.pending.forget_unsent()
         return True
@@ -348,10 +348,10 @@ class ZeroOptimizer(Optimizer):
             RuntimeError: another rank's is; nothing has been loaded then, on any rank.
         """
         self.engine.require_idle("load_state_dict")
-        self.engine.agreement.meet("load_state_dict() of the ZeroOptimizer")
-        check_state(self.engine, state_dict, self.inner, self._settle_trained)
+        self.engine.agreement.require_same_call("load_state_dict() of the ZeroOptimizer")
+        check_state(self.engine, state_dict, self.inner, self._apply_requires_grad)
         saved = state_dict["zeropp"]
-        self.engine.refresh.settle()
+        self.engine.refresh.wait()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
         self._slices.wait_with(saved["waiting"])
@@ -373,7 +373,7 @@ class ZeroOptimizer(Optimizer):
 
     def graph_begins(self) -> None:
         """Other parameters may be trained from here on."""
-        self._settle_trained()
+        self._apply_requires_grad()
         self._trainability.refuse_complex()
 
     @torch.no_grad()
@@ -392,11 +392,11 @@ class ZeroOptimizer(Optimizer):
         for piece in self._slices.stepped:
             piece.show_gradient(piece.arrived())
         # After every backward: the last window of an epoch may hold fewer than configured.
-        witness = next((piece for piece in self._slices.stepped if piece.arrived()), self._slices.stepped[0])
-        if not witness.arrived():
-            witness.gradient.zero_()  # nothing here: what it holds is of another step
-            witness.show_gradient(True)
-        self.boundary.spread_overflow(witness.gradient)
+        overflow_carrier = next((piece for piece in self._slices.stepped if piece.arrived()), self._slices.stepped[0])
+        if not overflow_carrier.arrived():
+            overflow_carrier.gradient.zero_()  # nothing here: what it holds is of another step
+            overflow_carrier.show_gradient(True)
+        self.boundary.spread_overflow(overflow_carrier.gradient)
 
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
@@ -408,8 +408,8 @@ class ZeroOptimizer(Optimizer):
     # Inside.
 
     @torch.no_grad()
-    def _settle_trained(self) -> None:
-        if self._trainability.settle():
+    def _apply_requires_grad(self) -> None:
+        if self._trainability.apply():
             self._slices.put()
             self.boundary.invalidate()
 

@@ -9,15 +9,14 @@ phase or at the boundary, where all ranks send that unit again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Event, Lanes
-from zeropp.order.sequence import IssueHash, Sequence
+from zeropp.order.orders import CollectiveOrder, IssueHash
 from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]
@@ -31,7 +30,7 @@ class Reductions:
     """Gradients of one engine, backward by backward."""
 
     def __init__(
-        self, units: SequenceOf[Unit], lanes: Lanes, agreement: Agreement, issued: IssueHash, scale: float
+        self, units: Sequence[Unit], lanes: Lanes, agreement: Agreement, issued: IssueHash, scale: float
     ) -> None:
         self.units = units
         self.lanes = lanes
@@ -44,22 +43,22 @@ class Reductions:
         self._trained: list[tuple[bool, ...]] = []
         self._counts: list[list[int]] = []
         self._missing: list[int] = []
-        self.note_trained()
+        self.update_trained()
         self._expected: dict[int, tuple[int, ...]] | None = None
-        self._order: tuple[tuple[int, int], ...] = ()  # see Sequence.reductions; of these, what is left
+        self._order: tuple[tuple[int, int], ...] = ()  # see CollectiveOrder.reductions; of these, what is left
         self._turn = 0
         self._uses = 0  # whose gathers have been issued in this phase
         self._ready: list[int] = []  # complete on this rank, not issued
         self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
         self._in_flight: deque[tuple[Event, Tensor, str]] = deque()  # with the message, and whose it is
 
-    def note_trained(self) -> None:
+    def update_trained(self) -> None:
         """Look, between passes, which parameters are to have gradients."""
         self._trained = [unit.trained for unit in self.units]
         self._counts = [[0] * len(trained) for trained in self._trained]
         self._missing = [sum(trained) for trained in self._trained]
 
-    def begin(self, sequence: Sequence | None) -> None:
+    def begin(self, sequence: CollectiveOrder | None) -> None:
         """Start a phase that follows ``sequence``, or learns with None."""
         self._uses = 0
         self._ready, self._done = [], {}
@@ -67,7 +66,7 @@ class Reductions:
             counts[:] = [0] * len(counts)
         self.change(sequence)
 
-    def change(self, sequence: Sequence | None) -> None:
+    def change(self, sequence: CollectiveOrder | None) -> None:
         """Follow another sequence from here on."""
         self._expected = sequence.fires if sequence is not None else None
         order = sequence.reductions if sequence is not None else ()
@@ -132,14 +131,14 @@ class Reductions:
         self._send(lambda unit, place: True)
         self.wait(0)
 
-    def ready_heads(self, count: int) -> list[int]:
+    def offers(self, count: int) -> list[int]:
         """First units that this rank could send, while a phase is learned."""
         return self._ready[:count]
 
-    def issue_common(self, heads: list[list[int]], uses: int) -> None:
+    def issue_common(self, offers: list[list[int]], uses: int) -> None:
         """Send the units that every rank offers, while a phase is learned, after the gathers of ``uses`` uses."""
-        for index in heads[0]:
-            if index >= 0 and all(index in offered for offered in heads):
+        for index in offers[0]:
+            if index >= 0 and all(index in offered for offered in offers):
                 self._ready.remove(index)
                 self._issue(index, uses)
 
@@ -173,7 +172,7 @@ class Reductions:
             self._issue(index, self._uses)
         return self.parameter_counts(late)
 
-    def parameter_counts(self, units: SequenceOf[int]) -> dict[int, int]:
+    def parameter_counts(self, units: Sequence[int]) -> dict[int, int]:
         """How many trainable parameters each of ``units`` has."""
         return {index: len(self._counts[index]) for index in units}
 

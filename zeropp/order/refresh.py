@@ -1,4 +1,4 @@
-"""Renewing what is kept between uses, once main weights have changed."""
+"""Renewing what is cached between uses, once main weights have changed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Event, Lanes
+from zeropp.order.orders import IssueHash
 from zeropp.order.schedule import Schedule
-from zeropp.order.sequence import IssueHash
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
 
@@ -34,7 +34,7 @@ def portion_of(position: int) -> int:
 class Refresh:
     """Issues refreshes in the order of the next forward; each first use waits for its own.
 
-    Where what is kept will do as a base, only differences to it are sent. Messages that differ in size are agreed on
+    Where what is cached will do as a base, only differences to it are sent. Messages that differ in size are agreed on
     first, all at once; a unit whose differences would take more bytes than its weights is renewed by these.
 
     Attributes:
@@ -69,7 +69,7 @@ class Refresh:
         for unit in self._schedule.in_forward_order():
             if unit.stale:
                 stale.append((portion_of(position), unit))
-            position += bool(unit.trainable)
+            position += bool(unit.trainable_buffers)
         for _, numbered in groupby(stale, lambda each: each[0]):
             self._start([unit for _, unit in numbered])
 
@@ -110,16 +110,16 @@ class Refresh:
         return differs
 
     def distrust(self) -> None:
-        """Holders of the same weights have other bits: renew them from main weights alone, at the next chance."""
+        """CacheChecksum of the same weights have other bits: renew them from main weights alone, at the next chance."""
         for unit in self._units:
             for buffer in unit.buffers:
                 if buffer.paths.differences is not None:
-                    buffer.distrust_kept()
+                    buffer.invalidate_cache()
         self.put_off()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until no refresh reads the main weights any more, before they change."""
         for unit in self._units:
             if unit.refreshing:
-                name, wait = unit.name, unit.settle_refresh
+                name, wait = unit.name, unit.wait_refreshed
                 self._agreement.wait(wait, f"waiting for the refresh of unit {name!r}", (name, "refresh"))

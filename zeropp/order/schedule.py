@@ -13,16 +13,15 @@ import logging
 import operator
 import zlib
 from collections import Counter
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence
 
 from zeropp.comm.accounts import describe_phase
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Lanes
+from zeropp.order.orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
-from zeropp.order.sequence import IssueHash, PhaseKey, Sequence, Sequences
 from zeropp.params.unit import Unit, UnitState
 
 __all__ = ["Schedule"]
@@ -33,7 +32,7 @@ _BEGIN, _ROUND, _LEAVE, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _DONE = -1  # "I want nothing more in this phase"; less one or both of the following
 _APART = 1  # "and I have left the known order alone"
 _LATE = 2  # "and I have gradients of units that have been sent"
-_HEADS = 4  # finished units a rank offers for reduction in one round
+_OFFERS = 4  # finished units a rank offers for reduction in one round
 _GATHER = 1  # kind in the issue hash
 
 
@@ -42,7 +41,7 @@ class Schedule:
 
     def __init__(
         self,
-        units: SequenceOf[Unit],
+        units: Sequence[Unit],
         lanes: Lanes,
         reductions: Reductions,
         agreement: Agreement,
@@ -59,11 +58,11 @@ class Schedule:
         self.issued = issued
         self.limits = limits
         self.log_relearning = log_relearning
-        self.sequences = Sequences(reach)
+        self.sequences = KnownOrders(reach)
         self._silent = all(unit.persistent for unit in units)  # whether forwards gather nothing
         self._failed = False  # whether this rank has given up a phase in which ranks talk to each other
-        self.held: set[int] = set()  # by the plan's will; equal on every rank
-        self._kept: dict[int, None] = {}  # gathered for others, oldest first; this rank's own affair
+        self.planned: set[int] = set()  # by the plan's will; equal on every rank
+        self._retained: dict[int, None] = {}  # gathered for others, oldest first; this rank's own affair
         self._returns: set[int] = set()  # units this rank has used after passing them over
         self._numel: list[int] = []
         self._plans: dict[tuple[object, ...], Plan] = {}
@@ -71,7 +70,7 @@ class Schedule:
         self.key: PhaseKey = ()  # kind of the running phase
         self._then: PhaseKey | None = None
         self._forward: PhaseKey | None = None  # kind of the last forward that a backward may follow
-        self._sequence: Sequence | None = None  # followed; None while learning
+        self._sequence: CollectiveOrder | None = None  # followed; None while learning
         self._plan: Plan | None = None
         self._base = 0  # position in the sequence where the plan starts
         self._position = 0  # next use expected
@@ -122,10 +121,10 @@ class Schedule:
         if unit.persistent:
             return self._show(unit)
         self._own.add(index)
-        if index in self._kept and unit.state is not UnitState.SHARDED:
+        if index in self._retained and unit.state is not UnitState.SHARDED:
             self._returns.add(index)
             if self._sequence is None or self._sequence.find(index, self._position) is not None:
-                del self._kept[index]  # else it may be needed once more, and no gather of it is to come
+                del self._retained[index]  # else it may be needed once more, and no gather of it is to come
         elif self._sequence is None:
             self._agree_on(unit)
         else:
@@ -133,28 +132,28 @@ class Schedule:
             if position is not None:
                 self._advance(position + 1, own=index)
             elif unit.state is UnitState.SHARDED:
-                self._leave(unit)
+                self._leave_order(unit)
         self._show(unit)
 
     def _show(self, unit: Unit) -> None:
         with span("wait", unit.name):
             name = unit.name
             if unit.refreshing:  # told apart from the gather behind it: it takes other links
-                self.agreement.wait(unit.settle_refresh, f"waiting for the refresh of unit {name!r}", (name, "refresh"))
+                self.agreement.wait(unit.wait_refreshed, f"waiting for the refresh of unit {name!r}", (name, "refresh"))
             if unit.gathering:
-                self.agreement.wait(unit.arrive, f"waiting for the gather of unit {name!r}", (name, "gather"))
-        unit.uncover()
+                self.agreement.wait(unit.wait_gathered, f"waiting for the gather of unit {name!r}", (name, "gather"))
+        unit.expose()
 
-    def foresee(self, indices: SequenceOf[int]) -> None:
+    def expect_in_backward(self, indices: Sequence[int]) -> None:
         """The next backward may use what the running forward has used."""
         self._foreseen.update(index for index in indices if not self.units[index].persistent)
 
-    def expect_again(self, units: SequenceOf[Unit]) -> None:
+    def expect_again(self, units: Sequence[Unit]) -> None:
         """The running phase will come back to these; where its known order does not, they stay to its end."""
         for unit in units:
             sequence = None if unit.persistent else self._sequence
             if sequence is not None and sequence.find(unit.index, self._position) is None:
-                self._keep(unit.index)
+                self._retain(unit.index)
 
     def in_forward_order(self) -> list[Unit]:
         """All units as the next forward will want them: those used anywhere, then in the order of the last one."""
@@ -164,11 +163,11 @@ class Schedule:
             places.setdefault(index, place)
         return sorted(self.units, key=lambda unit: (unit.announced, places.get(unit.index, len(places))))
 
-    def settle(self, unit: Unit) -> None:
+    def release_if_unused(self, unit: Unit) -> None:
         """Release a unit that nothing holds any more."""
-        kept = unit.index in self.held or unit.index in self._kept or unit.holds > 0 or unit.persistent
+        kept = unit.index in self.planned or unit.index in self._retained or unit.users > 0 or unit.persistent
         if not kept and unit.state is not UnitState.SHARDED:
-            self.agreement.wait(unit.arrive, f"releasing unit {unit.name!r}")
+            self.agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
             unit.release(self.lanes)
 
     def end(self) -> None:
@@ -184,10 +183,10 @@ class Schedule:
             self.reductions.end()
             self.sequences.remember(self.key, self._sequence)
         self._recent.add(self.key)
-        self._let_go_of_kept()
+        self._release_retained()
         self.agreement.phase = ""
 
-    def settle_differences(self, differed: bool) -> None:
+    def note_differences(self, differed: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
         for key in self._recent if differed else ():
             self.sequences.note_variation(key)
@@ -219,15 +218,15 @@ class Schedule:
                 self.sequences.postpone(key, late)
 
     def _remember_learned(self) -> None:
-        sequence = Sequence(tuple(self._learned))
+        sequence = CollectiveOrder(tuple(self._learned))
         if self.key[0] == "backward":
-            sequence = Sequence(sequence.uses, *self.reductions.end_learning(len(sequence.uses)))
+            sequence = CollectiveOrder(sequence.uses, *self.reductions.end_learning(len(sequence.uses)))
         else:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.phase}")
         self.sequences.remember(self.key, sequence, mixed=any(own != accounts[0][0] for own, _ in accounts))
         for _, foreseen in accounts:
-            self.sequences.foresee(foreseen)
+            self.sequences.expect_in_backward(foreseen)
 
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.
@@ -239,25 +238,25 @@ class Schedule:
         self._sequence, self._plan, self._learned = None, None, []
         self.agreement.phase = ""
         for unit in self.units:
-            unit.holds = 0
-        self._let_go(self.held)
-        self._let_go_of_kept()
+            unit.users = 0
+        self._release_all(self.planned)
+        self._release_retained()
         for unit in self.units:
-            self.settle(unit)
+            self.release_if_unused(unit)
 
-    def drop_held(self) -> None:
+    def release_planned(self) -> None:
         """Release what is only kept for reuse; the same on every rank, between phases."""
-        self._let_go(self.held)
+        self._release_all(self.planned)
 
     # Following.
 
-    def _follow(self, sequence: Sequence, position: int) -> None:
+    def _follow(self, sequence: CollectiveOrder, position: int) -> None:
         lookahead = self.sequences.expected(self._then)
         uses, ahead = sequence.uses[position:], lookahead.uses if lookahead else ()
-        unwanted = self.held.difference(uses, ahead)  # kept for a phase that did not come
-        self.held -= unwanted
-        self._let_go(unwanted)
-        live = frozenset(self.held)
+        unwanted = self.planned.difference(uses, ahead)  # kept for a phase that did not come
+        self.planned -= unwanted
+        self._release_all(unwanted)
+        live = frozenset(self.planned)
         key = (uses, ahead, live)
         if key not in self._plans:
             if len(self._plans) > 64:
@@ -287,47 +286,47 @@ class Schedule:
             self._position += 1
             if eager:
                 self.reductions.after_use(self._position)
-            self.held.add(used)
+            self.planned.add(used)
             if own is not None and (used != own or self._position < stop):
-                self._keep(used)
+                self._retain(used)
             self._drop([index for index in dropped if index == used])
 
-    def _keep(self, index: int) -> None:
+    def _retain(self, index: int) -> None:
         """Hold what was gathered for others: this rank may still come to use it, if it runs in another order.
 
         What it has come back for before is kept whatever the limit; everything else only within it. Where phases have
         not been seen to vary, everything is kept: no rank would hear that it is wanted again.
         """
-        self._kept[index] = None
+        self._retained[index] = None
         if self._sequence is not None and not self.sequences.vary(self.key, self._sequence):
             return
-        live = self.held.union(self._kept)
+        live = self.planned.union(self._retained)
         excess = sum(self._numel[other] for other in live) - self.limits.live
-        for other in [other for other in self._kept if other not in self._returns]:
+        for other in [other for other in self._retained if other not in self._returns]:
             if excess <= 0:
                 break
-            del self._kept[other]
-            excess -= self._numel[other] if other not in self.held else 0
-            self.settle(self.units[other])
+            del self._retained[other]
+            excess -= self._numel[other] if other not in self.planned else 0
+            self.release_if_unused(self.units[other])
 
     def _drop(self, indices: list[int]) -> None:
-        self.held.difference_update(indices)
+        self.planned.difference_update(indices)
         for index in indices:
-            self.settle(self.units[index])
+            self.release_if_unused(self.units[index])
 
     def _issue(self, index: int) -> None:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
             unit.note_gather(self.lanes.run(unit.prepare_gather(self.lanes)))
-        self.held.add(index)
+        self.planned.add(index)
 
     # Learning.
 
     def _stop_following(self) -> None:
         """Go on as if this phase were not known."""
         self._sequence, self._plan = None, None
-        self._let_go(self.held)
+        self._release_all(self.planned)
         self.reductions.change(None)
 
     def _agree_on(self, unit: Unit | None) -> int:
@@ -342,28 +341,28 @@ class Schedule:
         want = unit.index if unit is not None else _DONE - _APART * self._apart - _LATE * late
         doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
         while True:
-            heads = self.reductions.ready_heads(_HEADS)
-            rows = self.agreement.exchange(_ROUND, [want, *heads, *[_DONE] * (_HEADS - len(heads))], doing)
+            offers = self.reductions.offers(_OFFERS)
+            rows = self.agreement.exchange(_ROUND, [want, *offers, *[_DONE] * (_OFFERS - len(offers))], doing)
             self.reductions.issue_common([row[1:] for row in rows], len(self._learned))
             wanted = [row[0] for row in rows if row[0] >= 0]
             if not wanted:
                 return functools.reduce(operator.or_, (_DONE - row[0] for row in rows))
             target = min(wanted)
             self._issue(target)
-            self.held.discard(target)
+            self.planned.discard(target)
             self._learned.append(target)
             if target == want:
                 return 0
             if want < 0:
-                self.settle(self.units[target])  # gathered for others only
+                self.release_if_unused(self.units[target])  # gathered for others only
             else:
-                self._keep(target)
+                self._retain(target)
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave_order(self, unit: Unit) -> None:
         """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
         assert self._sequence is not None
         if not self.agreement.all_come(self._leaves):
-            return self._leave_alone(unit)
+            return self._diverge(unit)
         self._leaves += 1
         doing = f"asking for unit {unit.name!r} out of the known order"
         code = zlib.crc32(repr((self.key, self._sequence)).encode())
@@ -387,7 +386,7 @@ class Schedule:
         self._stop_following()
         self._agree_on(unit)
 
-    def _leave_alone(self, unit: Unit) -> None:
+    def _diverge(self, unit: Unit) -> None:
         """Others still follow: take part in everything they will issue, and ask for more where they wait at the end.
 
         Gradients that come after their place are sent again there, too.
@@ -401,13 +400,13 @@ class Schedule:
         self._stop_following()
         self._agree_on(unit)
 
-    def _let_go(self, indices: set[int]) -> None:
+    def _release_all(self, indices: set[int]) -> None:
         gone = sorted(indices)
         indices.clear()
         for index in gone:
-            self.settle(self.units[index])
+            self.release_if_unused(self.units[index])
 
-    def _let_go_of_kept(self) -> None:
-        gone = set(self._kept)
-        self._kept.clear()
-        self._let_go(gone)
+    def _release_retained(self) -> None:
+        gone = set(self._retained)
+        self._retained.clear()
+        self._release_all(gone)

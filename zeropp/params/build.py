@@ -21,7 +21,7 @@ from zeropp.partition.units import UnitSpec
 from zeropp.wire.codecs import BlockCodec, Feedback, dtype_name
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding, choose_encoding
-from zeropp.wire.paths import CodedGatherPath, GatherPath, Leg, ReducePath
+from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = ["BufferKey", "BufferMaker", "check_dtypes", "planned_buffers"]
 
@@ -41,7 +41,7 @@ class BufferKey:
         Not where trained ones have replicas: a module's edit through ``.data`` leaves no trace, and would part them.
         """
         alone = not self.trainable or mode.chain.world == 1
-        return alone and mode.states == mode.kept == 1 and self.dtype == self.main_dtype
+        return alone and mode.states == mode.cached == 1 and self.dtype == self.main_dtype
 
 
 def planned_buffers(
@@ -150,9 +150,9 @@ def _weight_paths(
     comm: Comm, placement: Placement, key: BufferKey, encoding: Encoding, *, shared: bool, coded: bool
 ) -> WeightPaths:
     """Paths of one buffer's weights; ``coded`` if its shard is codes already."""
-    states, kept, dtype = placement.mode.states, placement.mode.kept, key.dtype
+    states, cached, dtype = placement.mode.states, placement.mode.cached, key.dtype
     codec = encoding.weight_codec(key.trainable)
-    keep_codes = encoding.keep_codes and kept not in (None, 1)
+    cache_codes = encoding.cache_codes and cached not in (None, 1)
 
     def path(
         outer: int, inner: int, stream: str, *, encoded: bool, coded: bool = coded, decodes: bool = True
@@ -163,18 +163,18 @@ def _weight_paths(
         return CodedGatherPath(placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes)
 
     refresh = fetch = differences = None
-    if kept is not None and not shared:
-        refresh = path(states, kept, "refresh", encoded=True, decodes=not keep_codes)
+    if cached is not None and not shared:
+        refresh = path(states, cached, "refresh", encoded=True, decodes=not cache_codes)
         changes = key.trainable and bool(refresh.hops)  # frozen weights change by loads only
         if encoding.differences is not None and changes and dtype in BASES[encoding.differences]:
             of = make_difference_codec(encoding.differences)
-            differences = DifferencePath(placement, states, kept, refresh.hops, dtype, of)
+            differences = DifferencePath(placement, states, cached, refresh.hops, dtype, of)
             if differences.counted is not None:
                 comm.all_ranks("refresh")  # made now, by all
-    if kept is None:
+    if cached is None:
         fetch = path(states, 1, "gather", encoded=True)
-    elif kept > 1:  # what was decoded once goes on as it is: encoding it anew would change it
-        fetch = path(kept, 1, "gather", encoded=keep_codes, coded=True)
+    elif cached > 1:  # what was decoded once goes on as it is: encoding it anew would change it
+        fetch = path(cached, 1, "gather", encoded=cache_codes, coded=True)
     return WeightPaths(path(states, 1, "gather", encoded=coded), refresh, fetch, differences)
 
 
@@ -190,7 +190,7 @@ def _gradient_paths(
         if isinstance(codec, BlockCodec) and encoding.feeds_back(specs, spec):
             numel = layout.numel // spec.outer
             feedback = Feedback(numel, hop.size, codec.bits, encoding.beta, device)
-        legs.append(Leg(hop, codec, feedback))
+        legs.append(ReduceHop(hop, codec, feedback))
 
     def path(inner: int, outer: int) -> ReducePath:
         own = [leg for leg in legs if inner < leg.hop.spec.outer <= outer]

@@ -40,9 +40,9 @@ class WeightPaths:
 
     Attributes:
         main: from the states' level to whole buffers, for state dicts.
-        refresh: from the states' level to what is kept between uses; None if nothing is, or if that is the shard.
-        differences: the same way, for a part of the bytes, where what is kept of the last step is right; or None.
-        fetch: from what is kept, or else the shard, to whole buffers; None where whole ones are kept.
+        refresh: from the states' level to what is cached between uses; None if nothing is, or if that is the shard.
+        differences: the same way, for a part of the bytes, where what is cached of the last step is right; or None.
+        fetch: from what is cached, or else the shard, to whole buffers; None where whole ones are cached.
     """
 
     main: GatherPath
@@ -64,8 +64,8 @@ class FlatBuffer:
         flat: [numel] in the compute dtype; empty storage while released; the shard itself where paths lead nowhere.
         shard: [numel / states] main weights (float32, or float64 for float64 models), or the frozen values in their own
             dtype.
-        secondary: [numel / kept level] weights in the compute dtype that are kept between uses (hpZ), or the messages
-            they came in, or None.
+        secondary: [numel / cached level] weights in the compute dtype, cached between uses (hpZ), or the messages they
+            came in, or None.
         gradient: of trainable parameters; None for frozen ones.
     """
 
@@ -90,7 +90,7 @@ class FlatBuffer:
         self.gradient = gradient
         self.placement = paths.main.placement
         self.version = 0
-        self.kept_version = -1  # of the weights that are kept between uses
+        self.cached_version = -1  # of the weights that are cached between uses
         self._noted_version = 0  # of autograd's counters, as last set here; an edit in place moves them
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.shard = torch.empty(0)
@@ -116,7 +116,7 @@ class FlatBuffer:
             self._prepare_paths()
         unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
-        self.cover()
+        self.hide()
         if not shared:
             self.shrink()
 
@@ -132,10 +132,10 @@ class FlatBuffer:
         if refresh is not None:
             if fetch is not None:
                 self.secondary = refresh.empty(self.layout.numel // refresh.inner, self.device)
-            kept = self.flat if self.secondary is None else self.secondary
-            self._refresh_places = refresh.places(kept)
+            cached = self.flat if self.secondary is None else self.secondary
+            self._refresh_places = refresh.places(cached)
             if self.paths.differences is not None:
-                self._difference_places = self.paths.differences.places(kept)
+                self._difference_places = self.paths.differences.places(cached)
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +147,7 @@ class FlatBuffer:
         """Identity of the gathered buffer's storage, the same as long as the engine lives."""
         return int(self.flat.untyped_storage()._cdata)
 
-    # Values: grow, gather, uncover; cover, shrink.
+    # Values: grow, gather, expose; hide, shrink.
 
     def grow(self) -> None:
         """Have memory for the values."""
@@ -157,28 +157,28 @@ class FlatBuffer:
 
     def gather(self) -> Iterator[None]:
         """Bring the values together; see :meth:`zeropp.wire.paths.GatherPath.gather`."""
-        assert self.paths.fetch is not None  # whole weights that are kept are only refreshed
+        assert self.paths.fetch is not None  # whole weights that are cached are only refreshed
         own = self.shard if self.secondary is None else self.secondary
         return self.paths.fetch.gather(own, self._fetch_places, self.unit)
 
     @property
     def stale(self) -> bool:
-        """Whether weights that are kept between uses are of an older version."""
-        return self.paths.refresh is not None and self.kept_version != self.version
+        """Whether weights that are cached between uses are of an older version."""
+        return self.paths.refresh is not None and self.cached_version != self.version
 
     @property
-    def kept(self) -> Tensor | None:
-        """What is kept between uses, where it is renewed by differences."""
+    def cached(self) -> Tensor | None:
+        """What is cached between uses, where it is renewed by differences."""
         return self._difference_places[-1] if self.paths.differences is not None else None
 
     @property
     def has_base(self) -> bool:
-        """Whether what is kept is what the other ranks keep, so that differences to it will do."""
-        return self.paths.differences is not None and self.kept_version >= 0
+        """Whether what is cached is what the other ranks keep, so that differences to it will do."""
+        return self.paths.differences is not None and self.cached_version >= 0
 
-    def distrust_kept(self) -> None:
-        """What is kept is to be renewed from main weights alone."""
-        self.kept_version = -1
+    def invalidate_cache(self) -> None:
+        """What is cached is to be renewed from main weights alone."""
+        self.cached_version = -1
 
     @property
     def counts_escapes(self) -> bool:
@@ -197,7 +197,7 @@ class FlatBuffer:
         return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)
 
     def refresh(self, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
-        """Renew what is kept, from main weights alone or, if that is the answer when it runs, by differences."""
+        """Renew what is cached, from main weights alone or, if that is the answer when it runs, by differences."""
         if differs(self):
             assert self.paths.differences is not None
             yield from self.paths.differences.gather(self.shard, self._difference_places, self.unit)
@@ -205,7 +205,7 @@ class FlatBuffer:
             assert self.paths.refresh is not None
             yield from self.paths.refresh.gather(self.shard, self._refresh_places, self.unit)
 
-    def uncover(self) -> None:
+    def expose(self) -> None:
         """Let the model see the values.
 
         Raises:
@@ -214,7 +214,7 @@ class FlatBuffer:
         unguard(self.parameters)
         self._swap(self._present, 2 * self.version)
 
-    def cover(self) -> None:
+    def hide(self) -> None:
         """Let no one read the values any more; see `zeropp.params.guard`.
 
         Raises:

@@ -68,7 +68,7 @@ class Keeper(Protocol):
         """Drop the partitioned gradient of a parameter."""
         ...
 
-    def note_trained(self, parameter: nn.Parameter, trained: bool) -> None:
+    def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
         """Take note that ``requires_grad`` is about to change."""
         ...
 
@@ -206,7 +206,7 @@ def _intercept(
             if func in (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD):
                 trained = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
                 if trained != parameter.requires_grad:
-                    keeper.note_trained(parameter, trained)
+                    keeper.note_requires_grad(parameter, trained)
                 return func(*args, **kwargs)
             # What is copied may be released itself: the NaN that stands for its values must not be taken for them.
             loads = func is _COPY and parameter is args[0] and not is_guarded(args[1])

@@ -1,4 +1,4 @@
-"""One unit's life: sharded, gathering, full. The transitions are methods; who calls them is the engine's business."""
+"""One unit's life: sharded, hidden, exposed. The transitions are methods; who calls them is the engine's business."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class UnitState(Enum):
     """Where a unit's values are."""
 
     SHARDED = "sharded"  # only pieces; parameters guarded, storage empty
-    GATHERING = "gathering"  # memory allocated, values on their way; parameters guarded
-    FULL = "full"  # values readable by the model
+    HIDDEN = "hidden"  # memory allocated, values there or on their way; parameters guarded
+    EXPOSED = "exposed"  # values readable by the model
 
 
 class Unit:
@@ -31,10 +31,10 @@ class Unit:
 
     Attributes:
         index: position in the model; the same on every rank.
-        persistent: whether whole weights are kept between uses.
+        persistent: whether whole weights are cached between uses.
         frozen: whether some of its parameters have no gradient.
         announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
-        holds: local reasons to stay gathered: modules on the call stack, an unfinished backward, a touched parameter.
+        users: on this rank, that want it gathered: modules on the call stack, a backward, a touched parameter.
     """
 
     def __init__(self, index: int, name: str, buffers: Sequence[FlatBuffer], *, announced: bool = True) -> None:
@@ -44,12 +44,12 @@ class Unit:
         self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
         self.announced = announced
         self.state = self._resting
-        self.holds = 0
-        self.note_trained()
+        self.users = 0
+        self.update_trained()
         self._gathered: Event | None = None
         self._refreshed: Event | None = None
 
-    def note_trained(self) -> None:
+    def update_trained(self) -> None:
         """Look which parameters have gradients."""
         self.frozen = not all(buffer.gradient is not None and all(buffer.gradient.trained) for buffer in self.buffers)
 
@@ -66,8 +66,8 @@ class Unit:
 
     @property
     def _resting(self) -> UnitState:
-        """Where values are between passes; whole ones that are kept are only guarded."""
-        return UnitState.GATHERING if self.persistent else UnitState.SHARDED
+        """Where values are between passes; whole ones that are cached are only guarded."""
+        return UnitState.HIDDEN if self.persistent else UnitState.SHARDED
 
     @property
     def numel(self) -> int:
@@ -80,7 +80,7 @@ class Unit:
         return [parameter for buffer in self.buffers for parameter in buffer.parameters]
 
     @property
-    def trainable(self) -> list[FlatBuffer]:
+    def trainable_buffers(self) -> list[FlatBuffer]:
         """Buffers that receive gradients."""
         return [buffer for buffer in self.buffers if buffer.trainable]
 
@@ -124,9 +124,9 @@ class Unit:
         """Allocate memory; what is to be queued. A unit that is full joins: the same values are written again.
 
         Raises:
-            RuntimeError: what is kept is of an older version.
+            RuntimeError: what is cached is of an older version.
         """
-        self._check_kept()
+        self._check_cached()
         path = self.buffers[0].paths.fetch  # all buffers of a unit go the same way
         assert path is not None
         home = lanes.stream(path.links[0])
@@ -138,36 +138,36 @@ class Unit:
         """The gather is queued, and done with ``event``."""
         self._gathered = event
         if self.state is UnitState.SHARDED:
-            self.state = UnitState.GATHERING
+            self.state = UnitState.HIDDEN
 
     @property
     def stale(self) -> bool:
-        """Whether weights that are kept between uses are of an older version."""
+        """Whether weights that are cached between uses are of an older version."""
         return any(buffer.stale for buffer in self.buffers)
 
-    def _check_kept(self) -> None:
+    def _check_cached(self) -> None:
         if self.stale:
-            versions = [(buffer.kept_version, buffer.version) for buffer in self.buffers]
+            versions = [(buffer.cached_version, buffer.version) for buffer in self.buffers]
             raise RuntimeError(
-                f"unit {self.name!r} keeps weights of old versions, (kept, current) {versions}: no refresh was issued"
+                f"unit {self.name!r} keeps weights of old versions, (cached, current) {versions}: no refresh was issued"
             )
 
     def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> None:
-        """Queue the renewal of what is kept, where weights have changed.
+        """Queue the renewal of what is cached, where weights have changed.
 
         Args:
             lanes: to queue it on.
             differs: asked there, whether a buffer is renewed by differences.
         """
-        if self.state is UnitState.FULL:
-            self.cover()
+        if self.state is UnitState.EXPOSED:
+            self.hide()
         stale = [buffer for buffer in self.buffers if buffer.stale]
         path = stale[0].paths.refresh
         assert path is not None
         for buffer in stale:
             if self.persistent:
                 lanes.stream(path.links[0]).allocate(buffer.grow)
-            buffer.kept_version = buffer.version
+            buffer.cached_version = buffer.version
         self._refreshed = lanes.run(Work(path.links, [buffer.refresh(differs) for buffer in stale]))
 
     @property
@@ -180,7 +180,7 @@ class Unit:
         """Whether a refresh was queued and not waited for."""
         return self._refreshed is not None
 
-    def arrive(self, timeout: float) -> bool:
+    def wait_gathered(self, timeout: float) -> bool:
         """Wait for a gather; False if it did not end in ``timeout`` seconds."""
         if self._gathered is not None:
             if not self._gathered.wait(timeout):
@@ -188,7 +188,7 @@ class Unit:
             self._gathered = None
         return True
 
-    def settle_refresh(self, timeout: float) -> bool:
+    def wait_refreshed(self, timeout: float) -> bool:
         """Wait until no refresh reads the main weights any more; False after ``timeout`` seconds in vain."""
         if self._refreshed is not None:
             if not self._refreshed.wait(timeout):
@@ -196,30 +196,30 @@ class Unit:
             self._refreshed = None
         return True
 
-    def uncover(self) -> None:
+    def expose(self) -> None:
         """Let the model see values that have arrived.
 
         Raises:
             RuntimeError: they are of an older version.
         """
-        if self.state is UnitState.GATHERING:
-            self._check_kept()
-            self.state = UnitState.FULL
+        if self.state is UnitState.HIDDEN:
+            self._check_cached()
+            self.state = UnitState.EXPOSED
             with contextlib.ExitStack() as stack:
                 for buffer in self.buffers:
-                    stack.callback(buffer.uncover)  # every one, also after one that complains of an edit
+                    stack.callback(buffer.expose)  # every one, also after one that complains of an edit
 
-    def cover(self) -> None:
+    def hide(self) -> None:
         """Guard the parameters; the values stay where they are."""
-        self.state = UnitState.GATHERING
+        self.state = UnitState.HIDDEN
         with contextlib.ExitStack() as stack:
             for buffer in self.buffers:
-                stack.callback(buffer.cover)  # every one, also after one that complains of an edit
+                stack.callback(buffer.hide)  # every one, also after one that complains of an edit
 
     def release(self, lanes: Lanes) -> None:
         """Free the gathered values; they have arrived."""
-        if self.state is UnitState.FULL:
-            self.cover()
+        if self.state is UnitState.EXPOSED:
+            self.hide()
         self.state = UnitState.SHARDED
         for buffer in self.buffers:
             assert buffer.paths.fetch is not None

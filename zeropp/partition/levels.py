@@ -30,16 +30,16 @@ class Mode:
     Attributes:
         chain: levels of the run.
         states: level of main weights and optimizer states; several replicas if it is not the last one.
-        kept: level at which gathered weights are kept between uses: 1 is whole, None that nothing is kept.
+        cached: level at which gathered weights are cached between uses: 1 is whole, None that nothing is cached.
         gradients: level at which gradients of several backwards are summed, before the last one's go on from there.
-        in_one: gather a shard group's pieces in one hop, though it spans nodes.
+        single_hop: gather a shard group's pieces in one hop, though it spans nodes.
     """
 
     chain: Chain
     states: int
-    kept: int | None
+    cached: int | None
     gradients: int
-    in_one: bool = False
+    single_hop: bool = False
 
     @property
     def sums(self) -> bool:
@@ -53,7 +53,7 @@ class Mode:
 
     def of(self, persistent: bool) -> Mode:
         """The mode of a unit; weights of persistent ones stay whole."""
-        return replace(self, kept=1) if persistent else self
+        return replace(self, cached=1) if persistent else self
 
 
 def choose_mode(config: Config, world: int, local: int) -> Mode:
@@ -76,12 +76,12 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
         group = _fitting("zero_hpz_partition_size", size, shard, [local, shard])
     chain = build_chain(world, [local, shard, group])
     if zero.stage == 3:
-        states, kept, gradients = shard, group if group < shard else None, shard
+        states, cached, gradients = shard, group if group < shard else None, shard
     else:
-        states, kept, gradients = world if zero.stage > 0 else 1, 1, world if zero.stage == 2 else 1
+        states, cached, gradients = world if zero.stage > 0 else 1, 1, world if zero.stage == 2 else 1
     if config.zeropp.defer_cross_reduction:
         gradients = min(gradients, local)
-    return Mode(chain, states, kept, gradients, in_one=shard < world and not zero.mics_hierarchical_params_gather)
+    return Mode(chain, states, cached, gradients, single_hop=shard < world and not zero.mics_hierarchical_params_gather)
 
 
 def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
@@ -127,7 +127,7 @@ class Placement:
 
     def gather_path(self, outer: int, inner: int) -> tuple[HopSpec, ...]:
         """Hops that bring slices at ``outer`` together to slices at ``inner``; slowest link first."""
-        if self.mode.in_one and inner < outer <= self.mode.states:
+        if self.mode.single_hop and inner < outer <= self.mode.states:
             return (self._hop(outer, inner),)
         return tuple(self._hop(high, low) for high, low in self.chain.hops(outer, inner))
 

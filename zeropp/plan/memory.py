@@ -97,11 +97,11 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                 numel = layout.numel // own.states
                 coded = encoding.frozen
                 terms["frozen_weights"] += coded.nbytes(numel) if coded else numel * key.main_dtype.itemsize
-            if own.kept == 1 and not (key.shares(own) and encoding.weight_codec(key.trainable) is None):
+            if own.cached == 1 and not (key.shares(own) and encoding.weight_codec(key.trainable) is None):
                 terms["persistent_weights"] += layout.numel * key.dtype.itemsize
-            elif own.kept is not None and own.kept > 1:
+            elif own.cached is not None and own.cached > 1:
                 terms["secondary_weights"] += encoding.secondary_nbytes(
                     layout.numel, own, key.dtype, trainable=key.trainable
                 )
-        units.append(UnitMemory(unit.name, own.kept == 1, gathered, message, held))
+        units.append(UnitMemory(unit.name, own.cached == 1, gathered, message, held))
     return MemoryPlan(dict(terms), tuple(units))

@@ -19,7 +19,7 @@ __all__ = ["Planned", "PlannedUnit", "plan_units"]
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit: where it is kept and summed, and its flat buffers."""
+    """One unit: where it is cached and summed, and its flat buffers."""
 
     name: str
     placement: Placement

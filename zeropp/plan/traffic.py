@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeropp.comm.ledger import Way
+from zeropp.comm.ledger import TrafficKey
 from zeropp.config import ConfigSource
 from zeropp.params.build import BufferKey
 from zeropp.partition.layout import BufferLayout
@@ -29,7 +29,7 @@ _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 class TrafficRow:
     """What a rank sends of one unit over one hop."""
 
-    way: Way
+    way: TrafficKey
     nbytes: int  # each time
     times: int  # in an optimizer step
     phase: str  # that it can hide behind: "forward" or "backward"
@@ -127,25 +127,25 @@ def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | Non
 def _weights(
     unit: str, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding, micro_batches: int
 ) -> Iterator[TrafficRow]:
-    states, kept = placement.mode.states, placement.mode.kept
+    states, cached = placement.mode.states, placement.mode.cached
     piece = layout.numel // states
     codec: Codec = encoding.weight_codec(key.trainable) or PlainCodec(key.dtype)
     name, nbytes = codec.name, codec.nbytes(piece)
-    if kept is not None and key.trainable:
+    if cached is not None and key.trainable:
         if encoding.differences == "lossless":
-            yield from _hops(unit, "refresh", "lossless", placement.gather_path(states, kept), states,
+            yield from _hops(unit, "refresh", "lossless", placement.gather_path(states, cached), states,
                              int(piece * _LOSSLESS_BITS / 8), 1)  # fmt: skip
         elif encoding.differences is not None:
             of = make_difference_codec(encoding.differences)
             yield from _hops(
-                unit, "refresh", of.name, placement.gather_path(states, kept), states, of.nbytes(piece), 1
+                unit, "refresh", of.name, placement.gather_path(states, cached), states, of.nbytes(piece), 1
             )
         else:
-            yield from _hops(unit, "refresh", name, placement.gather_path(states, kept), states, nbytes, 1)
-    if kept != 1:
-        if kept is not None and not encoding.keep_codes:
+            yield from _hops(unit, "refresh", name, placement.gather_path(states, cached), states, nbytes, 1)
+    if cached != 1:
+        if cached is not None and not encoding.cache_codes:
             name, nbytes = PlainCodec(key.dtype).name, PlainCodec(key.dtype).nbytes(piece)
-        path = placement.gather_path(kept or states, 1)
+        path = placement.gather_path(cached or states, 1)
         for phase in ("forward", "backward"):
             yield from _hops(unit, "gather", name, path, states, nbytes, micro_batches, phase)
 
@@ -156,7 +156,7 @@ def _hops(
 ) -> Iterator[TrafficRow]:  # fmt: skip
     """Messages of a piece of the states each, brought together hop by hop."""
     for hop in path:
-        way = Way(unit, kind, f"{hop.outer}->{hop.inner}", hop.link, len(hop.ranks), codec)
+        way = TrafficKey(unit, kind, f"{hop.outer}->{hop.inner}", hop.link, len(hop.ranks), codec)
         yield TrafficRow(way, (len(hop.ranks) - 1) * (states // hop.outer) * nbytes, times, phase)
 
 
@@ -168,7 +168,7 @@ def _gradients(
     for hop, codec in zip(path, encoding.gradient_codecs(path, key.wire_dtype), strict=True):
         coded = isinstance(codec, BlockCodec)
         name = f"feedback({codec.name})" if coded and encoding.feeds_back(path, hop) else codec.name
-        way = Way(unit, "reduce", f"{hop.inner}->{hop.outer}", hop.link, len(hop.ranks), name)
+        way = TrafficKey(unit, "reduce", f"{hop.inner}->{hop.outer}", hop.link, len(hop.ranks), name)
         once = mode.sums and hop.outer > mode.held
         nbytes = (len(hop.ranks) - 1) * codec.nbytes(layout.numel // hop.outer)
         yield TrafficRow(way, nbytes, 1 if once else micro_batches, "backward")

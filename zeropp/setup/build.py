@@ -21,7 +21,7 @@ from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
 from zeropp.engine.engine import Engine
-from zeropp.engine.hooks import Site
+from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.window import Window
 from zeropp.order.prefetch import Limits
@@ -300,7 +300,7 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
             needs.setdefault(".".join(parts[:depth]), {})
     for path, found in needs.items():
         units = tuple(found[index] for index in sorted(found))
-        engine.hooks.install(modules[path], Site(path, units))
+        engine.hooks.install(modules[path], HookedModule(path, units))
     for module in modules.values():
         for parameter in external_parameters(module):
             if id(parameter) in by_id:

@@ -28,7 +28,7 @@ class Encoding:
         weights: of gathered weights; None for values as they are.
         frozen: of frozen weights that exist in codes only; None for values in their own dtype.
         differences: to what is kept, "delta4" or "lossless", once a step; None for whole values.
-        keep_codes: what hpZ keeps are the messages, not the values in them.
+        cache_codes: what hpZ keeps are the messages, not the values in them.
         bits: of a gradient element inside a node and between nodes; None for values in the wire dtype.
         rotate: quantized gradients are rotated.
         feedback: on which hops errors are fed back: none, those between nodes (or the only one), or all.
@@ -38,7 +38,7 @@ class Encoding:
     weights: BlockCodec | None = None
     frozen: BlockCodec | None = None
     differences: str | None = None
-    keep_codes: bool = False
+    cache_codes: bool = False
     bits: tuple[int, int] | None = None
     rotate: bool = False
     feedback: str | None = None
@@ -86,11 +86,11 @@ class Encoding:
 
     def secondary_nbytes(self, numel: int, mode: Mode, dtype: torch.dtype, *, trainable: bool) -> int:
         """Of what hpZ keeps of a buffer of [numel]."""
-        assert mode.kept is not None
+        assert mode.cached is not None
         codec = self.weight_codec(trainable)
-        if codec is None or not self.keep_codes:
-            return numel // mode.kept * dtype.itemsize
-        return mode.states // mode.kept * codec.nbytes(numel // mode.states)
+        if codec is None or not self.cache_codes:
+            return numel // mode.cached * dtype.itemsize
+        return mode.states // mode.cached * codec.nbytes(numel // mode.states)
 
     @staticmethod
     def _crosses(path: Sequence[HopSpec], hop: HopSpec) -> bool:
@@ -112,7 +112,7 @@ def choose_encoding(config: Config) -> Encoding:
         weights=BlockCodec(8) if quantized and zero.stage > 0 else None,
         frozen=BlockCodec(8) if zero.zero_quantized_nontrainable_weights and zero.stage > 0 else None,
         differences=codec if codec != "int8" and zero.stage > 0 else None,
-        keep_codes=extension.secondary == "codes",
+        cache_codes=extension.secondary == "codes",
         bits=bits,
         rotate=extension.hadamard,
         feedback=extension.feedback if loco is not None else None,
@@ -128,7 +128,7 @@ def choose_groups(config: Config, world: int, local: int) -> Mode:
     """
     mode = choose_mode(config, world, local)
     codec = choose_encoding(config).differences
-    if codec is not None and mode.kept is None and world > 1:
+    if codec is not None and mode.cached is None and world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ValueError(
             f'zeropp.weight_codec "{codec}" sends differences to a second copy of the weights, and '

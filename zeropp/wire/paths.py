@@ -16,7 +16,7 @@ from zeropp.partition.levels import Placement
 from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec, dtype_name
 from zeropp_kernels import BlockTable
 
-__all__ = ["CodedGatherPath", "GatherPath", "Leg", "ReducePath"]
+__all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath"]
 
 
 def _segments(hops: Sequence[Hop]) -> list[tuple[str, list[int]]]:
@@ -154,7 +154,7 @@ class CodedGatherPath(GatherPath):
 
 
 @dataclass(frozen=True)
-class Leg:
+class ReduceHop:
     """A hop of a reduce path, and how what it carries is encoded."""
 
     hop: Hop
@@ -177,7 +177,7 @@ class ReducePath:
         links: classes of links on the way, in order.
     """
 
-    def __init__(self, placement: Placement, outer: int, legs: Sequence[Leg], dtype: torch.dtype) -> None:
+    def __init__(self, placement: Placement, outer: int, legs: Sequence[ReduceHop], dtype: torch.dtype) -> None:
         self.placement = placement
         self.outer = outer
         self.legs = legs
@@ -238,7 +238,7 @@ class ReducePath:
 
 
 def _pass_on(
-    codec: Codec, parts: Sequence[Tensor], leg: Leg, numel: int, headroom: float, dtype: torch.dtype
+    codec: Codec, parts: Sequence[Tensor], leg: ReduceHop, numel: int, headroom: float, dtype: torch.dtype
 ) -> Tensor:
     """Sum what has come over one hop, [numel], and encode ``headroom`` times the sum for the next."""
     count, device = leg.hop.size, parts[0].device

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["IssueHash", "Phase", "PhaseKey", "Sequence", "Sequences"]
+__all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey"]
 
 PhaseKey = tuple[object, ...]
 """What tells kinds of phases apart; equal on every rank, made of plain values."""
@@ -29,7 +29,7 @@ _VARIANTS = 8  # orders remembered for one kind of phase, most recent first
 
 
 @dataclass
-class Sequence:
+class CollectiveOrder:
     """One learned phase; the same object contents on every rank.
 
     Attributes:
@@ -43,7 +43,7 @@ class Sequence:
     reductions: tuple[tuple[int, int], ...] = ()
     fires: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def postpone(self, units: dict[int, int]) -> Sequence:
+    def postpone(self, units: dict[int, int]) -> CollectiveOrder:
         """The same order with reductions of ``units`` at the end, when each of their parameters has had a gradient.
 
         Args:
@@ -54,7 +54,7 @@ class Sequence:
         fires = dict(self.fires)
         for unit, count in units.items():
             fires[unit] = tuple(max(1, n) for n in fires.get(unit, (0,) * count))
-        return Sequence(self.uses, (*kept, *late), fires)
+        return CollectiveOrder(self.uses, (*kept, *late), fires)
 
     def find(self, unit: int, start: int) -> int | None:
         """First position of a unit at or after ``start``."""
@@ -73,15 +73,15 @@ class _Variants:
     """
 
     varies: bool = False
-    known: list[Sequence] = field(default_factory=list)
-    last: Sequence | None = None
-    successors: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    known: list[CollectiveOrder] = field(default_factory=list)
+    last: CollectiveOrder | None = None
+    successors: list[tuple[CollectiveOrder, CollectiveOrder]] = field(default_factory=list)
 
-    def expected(self) -> Sequence | None:
+    def expected(self) -> CollectiveOrder | None:
         """The order that came after the last one the time before; graphs that alternate are foreseen so."""
         return next((after for before, after in self.successors if before is self.last), self.last)
 
-    def replace(self, change: Callable[[Sequence], Sequence]) -> None:
+    def replace(self, change: Callable[[CollectiveOrder], CollectiveOrder]) -> None:
         """Change every known order; such phases vary."""
         changed = {id(sequence): change(sequence) for sequence in self.known}
         self.known = [changed[id(sequence)] for sequence in self.known]
@@ -93,7 +93,7 @@ class _Variants:
         self.last = changed.get(id(self.last), self.known[0]) if self.known else None
         self.varies = True
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: CollectiveOrder) -> None:
         sequence = next((other for other in self.known if other == sequence), sequence)
         self.varies |= bool(self.known) and sequence not in self.known
         self.known = [sequence, *(other for other in self.known if other is not sequence)][:_VARIANTS]
@@ -103,7 +103,7 @@ class _Variants:
         self.last = sequence
 
 
-class Sequences:
+class KnownOrders:
     """Known sequences for each kind of phase; the same on every rank."""
 
     def __init__(self, reach: Callable[[PhaseKey], frozenset[int]]) -> None:
@@ -112,15 +112,15 @@ class Sequences:
         self._known: dict[PhaseKey, _Variants] = {}
         self._units: dict[object, set[int]] = {}  # forward or backward -> units ever used in one, or foreseen
 
-    def variants(self, key: PhaseKey) -> list[Sequence]:
+    def variants(self, key: PhaseKey) -> list[CollectiveOrder]:
         """Known orders, the most recently followed first."""
         return self._known[key].known if key in self._known else []
 
-    def expected(self, key: PhaseKey | None) -> Sequence | None:
+    def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
         """The order that the next phase of this kind is most likely to have."""
         return self._known[key].expected() if key is not None and key in self._known else None
 
-    def vary(self, key: PhaseKey, sequence: Sequence) -> bool:
+    def vary(self, key: PhaseKey, sequence: CollectiveOrder) -> bool:
         """Whether a rank that follows ``sequence`` may need what the others do not.
 
         Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
@@ -135,7 +135,7 @@ class Sequences:
     def note_silent(self, key: PhaseKey) -> None:
         """Note that nothing is gathered in this kind of phase: there is nothing to learn; a rank may run it alone."""
         if key not in self._known:
-            self.remember(key, Sequence())
+            self.remember(key, CollectiveOrder())
 
     def forget_backwards(self) -> None:
         """Forget what was learned about them; their parameters are no longer trained alike."""
@@ -149,11 +149,11 @@ class Sequences:
         """Note that ranks differed in a phase of this kind, or may when there is one."""
         self._known.setdefault(key, _Variants()).varies = True
 
-    def foresee(self, units: Iterable[int]) -> None:
+    def expect_in_backward(self, units: Iterable[int]) -> None:
         """Note that the backward of some rank may use these: which of a forward's outputs it starts at is its own."""
         self._units.setdefault("backward", set()).update(units)
 
-    def remember(self, key: PhaseKey, sequence: Sequence, *, mixed: bool = False) -> None:
+    def remember(self, key: PhaseKey, sequence: CollectiveOrder, *, mixed: bool = False) -> None:
         """Note that a phase had this order; ``mixed`` if ranks used different units in it."""
         self._known.setdefault(key, _Variants()).add(sequence)
         self._known[key].varies |= mixed

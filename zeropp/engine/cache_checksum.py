@@ -13,7 +13,7 @@ from torch import Tensor
 from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import FlatBuffer
 
-__all__ = ["Holders"]
+__all__ = ["CacheChecksum"]
 
 _EVERY = 100  # steps
 _PIECE = 16  # bits of a checksum in one number: sums of squares over two million ranks are exact in float64
@@ -22,7 +22,7 @@ _TILE = 2**18  # words at a time
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # any odd number
 
 
-class Holders:
+class CacheChecksum:
     """Of what one engine keeps.
 
     Attributes:
@@ -37,7 +37,7 @@ class Holders:
     @property
     def due(self) -> bool:
         """Whether this step compares; the same on every rank."""
-        return self._steps % self.every == self.every - 1 and any(buffer.kept is not None for buffer in self._buffers)
+        return self._steps % self.every == self.every - 1 and any(buffer.cached is not None for buffer in self._buffers)
 
     def count_step(self) -> None:
         """A step is over."""
@@ -45,7 +45,7 @@ class Holders:
 
     @property
     def _buffers(self) -> list[FlatBuffer]:
-        return [buffer for buffer in self._engine.buffers if buffer.kept is not None]
+        return [buffer for buffer in self._engine.buffers if buffer.cached is not None]
 
     @property
     def _levels(self) -> list[int]:
@@ -58,8 +58,8 @@ class Holders:
             buffers = [buffer for buffer in self._buffers if _level(buffer) == level]
             total = torch.zeros((), dtype=torch.int64, device=self._engine.device)
             for buffer in buffers:
-                assert buffer.kept is not None
-                total = total * _ODD + _checksum(buffer.kept)
+                assert buffer.cached is not None
+                total = total * _ODD + _checksum(buffer.cached)
             numbers = torch.stack([(total >> _PIECE * i) & (2**_PIECE - 1) for i in range(_PIECES)]).double()
             table = torch.zeros(level, 2, _PIECES, dtype=torch.float64, device=total.device)
             table[buffers[0].placement.chain.slice_index(self._engine.comm.rank, level)] = torch.stack(
@@ -81,7 +81,7 @@ class Holders:
 
 
 def _level(buffer: FlatBuffer) -> int:
-    level = buffer.placement.mode.kept
+    level = buffer.placement.mode.cached
     assert level is not None  # it keeps something
     return level
 
