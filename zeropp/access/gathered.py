@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
@@ -13,6 +12,7 @@ from zeropp.access.external import register_external_parameter
 from zeropp.access.lent import Graphs
 from zeropp.access.state import gather_main
 from zeropp.comm.agreement import LENT
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.params.guard import is_guarded, keeper_of
 
@@ -111,11 +111,10 @@ def _warn_of_graphs(graphs: Graphs | None) -> None:
     """Say of graphs that backward will refuse where they began; those of values that were only read are gone."""
     lines = graphs.alive() if graphs is not None else []
     if lines:
-        warnings.warn(
+        notify(
             f"what was computed at {', '.join(lines[:3])}{', ...' if lines[3:] else ''} inside GatheredParameters is "
             "still held with its graph, and backward through it will be refused: no gradient of it would be reduced. "
-            "Compute a penalty on weights inside the model's forward; if it is only to be read, under torch.no_grad()",
-            stacklevel=3,
+            "Compute a penalty on weights inside the model's forward; if it is only to be read, under torch.no_grad()"
         )
 
 

@@ -81,7 +81,7 @@ class Former:
         for engine in self._engines:
             missing = _missing(engine, model)
             if missing:
-                notify(f"values of {missing} are given up: they are no longer in the model", UserWarning)
+                notify(f"values of {missing} are given up: they are no longer in the model")
             engine.finish_load()
             engine.schedule.release_planned()
             engine.refresh.wait()

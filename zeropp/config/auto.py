@@ -28,9 +28,9 @@ def warn_of_choices(given: Mapping[str, object], config: Config, name: str) -> N
     if autos:
         headline = f'{name} has "auto" where no trainer filled in a value, so the default is used'
         lines = [f"{auto.key}: {_chosen(auto, config)}" for auto in autos]
-        notify(listing(headline, lines, "keys"), UserWarning)
+        notify(listing(headline, lines, "keys"))
     if "stage" not in config.zero.model_fields_set and _STAGE not in [auto.path for auto in autos]:
-        notify(f"{name} does not set zero_optimization.stage, which is then 0 and {_NOTHING}", UserWarning)
+        notify(f"{name} does not set zero_optimization.stage, which is then 0 and {_NOTHING}")
 
 
 def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[str, ...]) -> Iterator[_Auto]:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO = "auto"
-_INTERNAL = ("zeropp", "pydantic")
+_BETWEEN = ("zeropp", "pydantic", "torch", "contextlib", "functools")  # may lie between a user's line and a warning
 
 
 def is_auto(value: object) -> bool:
@@ -56,10 +56,14 @@ def alias(*keys: str) -> AliasChoices:
     return AliasChoices(*keys)
 
 
-def notify(message: str, category: type[Warning]) -> None:
-    """Warns at the line of user code that asked for the configuration, not at one of this package."""
+def notify(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of user code that led here, not at one of this package, of torch or of the libraries between.
+
+    ``stacklevel`` counts frames, and how many there are depends on who calls: a step may come by way of a scheduler's
+    wrapper, and a block may end in contextlib's.
+    """
     frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INTERNAL:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

@@ -191,9 +191,9 @@ def warn_without_effect(config: Config, name: str) -> None:
         if support.kind is Kind.UNREAD and not _switched_off(getattr(config, key))
     ]
     if keys:
-        notify(f"these keys of {name} have no effect: {', '.join(keys)}", UserWarning)
+        notify(f"these keys of {name} have no effect: {', '.join(keys)}")
     for text in _without_company(config):
-        notify(text, UserWarning)
+        notify(text)
 
 
 def _without_company(config: Config) -> Iterator[str]:

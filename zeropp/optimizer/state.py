@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeropp.comm.agreement import SAVED
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.feedback import CarriedErrors
 
@@ -91,7 +91,7 @@ def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] |
         return
     wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
     cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
-    warnings.warn(f"carried errors of quantized gradients {cause}; they begin anew", stacklevel=3)
+    notify(f"carried errors of quantized gradients {cause}; they begin anew")
     carried.clear()
 
 

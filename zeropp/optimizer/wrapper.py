@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -18,6 +17,7 @@ from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group, group_size
 from zeropp.config import ConfigSource, load_config, require_supported
+from zeropp.config.base import notify
 from zeropp.engine.boundary import Boundary
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import (
@@ -251,7 +251,7 @@ class ZeroOptimizer(Optimizer):
         taken = window.ask(now=now)
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
-            warnings.warn(warning, stacklevel=2)
+            notify(warning)
         if not taken:
             self.step_was_skipped = self.step_was_taken = False
             return loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,6 +19,7 @@ from zeropp.comm.collective import exchange, on_all_ranks
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
@@ -199,7 +199,7 @@ def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
     known = dict(model.named_modules())
     unknown = [name for name in unit_options(config).leaf_names if name not in known]
     if unknown:
-        warnings.warn(f"leaf_module.names: the model has no modules {unknown}; they change nothing", stacklevel=4)
+        notify(f"leaf_module.names: the model has no modules {unknown}; they change nothing")
 
 
 def _describe(model: nn.Module) -> list[str]:

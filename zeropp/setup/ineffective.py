@@ -19,7 +19,7 @@ def warn_of_idle(config: Config, units: Sequence[Unit], comm: Comm) -> None:
     """Warn, once for each setting."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     for text in (*_idle_groups(config, comm), *_idle_gradients(config, buffers), *_idle_weights(config, buffers, comm)):
-        notify(text, UserWarning)
+        notify(text)
 
 
 def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
