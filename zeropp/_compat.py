@@ -1,4 +1,8 @@
-"""Every private or renamed torch name the package leans on, in one place; FSDP2's are in fsdp2/shards.py."""
+"""Functions of torch that are private or have been renamed, in one place; FSDP2's are in fsdp2/shards.py.
+
+Attributes with an underscore that modules, parameters and optimizers of torch carry (``_parameters``, ``_version``,
+``_optimizer_step_pre_hooks``) are read where they are about something.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,19 @@ __all__ = [
     "profiler_enabled",
     "queue_end_of_backward",
     "sharing_versions",
+    "storage_id",
+    "unguarded",
     "will_execute",
 ]
+
+unguarded = torch._C.DisableTorchFunctionSubclass
+"""Inside, released parameters answer as tensors, and not by the guard."""
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Identity of a tensor's storage, the same as long as the storage lives."""
+    return int(tensor.untyped_storage()._cdata)
+
 
 # torch 2.13 renamed all_gather_into_tensor and warns at each use of the old name.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

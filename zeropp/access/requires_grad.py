@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from zeropp._compat import unguarded
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.agreement import TRAINED
 from zeropp.engine.engine import Engine
@@ -60,7 +61,7 @@ class Trainability:
         engine = self._engine
         if not engine.flipped:
             return False
-        with torch._C.DisableTorchFunctionSubclass():
+        with unguarded():
             wanted = {n: p.requires_grad for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True)}
         self._check_same(wanted)
         changed = [(unit, b) for unit in engine.units for b in unit.buffers if _flags(b) != _wanted(b, wanted)]

@@ -3,6 +3,13 @@
 One rule for every device: work runs in the order it was given, after everything the caller had issued before, and its
 event tells when it is done. A CUDA stream does that by itself; on CPU a thread takes its place, and where nothing is
 sent (one rank) the work simply runs at once.
+
+[Note: memory on several streams] torch's allocator gives memory back to the stream it was allocated on as soon as no
+Python object refers to it, whatever runs on a device by then. So gathered weights are allocated and freed in the order
+of one stream, the lane where their gather begins (`Stream.allocate`, `Stream.free`): it reuses them only for its own
+later work, and that waits for the model's stream, which has read them. Temporaries of a hop live on the lane of that
+hop. What goes on to another lane, or is handed to the caller, is named there by `used_here`, and the allocator then
+waits for that stream, too.
 """
 
 from __future__ import annotations
@@ -63,7 +70,7 @@ _SETTLING = 0.1  # seconds at the end of the program in which other threads may 
 
 
 class _Done:
-    """An event that has happened, or failed with an error that every wait raises."""
+    """An event that has happened."""
 
     def wait(self, timeout: float) -> bool:
         return True
@@ -204,7 +211,7 @@ class _CudaEvent:
 
 
 class CudaStream:
-    """A CUDA stream; what its work allocates and frees stays in its own order, so record_stream is not needed.
+    """A CUDA stream: see [Note: memory on several streams].
 
     The caller's stream is that of the model's device, which need not be the process's current one.
     """

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zeropp._compat import storage_id
+
 __all__ = ["cast_floating", "copy_views", "differentiable", "map_tensors", "tensors_in"]
 
 _T = TypeVar("_T")
@@ -110,7 +112,7 @@ def copy_views(output: object, storages: Container[int], where: str) -> object:
 
     def lies_there(tensor: Tensor) -> bool:
         try:
-            return tensor.untyped_storage()._cdata in storages
+            return storage_id(tensor) in storages
         except (NotImplementedError, RuntimeError):
             return False  # sparse, or inside a transform of torch.func: no storage of its own, so no view of ours
 

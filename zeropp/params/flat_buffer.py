@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from zeropp._compat import bump_versions
+from zeropp._compat import bump_versions, storage_id
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, unguard
 from zeropp.partition.layout import BufferLayout, Fragment
@@ -145,7 +145,7 @@ class FlatBuffer:
     @property
     def storage_id(self) -> int:
         """Identity of the gathered buffer's storage, the same as long as the engine lives."""
-        return int(self.flat.untyped_storage()._cdata)
+        return storage_id(self.flat)
 
     # Values: grow, gather, expose; hide, shrink.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zeropp._compat import unguarded
 from zeropp.comm.streams import Work, used_here
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.codecs import BlockCodec, Feedback
@@ -111,7 +112,7 @@ class Gradient:
         return message
 
     def _take(self) -> list[Tensor | None]:
-        with torch._C.DisableTorchFunctionSubclass():
+        with unguarded():
             gradients = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
                 parameter.grad = None
@@ -215,7 +216,7 @@ class Gradient:
 
     def has_stray(self) -> bool:
         """Whether gradients came that the known sequence did not expect."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 
     def forget(self) -> None:
@@ -242,7 +243,7 @@ class Gradient:
                 for fragment in self._fragments(level):
                     if self.parameters[fragment.slot] is parameter:
                         values[fragment.offset : fragment.offset + fragment.stop - fragment.start].zero_()
-        with torch._C.DisableTorchFunctionSubclass():
+        with unguarded():
             parameter.grad = None
 
     def _find_padding(self) -> list[tuple[int, int]]:

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from zeropp._compat import unguarded
+
 __all__ = ["Keeper", "guard", "is_guarded", "is_managed", "keeper_of", "own_dtype", "register", "unguard"]
 
 _GETTERS = (
@@ -188,7 +190,7 @@ def _intercept(
     kwargs: dict[str, Any] | None = None,
 ) -> object:
     kwargs = kwargs or {}
-    with torch._C.DisableTorchFunctionSubclass():
+    with unguarded():
         if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         for parameter in _released((*args, *kwargs.values())):
