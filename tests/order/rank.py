@@ -1,0 +1,212 @@
+"""One simulated rank: zeropp's own schedule and reductions, on units that hold no memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.order.world import Agreement, Deadlock, Event, Lanes, World
+from zeropp.engine.backward import BackwardUses
+from zeropp.order.orders import IssueHash, PhaseKey
+from zeropp.order.prefetch import Limits
+from zeropp.order.reductions import Reductions
+from zeropp.order.schedule import Schedule
+from zeropp.params.unit import UnitState
+
+__all__ = ["ENDLESS", "Rank"]
+
+ENDLESS = Limits(prefetch=100, live=1000, reuse=1000)
+
+
+@dataclass
+class _Message:
+    count: int
+    nbytes: int = 1
+
+
+@dataclass
+class _Gradient:
+    """Counts backwards in place of values."""
+
+    unit: int
+    delivered: Counter[int]
+    trained: tuple[bool, ...] = (True,)
+    stray: int = 0
+    held: int = 0
+
+    def has_stray(self) -> bool:
+        return self.stray > 0
+
+    def has_unsent(self) -> bool:
+        return self.stray > 0 or self.held > 0
+
+    def pack(self, *, hold: bool) -> _Message | None:
+        self.held, self.stray = self.held + self.stray, 0
+        if hold:
+            return None
+        message, self.held = _Message(self.held), 0
+        return message
+
+    def prepare_reduce(self, message: _Message, scale: float, *, hold: bool) -> tuple[object, ...]:
+        self.delivered[self.unit] += message.count
+        return ("reduce", self.unit)
+
+
+@dataclass
+class _Unit:
+    index: int
+    numel: int
+    gradients: list[_Gradient]
+    state: UnitState = UnitState.SHARDED
+    users: int = 0
+    persistent: bool = False
+    announced: bool = True
+    refreshing: bool = False
+    version: int = 0
+    _event: Event | None = None
+
+    @property
+    def name(self) -> str:
+        return f"unit {self.index}"
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        return tuple(trained for gradient in self.gradients for trained in gradient.trained)
+
+    @property
+    def gathering(self) -> bool:
+        return self._event is not None
+
+    def prepare_gather(self, lanes: Lanes) -> tuple[object, ...]:
+        return ("gather", self.index)
+
+    def note_gather(self, event: Event) -> None:
+        self._event = event
+        if self.state is UnitState.SHARDED:
+            self.state = UnitState.HIDDEN
+
+    def wait_gathered(self, timeout: float) -> bool:
+        if self._event is not None:
+            self._event.wait(timeout)
+            self._event = None
+        return True
+
+    def expose(self) -> None:
+        assert self.state is not UnitState.SHARDED, f"{self.name} is used and was not gathered"
+        self.state = UnitState.EXPOSED
+
+    def release(self, lanes: Lanes) -> None:
+        assert self._event is None, f"{self.name} is released while it is on its way"
+        self.state = UnitState.SHARDED
+
+
+@dataclass
+class Rank:
+    """What an engine does with its schedule, for one simulated rank.
+
+    Args:
+        world: of all ranks.
+        number: of this one.
+        sizes: elements of each unit.
+        limits: of the prefetch plan.
+    """
+
+    world: World
+    number: int
+    sizes: Sequence[int]
+    limits: Limits = ENDLESS
+    delivered: Counter[int] = field(default_factory=Counter)
+    given: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        gradients = [_Gradient(index, self.delivered) for index in range(len(self.sizes))]
+        self.units: Any = [_Unit(i, numel, [gradients[i]]) for i, numel in enumerate(self.sizes)]
+        agreement: Any = Agreement(self.world, self.number)
+        lanes: Any = Lanes(self.world, self.number)
+        self.agreement, self.issued = agreement, IssueHash()
+        self.reductions = Reductions(self.units, lanes, agreement, self.issued, 1.0)
+        self.schedule = Schedule(
+            self.units, lanes, self.reductions, agreement, self.issued, self.limits,
+            lambda key: frozenset(range(len(self.sizes))), log_relearning=False,
+        )  # fmt: skip
+        self.backward_uses = BackwardUses(self.units, self.schedule, self.reductions)
+        self.outstanding: list[PhaseKey] = []
+
+    def forward(self, uses: Sequence[int], *, grad: bool = True) -> None:
+        """Each of ``uses`` is a module that is entered and left."""
+        self._begin_forward(grad)
+        for index in uses:
+            self._use_in_forward(index)
+            if grad:
+                self.backward_uses.expect_in_backward([self.units[index]], whole=False)
+        self.schedule.end()
+
+    def failing_forward(self, uses: Sequence[int]) -> None:
+        """The same, ended by an error of the user's, which every rank has alike."""
+        self._begin_forward(True)
+        for index in uses:
+            self._use_in_forward(index)
+        self.outstanding.clear()
+        self.backward_uses.forget()
+        self.schedule.abort(running=True)
+        self.reductions.forget()
+
+    def _begin_forward(self, grad: bool) -> None:
+        key: PhaseKey = ("forward", "", True, grad)
+        outstanding = [*self.outstanding, key]
+        self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
+        if grad:
+            self.outstanding = outstanding
+
+    def _use_in_forward(self, index: int) -> None:
+        unit = self.units[index]
+        unit.users += 1
+        self.schedule.use(unit)
+        assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+        unit.users -= 1
+        self.schedule.release_if_unused(unit)
+
+    def backward(self, uses: Sequence[int], *, last: bool = True, no_sync: bool = False) -> None:
+        """Each of ``uses`` is fetched and then has its gradient; a unit that comes again has another."""
+        self.reductions.last, self.reductions.no_sync = last, no_sync
+        self.schedule.begin(self._backward_key(self.outstanding), None)
+        self.backward_uses.begin()
+        for index in uses:
+            unit = self.units[index]
+            self.backward_uses.use(unit)
+            assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+            unit.gradients[0].stray += 1
+            self.given[index] += 1
+            if self.reductions.count(index, 0):
+                self.backward_uses.end(unit)
+        self.backward_uses.give_up()
+        self.schedule.end()
+        self.outstanding.clear()
+
+    def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
+        return ("backward", self.reductions.hold, 0, *outstanding)
+
+    def step(self) -> None:
+        """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""
+        while late := self._late():
+            for index in late:
+                self.reductions.send_again(index)
+        for unit in self.units:
+            unit.version += 1
+        self.schedule.release_planned()
+
+    def _late(self) -> list[int]:
+        unsent = [any(g.has_unsent() for g in unit.gradients) for unit in self.units]
+        stray = any(g.has_stray() for unit in self.units for g in unit.gradients)
+        account = (self.issued.value, unsent, stray, self.schedule.differed)
+        rows = self.agreement.exchange_objects(account, "step")
+        if len({value for value, *_ in rows}) > 1:
+            raise Deadlock(f"ranks have issued different things: {self.world.issued}")
+        late = [index for index in range(len(self.sizes)) if any(row[1][index] for row in rows)]
+        if late:
+            self.schedule.postpone(late, held=not any(row[2] for row in rows))
+        else:
+            self.schedule.note_differences(any(row[3] for row in rows))
+        return late

@@ -1,0 +1,107 @@
+"""The order of collectives, simulated: ranks issue the same, wait for nothing that nobody issues, and are silent."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.order.rank import Rank
+from tests.order.world import Deadlock, World
+
+Uses = tuple[int, ...]
+UNITS = 3
+SIZES = [4] * UNITS
+
+
+def train(routes: Sequence[Sequence[Uses]], world: World, *, steps_silent: int = 0) -> list[Rank]:
+    """Forward along each step's route of the rank, backward along it in reverse, step; returns the ranks.
+
+    Args:
+        routes: of each step, of each rank.
+        world: of the ranks.
+        steps_silent: how many last steps must not exchange anything but what a step always does.
+    """
+    marks: list[int] = []
+
+    def program(number: int) -> Rank:
+        rank = Rank(world, number, SIZES)
+        for step, route in enumerate(routes):
+            if number == 0 and step == len(routes) - steps_silent:
+                marks.append(world.exchanges)
+            rank.forward(route[number])
+            rank.backward(route[number][::-1])
+            rank.step()
+        return rank
+
+    ranks = world.run(program)
+    check(ranks, world)
+    if marks:
+        assert world.exchanges - marks[0] == steps_silent, "more was exchanged than the sums of the steps"
+    return ranks
+
+
+def check(ranks: Sequence[Rank], world: World) -> None:
+    """Equal orders, every gradient delivered once."""
+    assert all(issued == world.issued[0] for issued in world.issued), world.issued
+    for rank in ranks:
+        assert rank.delivered == rank.given, f"gradients {rank.given} were given, {rank.delivered} delivered"
+
+
+def orders(ranks: int, depth: int) -> list[Callable[[Sequence[int]], int]]:
+    """Ways to choose who goes on: every sequence of ``depth`` choices, round and round."""
+
+    def chooser(choices: Sequence[int]) -> Callable[[Sequence[int]], int]:
+        endless = itertools.cycle(choices)
+        return lambda able: able[next(endless) % len(able)]
+
+    return [chooser(choices) for choices in itertools.product(range(ranks), repeat=depth)]
+
+
+ROUTES: list[Uses] = [(0, 1, 2), (2, 1, 0), (0,), (1, 2), (0, 1, 0), ()]
+
+
+def test_equal_routes_are_silent_from_the_second_step_on() -> None:
+    for route in ROUTES:
+        if set(route) == set(range(UNITS)):
+            train([[route, route]] * 3, World(2), steps_silent=1)
+
+
+def may_be_refused(routes: Sequence[Sequence[Uses]]) -> bool:
+    """Whether some rank uses a unit once more than ever before, where every step before was the same on every rank.
+
+    Such steps are silent once every unit has been used: no rank would hear another ask.
+    """
+    common = routes[0][0]
+    for route in routes:
+        if any(Counter(each) - Counter(common) for each in route):
+            return set(common) == set(range(UNITS))
+        if any(each != common for each in route):
+            return False
+    return False
+
+
+@pytest.mark.parametrize("first", ROUTES)
+def test_two_ranks_two_steps(first: Uses) -> None:
+    """Whatever route each rank takes in each of two steps, after a common one."""
+    trained = 0
+    for one, other in itertools.product(itertools.product(ROUTES, repeat=2), repeat=2):
+        routes = [(first, first), one, other]
+        try:
+            train(routes, World(2))
+            trained += 1
+        except Deadlock as error:
+            assert may_be_refused(routes), f"{routes}: {error}"
+    assert trained > 500
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_it_does_not_matter_who_goes_on(number: int) -> None:
+    routes = [[(0, 1, 2)] * 2, [(0, 1, 2), (0, 2)], [(2, 1, 0), (0, 1, 2)], [(0, 1, 2), (1,)]]
+    expected = World(2)
+    train(routes, expected)
+    world = World(2, orders(2, 3)[number])
+    train(routes, world)
+    assert world.issued == expected.issued and world.exchanges == expected.exchanges

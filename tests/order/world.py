@@ -1,0 +1,240 @@
+"""Several ranks in one process: threads of which one runs at a time, and which one is a choice that can be enumerated.
+
+What real ranks have between them is replaced: an exchange returns when every rank has come to it, and a wait for a
+collective when every rank has issued it. Where no rank can go on and some have not finished, that is a deadlock, and
+told as one at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+__all__ = ["Agreement", "Deadlock", "Event", "Lanes", "World"]
+
+_T = TypeVar("_T")
+
+
+class Deadlock(RuntimeError):
+    """Ranks wait for each other for ever; where a real job would raise the named error after ``hang_timeout``."""
+
+
+class _Over(BaseException):
+    """Another rank has failed."""
+
+
+@dataclass
+class _Rank:
+    number: int
+    doing: str = "starting"
+    ready: Callable[[], bool] | None = None  # while it waits
+    done: bool = False
+    error: BaseException | None = None
+    result: Any = None
+
+
+@dataclass
+class _Meeting:
+    here: int = 0
+    answer: bool | None = None
+
+
+@dataclass
+class World:
+    """Ranks and what they have issued and exchanged.
+
+    Attributes:
+        size: number of ranks.
+        choose: of the numbers of ranks that can go on, the one that does.
+        issued: of each rank, what it has issued, in order.
+        exchanges: how many there were.
+        switches: how often another rank went on.
+    """
+
+    size: int
+    choose: Callable[[Sequence[int]], int] = min
+    issued: list[list[tuple[object, ...]]] = field(default_factory=list)
+    exchanges: int = 0
+    switches: int = 0
+
+    def __post_init__(self) -> None:
+        self.issued = [[] for _ in range(self.size)]
+        self._ranks = [_Rank(number) for number in range(self.size)]
+        self._turn = -1
+        self._condition = threading.Condition()
+        self._said: list[list[tuple[object, object]]] = [[] for _ in range(self.size)]
+        self._meetings: dict[int, _Meeting] = {}
+
+    def run(self, program: Callable[[int], _T]) -> list[_T]:
+        """Run a program on every rank; returns what each gave.
+
+        Raises:
+            Deadlock: no rank can go on.
+            Exception: the first that a rank raised.
+        """
+        threads = [threading.Thread(target=self._run, args=(rank, program), daemon=True) for rank in self._ranks]
+        for thread in threads:
+            thread.start()
+        with self._condition:
+            self._pass_on()
+        for thread in threads:
+            thread.join()
+        errors = [rank.error for rank in self._ranks if rank.error is not None and not isinstance(rank.error, _Over)]
+        if errors:
+            raise errors[0]
+        return [rank.result for rank in self._ranks]
+
+    def _run(self, rank: _Rank, program: Callable[[int], Any]) -> None:
+        try:
+            with self._condition:
+                self._wait_for_turn(rank)
+            rank.result = program(rank.number)
+        except BaseException as error:
+            rank.error = error
+        with self._condition:
+            rank.done = True
+            self._pass_on()
+
+    def wait(self, number: int, ready: Callable[[], bool], doing: str) -> None:
+        """Let others run until ``ready``."""
+        rank = self._ranks[number]
+        if ready():
+            return
+        with self._condition:
+            rank.ready, rank.doing = ready, doing
+            self._pass_on()
+            self._wait_for_turn(rank)
+            rank.ready = None
+
+    def let_others_run(self, number: int) -> None:
+        """A place at which another rank may go on first."""
+        with self._condition:
+            self._ranks[number].ready = lambda: True
+            self._pass_on()
+            self._wait_for_turn(self._ranks[number])
+            self._ranks[number].ready = None
+
+    def meet(self, number: int, incident: int) -> bool:
+        """Whether all ranks come here before those that do not stand still; a clock with all the time there is."""
+        meeting = self._meetings.setdefault(incident, _Meeting())
+        meeting.here += 1
+        if meeting.here == self.size and meeting.answer is None:
+            meeting.answer = True
+        self.wait(number, lambda: meeting.answer is not None, f"leaving the order, the {incident}. time")
+        return bool(meeting.answer)
+
+    def _wait_for_turn(self, rank: _Rank) -> None:
+        while self._turn != rank.number:
+            self._condition.wait()
+        if any(other.error is not None for other in self._ranks):
+            raise _Over
+
+    def _pass_on(self) -> None:
+        left = [rank for rank in self._ranks if not rank.done]
+        if not left:
+            return
+        failed = any(rank.error is not None for rank in self._ranks)
+        able = [rank.number for rank in left if failed or rank.ready is None or rank.ready()]
+        open_meetings = [meeting for meeting in self._meetings.values() if meeting.answer is None]
+        if not able and open_meetings:  # nobody else will come
+            open_meetings[0].answer = False
+            return self._pass_on()
+        if not able:
+            places = "; ".join(f"rank {r.number} {'has ended' if r.done else f'is {r.doing}'}" for r in self._ranks)
+            self._ranks[left[0].number].error = Deadlock(places)
+            able = [left[0].number]
+        self._turn = able[0] if failed or len(able) == 1 else self.choose(able)
+        self.switches += 1
+        self._condition.notify_all()
+
+    def exchange(self, number: int, kind: object, value: _T) -> list[_T]:
+        """Every rank's value; a rank that comes with another kind has gone elsewhere.
+
+        Raises:
+            Deadlock: the ranks are at different exchanges.
+        """
+        place = len(self._said[number])
+        self._said[number].append((kind, value))
+        self.wait(number, lambda: all(len(said) > place for said in self._said), f"at {kind}")
+        rows = [said[place] for said in self._said]
+        if any(other != kind for other, _ in rows):
+            raise Deadlock("ranks exchange different things: " + ", ".join(str(other) for other, _ in rows))
+        self.exchanges += number == 0
+        return [said for _, said in rows]  # type: ignore[misc]
+
+    def issue(self, number: int, what: tuple[object, ...]) -> Event:
+        """A collective, which arrives once every rank has issued it at this place of its order."""
+        self.issued[number].append(what)
+        return Event(self, number, len(self.issued[number]) - 1)
+
+
+@dataclass
+class Event:
+    """Completion of a collective."""
+
+    world: World
+    rank: int
+    place: int
+
+    def wait(self, timeout: float) -> bool:
+        """Until every rank has issued the same.
+
+        Raises:
+            Deadlock: another rank has issued something else there.
+        """
+        issued = self.world.issued
+        what = issued[self.rank][self.place]
+        self.world.wait(self.rank, lambda: all(len(each) > self.place for each in issued), f"waiting for {what}")
+        there = [each[self.place] for each in issued]
+        if any(other != what for other in there):
+            raise Deadlock(f"rank {self.rank} waits for {what}, and ranks have issued {there}")
+        return True
+
+
+@dataclass
+class Lanes:
+    """One rank's lanes: whatever is queued is issued at once."""
+
+    world: World
+    rank: int
+
+    def run(self, work: tuple[object, ...]) -> Event:
+        """Issue a collective, described by ``work``."""
+        return self.world.issue(self.rank, work)
+
+
+@dataclass
+class Agreement:
+    """What :class:`zeropp.comm.agreement.Agreement` is to a schedule, without processes and clocks."""
+
+    world: World
+    rank: int
+    phase: str = ""
+
+    def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
+        """Every rank's row."""
+        return self.world.exchange(self.rank, kind, values)
+
+    def exchange_objects(self, value: _T, doing: str) -> list[_T]:
+        """Every rank's object."""
+        return self.world.exchange(self.rank, doing, value)
+
+    def all_come(self, incident: int) -> bool:
+        """Whether all ranks leave the order at this place."""
+        return self.world.meet(self.rank, incident)
+
+    def wait(self, wait: Callable[[float], bool], doing: str, exposed: object = None) -> None:
+        """Wait as long as it takes."""
+        wait(0.0)
+
+    @contextlib.contextmanager
+    def issuing(self, what: str, unit: str, kind: str) -> Iterator[None]:
+        """Nothing is measured."""
+        yield
+
+    def failure(self, doing: str, call: str = "") -> RuntimeError:
+        """Ranks have found out that they are at different places."""
+        return Deadlock(f"rank {self.rank}: {doing}")
