@@ -93,7 +93,7 @@ class World:
                 self._wait_for_turn(rank)
             rank.result = program(rank.number)
         except BaseException as error:
-            rank.error = error
+            rank.error = rank.error or error  # a deadlock is told by one that only stood still
         with self._condition:
             rank.done = True
             self._pass_on()
