@@ -210,6 +210,7 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "meta buffer": (with_meta_buffer, "ValueError", "buffer 'seen' is on the meta device"),
     "scale is a string": (scaled(lambda r: "x"), "TypeError", "gradient_scale is 'x'; expected a number"),
     "scale is NaN": (scaled(lambda r: float("nan")), "ValueError", "gradient_scale is nan; expected a finite"),
+    "scale is infinite": (scaled(lambda r: float("inf")), "ValueError", "gradient_scale is inf; expected a finite"),
     "complex": (with_complex, "ValueError", "'extra' is complex.*view_as_real"),
     "DDP": (lambda m, r: plain(DistributedDataParallel(m)), "TypeError", "DistributedDataParallel.*model.module"),
     "DataParallel": (lambda m, r: plain(nn.DataParallel(m)), "TypeError", "DataParallel.*model.module"),

@@ -264,6 +264,33 @@ def test_values_are_refused_on_a_single_rank() -> None:
             assert off < 1e-6
 
 
+def read_after_a_failure(who: list[int]) -> None:
+    """A read on some ranks after backward has failed on all; and two more steps."""
+    pair = Pair(Routed(3), make_config())
+    pair.train(chain(3))
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("of the user")
+
+    first, second, third = pair.model.blocks
+    hidden = second(first(pair.batch(pair.rank)))
+    hidden.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        third(hidden).sum().backward()
+    if pair.rank in who:
+        with pytest.raises(RuntimeError, match="its values are partitioned"):
+            first.lin.weight.sum()
+    pair.zero_grad()
+    pair.train(chain(3))
+    pair.train(chain(3))
+    pair.check()
+
+
+@pytest.mark.parametrize("who", [[0], [0, 1]])
+def test_values_are_refused_after_a_backward_that_failed(who: list[int]) -> None:
+    run_ranks(2, read_after_a_failure, who)
+
+
 class Peeking(nn.Linear):
     """Wants its present values while others are loaded."""
 

@@ -274,6 +274,27 @@ def relearned(log: bool) -> list[list[str]]:
         return found
 
 
+def talk_in_evaluation() -> tuple[int, int]:
+    """Agreements in a forward that is alike on all ranks: before ranks part in a step, and after."""
+    pair = Pair(Routed(3), make_config())
+
+    def evaluate() -> int:
+        before = agreements(pair.optimizer)
+        with torch.no_grad():
+            pair.model(pair.batch(pair.rank))
+        return agreements(pair.optimizer) - before
+
+    evaluate()
+    quiet = evaluate()
+    pair.train(chain(3))
+    pair.train(chain(3), chain(0, 2))  # rank 1 passes over a block
+    return quiet, evaluate()
+
+
+def test_only_phases_since_the_last_boundary_vary_where_ranks_part() -> None:
+    assert run_ranks(2, talk_in_evaluation) == [(0, 0)] * 2
+
+
 def test_relearning_happens_once_and_is_logged_on_demand() -> None:
     for steps in run_ranks(2, relearned, True):
         assert [bool(step) for step in steps] == [False, True, False, False, False]

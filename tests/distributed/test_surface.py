@@ -277,6 +277,31 @@ def test_norms_are_of_parameters_that_have_a_gradient() -> None:
         assert set(whole) == {f"blocks.{i}.lin.{part}" for i in (0, 2) for part in ("weight", "bias")}
 
 
+class TwoDtypes(nn.Module):
+    """One unit, two flat buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.short = nn.Parameter(torch.linspace(-1, 1, 700))
+        self.long = nn.Parameter(torch.linspace(-2, 1, 900, dtype=torch.float64))
+
+    def forward(self) -> torch.Tensor:
+        return (self.short.square().sum() + 3 * self.long.square().sum()) / 2
+
+
+def of_two_dtypes() -> tuple[int, dict[str, float]]:
+    model = TwoDtypes()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    model().backward()
+    return len(optimizer.engine.trainable), optimizer.grad_norms()
+
+
+def test_norms_of_a_unit_with_two_buffers() -> None:
+    expected = {"short": TwoDtypes().short.norm().item(), "long": 3 * TwoDtypes().long.norm().item()}
+    for buffers, norms in run_ranks(2, of_two_dtypes):
+        assert buffers == 2 and norms == pytest.approx(expected, rel=1e-6)
+
+
 class Odd(torch.optim.SGD):
     """With attributes of its own."""
 

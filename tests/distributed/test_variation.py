@@ -438,6 +438,34 @@ def test_an_edit_inside_forward_is_not_lost_silently(world: int, persist: int) -
         assert "1.weight" in message and "edit is lost" in message and "load_state_dict" in message
 
 
+class Stubborn(nn.Module):
+    """Calls a layer again whose edit was refused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, edit: bool) -> Tensor:
+        first, second = self.layers
+        if edit:
+            first.__class__ = Editing
+            with pytest.raises(RuntimeError, match="edit is lost"):
+                first(x)
+            first.__class__ = nn.Linear
+        return second(first(x))
+
+
+def edit_caught() -> bool:
+    model = Stubborn()
+    zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**BARE))
+    model(torch.ones(2, 8), False)
+    return bool(model(torch.ones(2, 8), True).isfinite().all())
+
+
+def test_a_layer_whose_edit_was_named_has_values_in_the_same_forward() -> None:
+    assert run_ranks(2, edit_caught) == [True, True]
+
+
 def edited_by_hand() -> None:
     """Between backward and step: one gradient taken away, one replaced, one changed in place; on every rank."""
     pair = Pair(Routed(3), make_config(persist=9))

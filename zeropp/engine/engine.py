@@ -249,7 +249,7 @@ class Engine:
         """A released parameter is used outside its module; see :class:`zeropp.params.guard.Keeper`."""
         if self.closed:
             self.require_idle("the model", averaged=True)
-        if self.phase is Phase.IDLE:
+        if not self.running:
             return False
         self._touched.use(self._unit_of[id(parameter)])
         return True
@@ -411,4 +411,4 @@ class Engine:
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""
-        return self.pending.any and self.phase is Phase.IDLE
+        return self.pending.any and not self.running
