@@ -293,7 +293,7 @@ def of_two_dtypes() -> tuple[int, dict[str, float]]:
     model = TwoDtypes()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     model().backward()
-    return len(optimizer.engine.trainable), optimizer.grad_norms()
+    return len(optimizer.engine.trainable_buffers), optimizer.grad_norms()
 
 
 def test_norms_of_a_unit_with_two_buffers() -> None:
