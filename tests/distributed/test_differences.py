@@ -82,7 +82,7 @@ def refreshes(engine: Engine) -> dict[str, int]:
 
 
 DIFFERENCES, WHOLE, CROWDED = "refresh: differences", "refresh: whole", "refresh: whole, too much has changed"
-FAULT = "kept weights differ between ranks"
+FAULT = "cached weights differ between ranks"
 
 
 # Exact differences.

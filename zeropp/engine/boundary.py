@@ -161,7 +161,7 @@ class Boundary:
                 "link; they are renewed from the main weights. Up to %d steps were computed with them",
                 self.holders.every,
             )
-            self.engine.comm.ledger.note("<boundary>", "kept weights differ between ranks")
+            self.engine.comm.ledger.note("<boundary>", "cached weights differ between ranks")
             self.engine.refresh.distrust()
         self.holders.count_step()
 
