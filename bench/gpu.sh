@@ -64,7 +64,7 @@ if [[ $part == speed || $part == all ]]; then
         echo "nothing was measured" >&2
         exit 1
     fi
-    "$python" bench/kernels/report.py "${files[@]}" --save gpu-kernels
+    "$python" -m bench.kernels.report "${files[@]}" --save gpu-kernels
 fi
 
 if [[ $part == engine || $part == all ]]; then
@@ -77,10 +77,10 @@ if [[ $part == engine || $part == all ]]; then
     else
         size=(--layers 16 --d-model 1024 --heads 16 --seq-len 1024 --batch 4)
     fi
-    timeout 260 "$python" bench/step_time.py --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp \
+    timeout 260 "$python" -m bench.step_time --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp \
         --rounds 12 --discard 2 --steps 5 --save gpu-w1 "${size[@]}"
 
     # Two ranks share the card, through gloo and host memory: for the engine's streams under load, not for its speed.
-    timeout 110 "$python" bench/step_time.py --device cuda --ranks 2 --staged --dtype bf16 --systems fsdp2,zeropp \
+    timeout 110 "$python" -m bench.step_time --device cuda --ranks 2 --staged --dtype bf16 --systems fsdp2,zeropp \
         --rounds 4 --discard 1 --layers 4 --d-model 1024 --heads 16 --seq-len 256 --no-memory --save gpu-staged
 fi

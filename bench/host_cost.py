@@ -11,7 +11,7 @@ are aten calls and collectives; timed is the processor time of the main thread, 
 
 The bound is on unit less group; beyond it the exit code is 1.
 
-Run: ``python bench/host_cost.py --world 8 64 1024 --json host_cost.json``.
+Run: ``python -m bench.host_cost --world 8 64 1024 --json host_cost.json``.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +23,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import congestion
+from bench.common import congestion, namespaces
 
-__all__ = ["EACH", "UNDER", "Counters", "Network", "beside", "private_network", "unavailable"]
+__all__ = ["EACH", "UNDER", "Counters", "Network", "beside", "private_network"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _numbers = itertools.count()
@@ -83,23 +82,6 @@ class Counters:
         )
 
 
-def _ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=30)
-    if done.returncode != 0:
-        raise RuntimeError(f"ip {' '.join(words)} failed: {done.stderr.strip()}")
-
-
-def unavailable() -> str | None:
-    """Why no namespace can be made here; None when one can."""
-    if sys.platform != "linux":
-        return f"network namespaces need Linux, this is {sys.platform}"
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    if shutil.which("ip") is None:
-        return "network namespaces need the ip command (iproute2)"
-    return None
-
-
 @dataclass(frozen=True)
 class Network:
     """A namespace with a loopback device that is up, and nothing else."""
@@ -116,7 +98,7 @@ class Network:
         full_env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(env or {})}
         full_env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(entry for entry in sys.path if entry)])
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *command],
+            namespaces.command_on(self.name, *command),
             cwd=ROOT,
             env=full_env,
             stdin=subprocess.DEVNULL,
@@ -163,13 +145,6 @@ class Network:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
-    def end_leftovers(self) -> None:
-        """End what still runs inside: ranks of a launcher that was killed have sessions of their own."""
-        listed = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, timeout=30)
-        for pid in listed.stdout.split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-
 
 @contextlib.contextmanager
 def private_network(tcp: str | None = None) -> Iterator[Network]:
@@ -180,21 +155,19 @@ def private_network(tcp: str | None = None) -> Iterator[Network]:
     Args:
         tcp: the congestion control that TCP is to use; None for what ``congestion`` chooses.
     """
-    reason = unavailable()
+    reason = namespaces.unavailable()
     if reason is not None:
         pytest.skip(reason)
     network = Network(f"zeropp-test-{os.getpid()}-{next(_numbers)}")
     try:
-        _ip("netns", "add", network.name)
+        namespaces.make(network.name, "mtu", str(_FRAME))
     except RuntimeError as error:
         pytest.skip(f"no network namespace can be made here: {error}")
     try:
-        _ip("-n", network.name, "link", "set", "lo", "mtu", str(_FRAME), "up")
-        network.run([sys.executable, congestion.__file__, *([tcp] if tcp else [])], timeout=30)
+        namespaces.choose_congestion(network.name, tcp)
         yield network
     finally:
-        network.end_leftovers()
-        _ip("netns", "delete", network.name)
+        namespaces.remove(network.name)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """A table and a bar chart of what `pytest bench/kernels --benchmark-json=FILE` measured.
 
-python bench/kernels/report.py FILE...                # prints the table
-python bench/kernels/report.py FILE... --save NAME    # also bench/results/<date>_NAME.{md,json,png}
+python -m bench.kernels.report FILE...                # prints the table
+python -m bench.kernels.report FILE... --save NAME    # also bench/results/<date>_NAME.{md,json,png}
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ def chart(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--save", metavar="NAME", default="")
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     rows = [row for file in given.files for row in rows_of(json.loads(file.read_text()))]
     rows.sort(key=lambda row: row["mebibytes"])
     text = table(rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import congestion
+from bench.common import congestion
 from tests.netns import EACH, beside, private_network
 
 SCRIPT = Path(__file__).with_name("gather_bytes.py")

@@ -1,4 +1,4 @@
-"""bench/network.py: nodes that are namespaces, links of a chosen rate, bytes from the device; gone when it ends."""
+"""bench/network: nodes that are namespaces, links of a chosen rate, bytes from the device; gone when it ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from bench import congestion, network
+from bench.common import congestion
+from bench.network import __main__ as network
 from tests.netns import UNDER, beside
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "network.py"
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = [sys.executable, "-m", "bench.network"]
 CHOSEN = (None, False)  # congestion control, and whether a core is busy, as in UNDER
 SMALL = ["--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--batch=1", "--rounds=1", "--steps=1"]
 pytestmark = pytest.mark.root
@@ -27,7 +29,7 @@ def namespaces(pid: int) -> list[str]:
 
 
 def command(tcp: str | None, *flags: str) -> list[str]:
-    return [sys.executable, str(SCRIPT), *flags, *([f"--tcp={tcp}"] if tcp else [])]
+    return [*MODULE, *flags, *([f"--tcp={tcp}"] if tcp else [])]
 
 
 @pytest.mark.timeout(240)
@@ -36,7 +38,7 @@ def command(tcp: str | None, *flags: str) -> list[str]:
 def test_figures_of_a_small_model(nodes: int, tcp: str | None, busy: bool) -> None:
     words = command(tcp, f"--nodes={nodes}", "--systems=zeropp_s3,zeropp_pp", "--rates=5", *SMALL, "--equal=zeropp_pp")
     with beside(busy):
-        done = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         output, errors = done.communicate(timeout=220)
     assert done.returncode == 0, output + errors
     assert namespaces(done.pid) == []
@@ -88,7 +90,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
 @pytest.mark.parametrize("flag", WRONG)
 def test_a_wrong_flag_is_named_before_any_node_is_made(flag: str) -> None:
-    done = subprocess.run([sys.executable, str(SCRIPT), flag], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*MODULE, flag], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and re.search(WRONG[flag], done.stderr), done.stderr
     assert "Traceback" not in done.stderr
 
@@ -107,7 +109,7 @@ def sent_in_a_step(systems: list[str], nodes: int, warm_up: int, tcp: str | None
     size = ["--layers=6", "--d-model=256", "--heads=4", "--seq-len=64", "--batch=1", "--rounds=1", "--steps=2"]
     what = [f"--systems={','.join(systems)}", "--rates=none", f"--warm-up={warm_up}", f"--nodes={nodes}"]
     with beside(busy):
-        done = subprocess.run(command(tcp, *what, *size), capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command(tcp, *what, *size), cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     row = done.stdout.split("## Bytes between nodes")[1].split("| zeropp_s3 |")[1].split("|")
     assert float(row[2]) > 1.0073, "fewer headers than 66 bytes for every frame of 9000"
@@ -165,7 +167,7 @@ def test_nothing_is_left_after_an_interruption(
     words = command(tcp, "--systems=zeropp_s3", "--rates=1", "--rounds=1000", *SMALL[:-2])
     said = tmp_path / "said"
     with beside(busy), said.open("w") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=file)
+        process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file)
         running = running_on_nodes(process, said)
         time.sleep(3)  # they are importing torch
         process.send_signal(number)

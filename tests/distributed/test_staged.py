@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import zeropp
-from tests import staged
+from bench.common import staged
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Pair, Routed, chain, make_config
 from tests.distributed.test_sequence import ALL, BRANCHES, follow

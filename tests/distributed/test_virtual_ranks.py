@@ -1,9 +1,6 @@
-"""bench/convergence_ranks.py: virtual ranks in one process have the bits of the engine on as many processes."""
+"""bench/convergence/ranks.py: virtual ranks in one process have the bits of the engine on as many processes."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
+from bench.convergence.ranks import VirtualRanks
+from bench.convergence.weights import make_weights
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))  # scripts, not a package: they import each other by their bare names
-
-from convergence_ranks import VirtualRanks  # noqa: E402 (the path above comes first)
-from convergence_weights import make_weights  # noqa: E402
 
 STEPS = 3  # so that what is carried over matters, and what is cleared
 

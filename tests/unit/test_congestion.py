@@ -1,4 +1,4 @@
-"""bench/congestion.py: which congestion control is chosen, and that a kernel that refuses it stops nobody."""
+"""bench/common/congestion.py: which congestion control is chosen, and that a kernel that refuses it stops nobody."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import congestion
+from bench.common import congestion
 
 # What the kernel allows, what it has: what is chosen.
 CHOICES = [

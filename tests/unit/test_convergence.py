@@ -1,4 +1,4 @@
-"""bench/convergence.py: it runs, goes on where it was interrupted, and its statistics are right."""
+"""bench/convergence: it runs, goes on where it was interrupted, and its statistics are right."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench.convergence import __main__ as convergence
+from bench.convergence import report
+from bench.convergence import run as convergence_run
+from bench.convergence.arms import ARMS, SEEDS, Settings
+
 ROOT = Path(__file__).resolve().parents[2]
-for source in (ROOT / "examples", ROOT / "bench"):
-    sys.path.insert(0, str(source))  # scripts, not packages: they import each other by their bare names
-
-import convergence  # noqa: E402 (the path above comes first)
-import convergence_report as report  # noqa: E402
-import convergence_run  # noqa: E402
-from convergence_arms import ARMS, SEEDS, Settings  # noqa: E402
-
 TINY = replace(convergence.QUICK, steps=7, layers=1, d_model=32, sample=3, validate_every=3)
 
 

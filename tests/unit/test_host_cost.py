@@ -15,7 +15,7 @@ WORLD = 8
 LOCALS = [8, 4, 1]  # one node; two nodes of four; eight nodes of one
 MEASURE = """
 import json, sys
-import host_cost
+from bench import host_cost
 rows = [host_cost.measure(int(sys.argv[1]), int(local), blocks=4, repeats=8) for local in sys.argv[2:]]
 print(json.dumps(rows))
 """
@@ -24,7 +24,7 @@ print(json.dumps(rows))
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, object]]:
     """One row of bench/host_cost.py for each number of ranks to a node."""
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "bench"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(WORLD), *map(str, LOCALS)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},

@@ -1,9 +1,8 @@
-"""bench/network_plot.py: a name and a colour for every system; bars at one rate, lines over several, texts apart."""
+"""bench/network/plot.py: a name and a colour for every system; bars at one rate, lines over several, texts apart."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +14,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))  # scripts, which import each other by bare names
-
-import network
-import network_plot as plot
-import network_report as report
+from bench.network import __main__ as network
+from bench.network import plot, report
 
 SHOWN = [*network.NAMES, *(f"{name}_x{times}" for name in network.NAMES if "zeropp" in name for times in (2, 4))]
 SETTINGS = {"nodes": 2, "local": 2, "dtype": "bf16", "batch": 4, "seq_len": 128}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
-from convergence_arms import ARMS
+from bench.convergence.arms import ARMS
 
 REFERENCE, CODED = "plain", "zeropp"
 FIRST, LAST = "<!-- measured -->", "<!-- end of measured -->"

@@ -10,9 +10,10 @@ import os
 
 import torch
 import torch.distributed as dist
-from contestant import Contestant, adamw
-from text_data import Batches
 from torch import nn
+
+from bench.common.contestant import Contestant, adamw
+from examples.text_data import Batches
 
 __all__ = ["build_deepspeed"]
 

@@ -1,6 +1,6 @@
-"""What each rank of network.py runs: systems take turns over a link of one rate after the other.
+"""What each rank runs: systems take turns over a link of one rate after the other.
 
-Started by network.py on every node; writes what it measured from rank 0.
+Started by ``python -m bench.network`` on every node; writes what it measured from rank 0.
 """
 
 from __future__ import annotations
@@ -9,27 +9,20 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
-    sys.path.insert(0, str(_source))
-
-import congestion  # noqa: E402 (the path above comes first)
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from contestant import Contestant, meet  # noqa: E402
-from gpt import GPT, GPTConfig  # noqa: E402
-from model_flags import add_model_flags  # noqa: E402
-from network_links import cut_into_frames, sent_bytes, set_rate  # noqa: E402
-from step_time_systems import build  # noqa: E402
-from text_data import Batches, load_text  # noqa: E402
-
-import zeropp  # noqa: E402
+import zeropp
+from bench.common import congestion
+from bench.common.contestant import Contestant, meet
+from bench.common.flags import add_model_flags
+from bench.network.links import cut_into_frames, sent_bytes, set_rate
+from bench.step_time.systems import build
+from examples.gpt import GPT, GPTConfig
+from examples.text_data import Batches, load_text
 
 BASE = "zeropp_s3"  # whose waiting defines a rate
 _TRIES = 4  # to find it

@@ -12,10 +12,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contestant import ADAMW, Contestant, adamw, over_ranks
-from deepspeed_system import build_deepspeed
-from gpt import GPT, GPTConfig
-from text_data import Batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
@@ -24,6 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 import zeropp.fsdp2
+from bench.common.contestant import ADAMW, Contestant, adamw, over_ranks
+from bench.step_time.deepspeed_system import build_deepspeed
+from examples.gpt import GPT, GPTConfig
+from examples.text_data import Batches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _FSDP2 = ("fsdp2", "hsdp", "fsdp2_hpz", "fsdp2_a2a", "fsdp2_two_hop", "fsdp2_pp")

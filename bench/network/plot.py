@@ -5,7 +5,8 @@ from __future__ import annotations
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-from network_report import BASE, Measured, rate_name
+
+from bench.network.report import BASE, Measured, rate_name
 
 __all__ = ["LOOKS", "colour", "draw", "label"]
 

@@ -1,6 +1,6 @@
 """Training over slow links: tokens a second and bytes between nodes, zeropp beside DDP and FSDP2.
 
-    sudo python bench/network.py --nodes 2 --rates wait80,200,50 --equal zeropp_s3,zeropp_pp --save two-nodes
+    sudo python -m bench.network --nodes 2 --rates wait80,200,50 --equal zeropp_s3,zeropp_pp --save two-nodes
 
 Nodes are network namespaces with two ranks each, joined by links whose rate a token bucket limits; the bytes are those
 that the kernel counted on the first node's device. All systems live in the same processes, train the same model on the
@@ -21,13 +21,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "bench"))
+from bench.common import congestion
+from bench.common.flags import add_model_flags, given_flags
+from bench.common.namespaces import unavailable
+from bench.network import report
+from bench.network.links import DEVICE, nodes
 
-import congestion  # noqa: E402 (the path above comes first)
-import network_report as report  # noqa: E402
-from model_flags import add_model_flags, given_flags  # noqa: E402
-from network_links import DEVICE, nodes, unavailable  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SYSTEMS = (
     "ddp,fsdp2,hsdp,fsdp2_two_hop,fsdp2_pp,zeropp_s3,zeropp_hpz,zeropp_pp,zeropp_pp_loco,zeropp_delta4,zeropp_lossless,"
@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
         "reduce-dtype": args.dtype, "warm-up": args.warm_up, "steps": args.steps, "rounds": args.rounds,
         "node-size": args.local, "result": result, **given_flags(args),
     }  # fmt: skip
-    words = [sys.executable, str(ROOT / "bench" / "network_ranks.py")]
+    words = [sys.executable, "-m", "bench.network.ranks"]
     words += [f"--{name}={value}" for name, value in flags.items()]
     with nodes(args.nodes, args.tcp) as found, contextlib.ExitStack() as stack:
         ranks = []
@@ -123,7 +123,7 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
             own |= {"LOCAL_WORLD_SIZE": args.local, "MASTER_ADDR": found[0].address, "MASTER_PORT": PORT}
             own |= {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            ranks.append(subprocess.Popen(found[node].command(*words), env=environment))
+            ranks.append(subprocess.Popen(found[node].command(*words), cwd=ROOT, env=environment))
             stack.callback(stop, ranks[-1])
         codes = exit_codes(ranks)
     if any(codes) or not result.exists():
@@ -148,7 +148,7 @@ def exit_codes(ranks: Sequence[subprocess.Popen]) -> list[int | None]:
 
 def main() -> None:
     args = parse_arguments()
-    reason = unavailable()
+    reason = unavailable("tc")
     if reason is not None:
         raise SystemExit(reason)
     with tempfile.TemporaryDirectory() as folder:

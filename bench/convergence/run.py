@@ -11,14 +11,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from convergence_arms import ARMS, Settings
-from convergence_ranks import VirtualRanks
-from convergence_weights import make_weights
-from gpt import GPT, GPTConfig
-from text_data import Batches, load_text, validation_batches
 from torch import Tensor, nn
 
 import zeropp
+from bench.convergence.arms import ARMS, Settings
+from bench.convergence.ranks import VirtualRanks
+from bench.convergence.weights import make_weights
+from examples.gpt import GPT, GPTConfig
+from examples.text_data import Batches, load_text, validation_batches
 
 BETAS = (0.9, 0.95)
 COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}

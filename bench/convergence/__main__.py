@@ -1,14 +1,14 @@
 """Does quantized communication cost anything in training? Arms and seeds in pairs, on virtual ranks in one process.
 
-    python bench/convergence.py --jobs 2                 # all arms and seeds; a second call goes on where one stopped
-    python bench/convergence.py --jobs 2 --save          # also docs/convergence.{md,png} and bench/results/
-    python bench/convergence.py --quick                  # a minute: does it run at all?
-    python bench/convergence.py --device cuda --compute bf16 --layers 12 --d-model 768 --heads 12 --seq-len 512 \
+    python -m bench.convergence --jobs 2                 # all arms and seeds; a second call goes on where one stopped
+    python -m bench.convergence --jobs 2 --save          # also docs/convergence.{md,png} and bench/results/
+    python -m bench.convergence --quick                  # a minute: does it run at all?
+    python -m bench.convergence --device cuda --compute bf16 --layers 12 --d-model 768 --heads 12 --seq-len 512 \
         --batch 4 --steps 3000 --seeds 3 --name 100m --save
 
 Every rank of 2 nodes x 2 has its own micro-batch; its gradient travels through the engine's own paths and codecs, one
-thread a rank (convergence_ranks.py). Measured is what Adam sees: the relative error of its average of gradients against
-the exact mean on the same weights; then the loss of held-out text, as differences to the plain arm of the same seed.
+thread a rank (`ranks`). Measured is what Adam sees: the relative error of its average of gradients against the exact
+mean on the same weights; then the loss of held-out text, as differences to the plain arm of the same seed.
 
 A finished run is a file in --runs; an interrupted one goes on from its last checkpoint. Names of files tell settings
 apart, not versions of zeropp: after a change to the code take another folder.
@@ -18,21 +18,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
 from dataclasses import fields, replace
 from pathlib import Path
 
-# Before torch starts: one thread a run, or runs side by side fight over cores.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from bench.convergence.arms import ARMS, DEFAULT_ARMS, SEEDS, Settings
 
-ROOT = Path(__file__).resolve().parents[1]
-for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
-    sys.path.insert(0, str(_source))
-
-from convergence_arms import ARMS, DEFAULT_ARMS, SEEDS, Settings  # noqa: E402 (the path above comes first)
+ROOT = Path(__file__).resolve().parents[2]
 
 QUICK = Settings(steps=12, layers=2, d_model=64, heads=2, seq_len=32, warmup=2, sample=2, windows=8, validate_every=6)
 QUICK_ARMS = ("plain", "zeropp", "hadamard-loco", "delta4")
@@ -84,7 +78,7 @@ def supervise(args: argparse.Namespace, settings: Settings) -> None:
     waiting = [(arm, seed) for arm, seed in wanted if not (args.runs / f"{settings.stem(arm, seed)}.json").exists()]
     print(f"{len(wanted) - len(waiting)} of {len(wanted)} runs are done, in {args.runs}", flush=True)
     if args.jobs == 1:
-        from convergence_run import run
+        from bench.convergence.run import run
 
         for arm, seed in waiting:
             run(arm, seed, settings, args.runs, args.checkpoint_every)
@@ -95,7 +89,7 @@ def supervise(args: argparse.Namespace, settings: Settings) -> None:
         while waiting or running:
             while waiting and len(running) < args.jobs and not failed:
                 arm, seed = waiting.pop(0)
-                running[subprocess.Popen(_command(args, settings, arm, seed))] = (arm, seed, time.monotonic())
+                running[subprocess.Popen(_command(args, settings, arm, seed), cwd=ROOT)] = (arm, seed, time.monotonic())
             for child in [child for child in running if child.poll() is not None]:
                 arm, seed, start = running.pop(child)
                 if child.returncode:
@@ -111,7 +105,7 @@ def supervise(args: argparse.Namespace, settings: Settings) -> None:
 
 
 def _command(args: argparse.Namespace, settings: Settings, arm: str, seed: int) -> list[str]:
-    words = [sys.executable, str(Path(__file__).resolve()), f"--one={arm}:{seed}", f"--runs={args.runs}"]
+    words = [sys.executable, "-m", "bench.convergence", f"--one={arm}:{seed}", f"--runs={args.runs}"]
     words += [f"--checkpoint-every={args.checkpoint_every}"]
     return words + [f"--{f.name.replace('_', '-')}={getattr(settings, f.name)}" for f in fields(Settings)]
 
@@ -119,12 +113,12 @@ def _command(args: argparse.Namespace, settings: Settings, arm: str, seed: int) 
 def main() -> None:
     args, settings = parse_arguments()
     if args.one:
-        from convergence_run import run
+        from bench.convergence.run import run
 
         arm, seed = args.one.split(":")
         run(arm, int(seed), settings, args.runs, args.checkpoint_every)
         return
-    import convergence_report as report
+    from bench.convergence import report
 
     supervise(args, settings)
     stems = [settings.stem(arm, seed) for arm in args.arms for seed in SEEDS[: args.seeds]]

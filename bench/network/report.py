@@ -158,7 +158,7 @@ def save(found: dict, settings: dict, text: str, folder: Path, name: str) -> lis
     paths[1].write_text(json.dumps({"settings": settings, **found}, indent=1) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
         return paths[:2]
-    import network_plot  # which needs it
+    from bench.network import plot as network_plot  # which needs it
 
     network_plot.draw(Measured(found, settings)).savefig(paths[2], dpi=110)
     return paths

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from step_time_net import loopback_bytes
-from text_data import Batches
 from torch import Tensor, nn
 
 import zeropp
+from bench.common.namespaces import sent_bytes
+from examples.text_data import Batches
 
 __all__ = ["ADAMW", "Contestant", "adamw", "meet", "over_ranks"]
 
@@ -130,7 +130,7 @@ def meet(device: torch.device) -> None:
 
 
 def wire_bytes() -> int:
-    return loopback_bytes() if os.environ.get("STEP_TIME_WIRE") == "private" else 0
+    return sent_bytes("lo") if os.environ.get("STEP_TIME_WIRE") == "private" else 0
 
 
 def over_ranks(values: list[float], op: dist.ReduceOp.RedOpType) -> list[float]:

@@ -1,6 +1,6 @@
 """TCP's congestion control in a network namespace: chosen from what the kernel allows there.
 
-    ip netns exec NODE python bench/congestion.py [NAME]
+    ip netns exec NODE python bench/common/congestion.py [NAME]
 
 Not every kernel lets a namespace have cubic, and figures taken under different ones are not alike, so reports name it.
 """

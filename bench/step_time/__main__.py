@@ -1,8 +1,8 @@
 """Step time, bytes and memory of zeropp beside DDP and FSDP2: same model, data, seeds and fused AdamW.
 
-    python bench/step_time.py --ranks 2 --dtype fp32 --rounds 8 --bound 0.90 --save fp32
-    python bench/step_time.py --ranks 4 --systems ddp,ddp_zero1,fsdp2,hsdp,fsdp2_hpz,zeropp,zeropp_s1,zeropp_hpz ...
-    python bench/step_time.py --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp --layers 20 --d-model 2048 ...
+    python -m bench.step_time --ranks 2 --dtype fp32 --rounds 8 --bound 0.90 --save fp32
+    python -m bench.step_time --ranks 4 --systems ddp,ddp_zero1,fsdp2,hsdp,fsdp2_hpz,zeropp,zeropp_s1,zeropp_hpz ...
+    python -m bench.step_time --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp --layers 20 --d-model 2048 ...
 
 Two jobs on a shared machine, one after the other, differ by more than the systems do. So the systems live in the
 same processes and take turns, A B C D A B C D ...; the ratio to FSDP2 is also taken round by round. Nothing is
@@ -22,16 +22,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Before torch starts: one thread a rank, or ranks fight over cores and sums change their order.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+from bench.common.flags import add_model_flags, given_flags
+from bench.step_time import report
+from bench.step_time.launch import free_port, private_network
 
-ROOT = Path(__file__).resolve().parents[1]
-for _source in (ROOT, ROOT / "kernels", ROOT / "examples", ROOT / "bench"):
-    sys.path.insert(0, str(_source))
-
-import step_time_report as report  # noqa: E402 (the path above comes first)
-from model_flags import add_model_flags, given_flags  # noqa: E402
-from step_time_net import free_port, private_network  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 SYSTEMS = ("ddp", "fsdp2", "fsdp2_a2a", "zeropp")
 # Placements on two nodes that are only pretended: the ranks are halved.
@@ -79,20 +74,14 @@ def launch(args: argparse.Namespace, systems: list[str], rounds: int, discard: i
         **given_flags(args),
     }  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
-    command += [
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        str(Path(__file__).resolve()),
-    ]
+    command += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "bench.step_time"]
     command += [f"--{name}={value}" for name, value in flags.items()]
     command += ["--staged"] * args.staged
     environment = dict(os.environ, GLOO_SOCKET_IFNAME="lo") if sys.platform == "linux" else dict(os.environ)
     # NCCL needs devices, not interfaces; its bytes do not pass the loopback, so a namespace would tell nothing.
     isolate, reason = private_network() if args.device == "cpu" else (None, "not counted on CUDA")
     environment["STEP_TIME_WIRE"] = reason or "private"
-    code = subprocess.run(command, env=environment, preexec_fn=isolate).returncode
+    code = subprocess.run(command, env=environment, cwd=ROOT, preexec_fn=isolate).returncode
     if code or not result.exists():
         raise SystemExit(f"the ranks ended with exit code {code}; nothing to report")
     return json.loads(result.read_text())
@@ -123,14 +112,13 @@ def supervise(args: argparse.Namespace) -> None:
 
 def work(args: argparse.Namespace) -> None:
     """One rank: build the systems, take turns, and let rank 0 write the numbers down."""
-    import congestion
     import torch
     import torch.distributed as dist
-    from contestant import Contestant
-    from step_time_systems import MemoryMeter, build
-    from text_data import Batches, load_text
 
-    from tests import staged
+    from bench.common import congestion, staged
+    from bench.common.contestant import Contestant
+    from bench.step_time.systems import MemoryMeter, build
+    from examples.text_data import Batches, load_text
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cpu")

@@ -1,0 +1,1 @@
+"""What several suites share: systems that take turns, namespaces, congestion control, flags."""

@@ -1,0 +1,6 @@
+"""Tokens a second and bytes between nodes over slow links."""
+
+import os
+
+# Before torch starts: one thread a rank, or ranks fight over cores and sums change their order.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
