@@ -134,7 +134,9 @@ class VirtualRanks:
         self._reductions = 0  # of which the ledgers know
         loco = config.zero.zeropp_loco_param
         self.carried = [
-            CarriedErrors(SimpleNamespace(trainable_buffers=[b.ranks[rank] for b in self.buffers]), loco.reset_T if loco else 1)
+            CarriedErrors(
+                SimpleNamespace(trainable_buffers=[b.ranks[rank] for b in self.buffers]), loco.reset_T if loco else 1
+            )
             for rank in range(self.world)
         ]
         device = next(model.parameters()).device
