@@ -6,8 +6,10 @@ Attributes with an underscore that modules, parameters and optimizers of torch c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -77,9 +79,15 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass has computed everything. Only inside a backward."""
-    Variable._execution_engine.queue_callback(callback)
+def queue_end_of_backward(callback: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
+    """Call ``callback`` when the running backward pass has computed everything. Only inside a backward.
+
+    Returns:
+        A reference that is dead once that backward is over: one that fails drops what it was to call.
+    """
+    ending = partial(callback)  # an object that autograd alone holds
+    Variable._execution_engine.queue_callback(ending)
+    return weakref.ref(ending)
 
 
 def will_execute(node: Node) -> bool:

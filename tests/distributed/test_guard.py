@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 import zeropp
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import Pair, Routed, apart, chain, make_config, shards, worst
 from tests.owned import live_numel
 
@@ -289,6 +289,40 @@ def read_after_a_failure(who: list[int]) -> None:
 @pytest.mark.parametrize("who", [[0], [0, 1]])
 def test_values_are_refused_after_a_backward_that_failed(who: list[int]) -> None:
     run_ranks(2, read_after_a_failure, who)
+
+
+def backward_after_a_failure(settings: dict[str, object], again: bool) -> tuple[bool, float]:
+    """Two graphs; backward of the one fails, of the other follows at once; whether a step was taken."""
+    pair = Pair(Routed(3), make_config(**settings))
+    pair.train(chain(3))
+    pair.zero_grad()
+    first, second, third = pair.model.blocks
+    hidden = second(first(pair.batch(pair.rank)))
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError("of the user")
+
+    hidden.register_hook(fail)
+    lost, kept = third(hidden).sum(), pair.model(pair.batch(pair.rank)).square().mean()
+    with pytest.raises(ArithmeticError):
+        lost.backward()
+    if again:
+        pair.optimizer.zero_grad()
+    kept.backward()
+    pair.optimizer.step()
+    return pair.optimizer.step_was_taken, pair.optimizer.grad_norm
+
+
+@pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=["3", "1"])
+@pytest.mark.parametrize("again", [False, True])
+def test_a_backward_of_another_graph_after_one_that_failed(settings: dict[str, object], again: bool) -> None:
+    """It counts, or is refused by name where its weights were given up with the failed one's; it is never lost."""
+    for result in run_ranks(2, backward_after_a_failure, settings, again, catch=True):
+        if isinstance(result, RankFailure):
+            assert "was released, or that has changed since forward" in result.message or "inplace" in result.message
+        else:
+            taken, norm = result
+            assert taken and norm > 0
 
 
 class Peeking(nn.Linear):

@@ -108,6 +108,7 @@ class Engine:
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = 0  # number of the set of parameters that are trained; backwards are learned for each
         self._backwards = 0  # finished or given up
+        self._ending: Callable[[], object] = lambda: None  # not None while the last backward runs
         self._outstanding: list[PhaseKey] = []
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched = Touched(self.units, self.schedule)
@@ -210,7 +211,7 @@ class Engine:
             self._backward.end(self.units[index])
 
     def _begin_backward(self) -> None:
-        if self.phase is not Phase.IDLE:
+        if self.running:
             return
         self.require_idle("backward")
         if (listener := self.listener) is not None:
@@ -218,7 +219,7 @@ class Engine:
         self._foresee_boundary()
         self.refresh.start_put_off()
         self.phase = Phase.BACKWARD
-        queue_end_of_backward(self._end_backward)
+        self._ending = queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.any = True
         self._expose(self.persistent)
@@ -268,7 +269,7 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether a pass is running; a backward that failed is over."""
-        if self.phase is Phase.BACKWARD and current_graph_task() == -1:
+        if self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None):
             self.recover()
         return self.phase is not Phase.IDLE
 
