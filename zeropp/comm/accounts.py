@@ -26,6 +26,7 @@ class Account:
     until: str = ""
 
     def __str__(self) -> str:
+        # What a rank does often names the phase already ("starting a forward").
         where = f" in {self.phase}" if self.phase and self.phase not in self.doing else ""
         return f"{self.doing}{where}{self.until}"
 
@@ -43,6 +44,7 @@ def describe_phase(key: Sequence[object]) -> str:
     """The kind of a phase in words; see `zeropp.order.orders.PhaseKey`."""
     if key[0] == "backward":
         return "a backward"
+    # ("forward", path of the root that was called, training, grad mode): see Engine._begin_forward.
     _, path, training, grad = key
     where = f" of {path!r}" if path else ""
     return f"a forward{where} {'with' if grad else 'without'} gradients{'' if training else ', in eval mode'}"
@@ -70,6 +72,8 @@ def explain(accounts: Mapping[int, Account], world: int) -> str:
 
 def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
     """What the user most probably has to look at, in a sentence without its full stop."""
+    # Most telling first: calls of the user that differ explain silence and different phases, and not the other way
+    # round.
     silent = _silent(accounts, world)
     calls = _by({rank: account.call for rank, account in accounts.items() if account.call})
     if len(calls) > 1:
@@ -77,6 +81,7 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
         return f"{parts}; they are collective: every rank makes the same calls in the same order"
     for call, ranks in calls.items():
         others = set(range(world)).difference(ranks)
+        # The fewer ranks are the more likely culprits; in a draw, those that made the call.
         if others and len(ranks) <= len(others):
             return f"{name_ranks(ranks)} called {call} alone; it is collective: every rank calls it"
         if others:
@@ -102,6 +107,7 @@ def _silent(accounts: Mapping[int, Account], world: int) -> list[int]:
 
 def _by(texts: Mapping[int, str]) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
+    # Ranks in ascending order, so that the same accounts give the same words on every rank.
     for rank in sorted(texts):
         found.setdefault(texts[rank], []).append(rank)
     return found

@@ -26,6 +26,7 @@ from zeropp.comm.watch import Watch
 __all__ = ["ADDED", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
 _T = TypeVar("_T")
+# An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
 _WIDTH = 8  # integers in an exchange
 # Kinds of exchanges between passes; the schedule has its own below 100.
 _MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
@@ -44,10 +45,13 @@ class Agreement:
     ) -> None:
         self.comm = comm
         self.hang_timeout = hang_timeout
-        self.at_once = at_once  # work on lanes is done in the model's own order, which stands still for it
+        # Without ``overlap_comm`` work on lanes is done in the model's own order, which stands still for it.
+        self.at_once = at_once
         self.stalls = make_stalls(device, comm.ledger.add_wait)
-        self.lost: str | None = None  # the common error, once it was raised: nothing is waited for after it
+        # The common error, once it was raised. Nothing is waited for after it.
+        self.lost: str | None = None
         self.phase = ""  # the pass that this rank is in, in words
+        # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
 
@@ -62,6 +66,7 @@ class Agreement:
         timing = contextlib.nullcontext() if exposed is None else self.stalls.timing(*exposed)
         with timing, self.watching(doing):
             if not wait(self.hang_timeout):
+                # Raised inside ``watching``, which lets it through: ``lost`` is set by then.
                 raise self.failure(doing, waited=True)
 
     @contextlib.contextmanager
@@ -76,10 +81,13 @@ class Agreement:
         if self.lost is not None:
             raise RuntimeError(self.lost)
         try:
+            # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
             with self.watch.waiting(lambda: Account(" ".join(doing), call, phase or self.phase)):
                 yield
         except RuntimeError as error:
-            alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)  # nobody waits: try less
+            # Other ranks would wait in a collective to which this one does not come. Alone, out of memory stays
+            # torch's own error, after which one may try less.
+            alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)
             if self.lost is not None or alone:
                 raise
             account = Account(" ".join(doing), call, phase or self.phase)
@@ -102,7 +110,8 @@ class Agreement:
         Raises:
             RuntimeError: some rank did not come within ``hang_timeout``, or is at another kind of exchange.
         """
-        row = [kind, *values, *[0] * (_WIDTH - len(values))]  # one width, or ranks at different kinds could not talk
+        # One width, or ranks at different kinds could not talk.
+        row = [kind, *values, *[0] * (_WIDTH - len(values))]
         with self.watching(doing, call=call):
             rows = self.comm.all_gather_ints(row)
         if any(row[0] != kind for row in rows):
@@ -115,6 +124,7 @@ class Agreement:
         Raises:
             RuntimeError: some rank has not.
         """
+        # Not hash(): of strings it is another number in every process.
         code = zlib.crc32(what.encode())
         rows = self.exchange(_MEET, [code], f"at {what}", what)
         if any(row != [code] for row in rows):
@@ -135,11 +145,15 @@ class Agreement:
         if comm.world == 1 or comm.backend == "fake":
             return True
         store, name = default_store(), f"{comm.job}/leave/{incident}"
+        # All ranks have agreed on something since, so none still looks at these keys.
         if comm.rank == 0 and incident > 1:
             for key in ("count", "answer"):
                 store.delete_key(f"{comm.job}/leave/{incident - 2}/{key}")
+        # The last to come says "all", unless one that came before has lost patience. Whoever is first to set the answer
+        # decides: compare_set writes to a missing key only, and returns what stands there.
         if store.add(f"{name}/count", 1) == comm.world:
             return store.compare_set(f"{name}/answer", "", "all") == b"all"
+        # Short: a rank that has left alone waits this long for nothing.
         until = time.monotonic() + _TOGETHER
         while time.monotonic() < until and not store.check([f"{name}/answer"]):
             time.sleep(0.001)
@@ -161,6 +175,7 @@ class Agreement:
         accounts, store_is_gone = {comm.rank: account}, False
         if comm.world > 1 and comm.backend != "fake":
             try:
+                # Over the store: ranks that have lost each other can no longer meet in a collective.
                 accounts = self._ask_around(account)
             except RuntimeError:  # the process that keeps the store is gone, perhaps the very one that failed
                 store_is_gone = True
@@ -180,6 +195,7 @@ class Agreement:
         self.watch.publish(account)
         until = time.monotonic() + _GRACE
         accounts = self.watch.heard()
+        # Others run into the same failure at nearly the same time, and the message is better with what they say.
         while time.monotonic() < until and len(accounts) < self.comm.world:
             time.sleep(0.05)
             accounts = self.watch.heard()

@@ -31,6 +31,7 @@ def on_all_ranks(group: Group, what: str, work: Callable[[], _T], *, same: bool 
         ValueError: results differ.
     """
     result: _T | None = None
+    # Kept until every rank has been told. Raised at once, it would leave the others waiting for this rank.
     error: Exception | None = None
     try:
         result = work()
@@ -38,6 +39,7 @@ def on_all_ranks(group: Group, what: str, work: Callable[[], _T], *, same: bool 
         error = caught
     late = f"waiting at {what} for {_SILENCE:g} s; some rank has not come; it is collective: every rank calls it"
     with warn_of_waiting(_SILENCE, f"rank {whereabouts()[0]} has been {late}"):
+        # Exceptions travel as text: not every one can be pickled.
         accounts = exchange(group, (error and f"{type(error).__name__}: {error}", repr(result) if same else ""))
     if error is not None:
         raise error
@@ -59,9 +61,11 @@ def exchange(group: Group, account: _T) -> list[_T]:
     try:
         process_group = to_process_group(group)
     except TypeError:
-        process_group = world_group()  # the others may have given None, and wait there
+        # This rank is about to fail over what it was given. The others may have given None, and wait in the world.
+        process_group = world_group()
     except ValueError:
-        return [account]  # nobody waits for a rank that is no member
+        # Nobody waits for a rank that is no member.
+        return [account]
     size = dist.get_world_size(process_group)
     if size <= 1 or is_fake(process_group):
         return [account]

@@ -38,6 +38,7 @@ class Hop:
         self.spec = spec
         self.kind = kind  # in the ledger
         self.group = group
+        # The backend of the group decides, and not the device: a backend of collectives may serve CPU tensors, too.
         self.pairwise = backend == "gloo"
         self.ledger = ledger
         self.size = len(spec.ranks)
@@ -47,6 +48,7 @@ class Hop:
         """``out`` becomes the members' pieces in order; ``piece`` is this rank's own part of ``out``."""
         self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
         if self.pairwise:
+            # ``piece`` lies inside ``out`` already, so this rank's own row is neither sent nor received.
             swap = self._swap(list(out.view(self.size, -1).unbind()), [piece] * self.size)
             _finish(dist.batch_isend_irecv(swap))
         else:
@@ -66,9 +68,11 @@ class Hop:
         parts = list(message.view(self.size, -1).unbind())
         if self.pairwise and apart:
             received = [torch.empty_like(part) for part in parts]
+            # Not copied: the sum reads it where it lies, in the message, which the caller keeps until then.
             received[self.index] = parts[self.index]
             _finish(dist.batch_isend_irecv(self._swap(received, parts)))
             return received
+        # For kernels that want all parts in one stretch, this rank's own among them, and for all_to_all_single.
         whole = torch.empty_like(message)
         received = list(whole.view(self.size, -1).unbind())
         if self.pairwise:
@@ -79,11 +83,14 @@ class Hop:
         return received
 
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
+        # Counted before the call, so that a report after a failure has what was under way.
         self.ledger.add(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
     def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
         """What sends ``out_of[i]`` to member i and receives ``into[i]`` from it; this rank's own entries stay as is."""
         swap = []
+        # In each step a rank sends to another member, so that no rank is the first target of all. Receives first: a
+        # send then finds its memory waiting.
         for step in range(1, self.size):
             source, target = (self.index - step) % self.size, (self.index + step) % self.size
             swap.append(dist.P2POp(dist.irecv, into[source], group=self.group, group_peer=source))
@@ -123,8 +130,10 @@ class Comm:
         self.ledger = Ledger()
         self.world_group: dist.ProcessGroup | None = None
         self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
+        # Here, where all ranks are at the same place: gloo connects the members while a group is made.
         if chain.world > 1:
             self.world_group = self._make(ranks, backend, "world")
+            # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             control = "gloo" if backend != "fake" else "fake"
             self.control_group = self._make(ranks, control, "control")
 
@@ -135,8 +144,11 @@ class Comm:
 
     def hop(self, stream: str, spec: HopSpec) -> Hop:
         """A hop, on a group that belongs to a stream. Collective over the members."""
+        # Each stream has groups of its own, so that one thread gives a group its collectives, in one order. Sums that
+        # go back to replicas share the groups of reductions: they run on the same lanes.
         key = (stream, spec.outer, spec.inner)
         if key not in self._groups:
+            # In piece order, which need not ascend. new_group keeps it, so that member i of the group has part i.
             members = tuple(self.ranks[rank] for rank in spec.ranks)
             self._groups[key] = self._make(members, self.backend, f"{stream} {spec.outer}->{spec.inner}")
         return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, stream)
@@ -147,6 +159,7 @@ class Comm:
         if self.world > 1:
             sends = self.ranks[self.rank] == source
             self._note_control("<broadcast>", (self.world - 1) * tensor.nbytes if sends else 0)
+            # The source is a global rank, as torch wants it, whatever group carries it.
             dist.broadcast(tensor, source, group=self.world_group)
 
     def sum(self, tensor: Tensor) -> None:
@@ -163,6 +176,7 @@ class Comm:
 
     def all_ranks(self, stream: str) -> dist.ProcessGroup:
         """The group of all ranks that belongs to a stream. Collective over the members when first asked for."""
+        # 0 is no level, so this meets no hop's key; the group differs from the world's own in whose thread uses it.
         key = (stream, self.world, 0)
         if key not in self._groups:
             self._groups[key] = self._make(self.ranks, self.backend, f"{stream} all")
@@ -175,6 +189,7 @@ class Comm:
         """Every rank's row of integers; blocks the host. For agreement outside the steady state."""
         if self.world == 1 or self.backend == "fake":
             return [values] * self.world
+        # On CPU, whatever the model's device: the control group is gloo.
         row = torch.tensor(values, dtype=torch.int64)
         rows = torch.empty(self.world * len(values), dtype=torch.int64)
         self._note_control("<agreement>", (self.world - 1) * row.nbytes)
@@ -193,13 +208,16 @@ class Comm:
         groups = [*self._groups.values()]
         if self.chain.world > 1:
             groups += [self.world_group, self.control_group]  # type: ignore[list-item]
+        # Hops keep their groups, which are of no use from here on.
         self._groups = {}
+        # The user may have ended torch.distributed before, and all groups with it.
         if dist.is_initialized():
             for group in groups:
                 dist.destroy_process_group(group)
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
-        first = self.ranks.index(ranks[0])  # several groups of one kind exist side by side
+        # Groups of one kind exist side by side and share no member, so the first one tells them apart.
+        first = self.ranks.index(ranks[0])
         # NCCL kills the process at its timeout; the error that names what every rank waits for must come before.
         timeout = self.timeout if backend == "gloo" else 2 * self.timeout
         return new_group(ranks, backend, timeout, f"{self.job} {description} {first}")

@@ -51,6 +51,7 @@ class Ledger:
     _calls: Counter[TrafficKey] = field(default_factory=Counter)
     _bytes: Counter[TrafficKey] = field(default_factory=Counter)
     _exposed: Counter[tuple[str, str]] = field(default_factory=Counter)
+    # Lanes count on their threads, the model's thread counts waits, and reports may come at any time.
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, way: TrafficKey, nbytes: int) -> None:
@@ -62,6 +63,7 @@ class Ledger:
     def add_wait(self, unit: str, kind: str, seconds: float) -> None:
         """Count time that nothing else was done."""
         with self._lock:
+            # Of the whole work: the model waits for its end, and cannot tell which of its hops took the time.
             self._exposed[unit, kind] += seconds  # type: ignore[assignment]  # a Counter of floats
 
     def note(self, unit: str, what: str) -> None:
@@ -75,6 +77,7 @@ class Ledger:
         with self._lock:
             exposed = dict(self._exposed)
             return [
+                # "cross" sorts before "local", and pop gives the time once: to the row of the slowest link.
                 LedgerRow(*way, self._calls[way], self._bytes[way], exposed.pop((way.unit, way.kind), 0.0))
                 for way in sorted(self._calls, key=lambda way: (way.unit, way.kind, way.link, way))
             ]

@@ -68,11 +68,14 @@ def find_members(
         TypeError: something else was given.
     """
     if group is None and not dist.is_initialized():
+        # One process, without a launcher: no group is ever made, so the backend has no name.
         return Members((0,), 1, "none")
     process_group = to_process_group(group)
+    # In group order: levels and pieces count by it, and not by global rank.
     ranks = tuple(dist.get_process_group_ranks(process_group))
     if dist.get_rank() not in ranks:
         raise ValueError(f"process_group has ranks {list(ranks)}, this is rank {dist.get_rank()}; only members wrap")
+    # A group may have one backend for each type of device; only the one that carries the weights matters here.
     available = backends(process_group)
     if device.type not in available:
         raise ValueError(
@@ -98,6 +101,7 @@ def to_process_group(group: Group) -> dist.ProcessGroup:
                 "to partition over, as in mesh['dp']"
             )
         return group.get_group()
+    # What dist.new_group returns to ranks outside of the group: an integer, and no process group.
     if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ValueError("process_group is one that this rank is no member of; only its members wrap a model")
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -117,16 +121,19 @@ def gather_objects(value: _T, group: dist.ProcessGroup) -> list[_T]:
     """Every member's picklable value, in group order. Unlike torch's own, it works where NumPy is not installed."""
     available = backends(group)
     device = "cpu" if "cpu" in available else next(iter(available))  # of an accelerator, the process's current one
+    # A bytearray: torch warns of memory that it may not write to.
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
     world = dist.get_world_size(group)
     sizes = torch.empty(world, dtype=torch.int64, device=device)
     all_gather_single(sizes, torch.tensor([own.numel()], device=device), group=group)
+    # Gathers want rows of one length, so each is padded to the longest.
     longest = int(sizes.max())
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: own.numel()] = own
     rows = torch.empty(world * longest, dtype=torch.uint8, device=device)
     all_gather_single(rows, padded, group=group)
     texts = zip(rows.view(world, longest).cpu(), sizes.tolist(), strict=True)
+    # tolist and not numpy(): PyTorch does not require NumPy, and zeropp needs nothing beside PyTorch for this.
     return [pickle.loads(bytes(row[:size].tolist())) for row, size in texts]
 
 

@@ -38,6 +38,7 @@ class HostStalls:
     def timing(self, unit: str, kind: str) -> Iterator[None]:
         """See :class:`Stalls`."""
         start = time.perf_counter()
+        # No ``finally``: a wait that ends in an error says nothing of how long the model waits.
         yield
         self._tell(unit, kind, time.perf_counter() - start)
 
@@ -65,6 +66,7 @@ class StreamStalls:
         """See :class:`Stalls`."""
         stream = torch.cuda.current_stream(self._device)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        # The host only queues the wait. What stands still is the stream, so its own clock is read.
         start.record(stream)
         yield
         end.record(stream)
@@ -73,6 +75,7 @@ class StreamStalls:
 
     def collect(self) -> None:
         """See :class:`Stalls`."""
+        # Events of one stream are passed in order: behind one that is still ahead, none can have been passed.
         while self._open and self._open[0][3].query():
             unit, kind, start, end = self._open.popleft()
             self._tell(unit, kind, start.elapsed_time(end) / 1000)

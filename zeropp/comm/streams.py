@@ -110,6 +110,7 @@ class _ThreadEvent:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Held until the work is done. A lock may be released by another thread than took it.
         self._lock.acquire()
         self._error: BaseException | None = None
 
@@ -120,6 +121,7 @@ class _ThreadEvent:
     def wait(self, timeout: float) -> bool:
         if not self._lock.acquire(timeout=timeout):
             return False
+        # Let the next waiter through: several may wait for one event.
         self._lock.release()
         if self._error is not None:
             raise self._error
@@ -127,6 +129,7 @@ class _ThreadEvent:
 
 
 _Task = tuple[Sequence[Callable[[], object]], Event | None, _ThreadEvent]
+# Threads that have not ended, for the end of the program; a dropped stream's leaves by itself.
 _running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Task | None]] = weakref.WeakKeyDictionary()
 
 
@@ -135,6 +138,7 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        # A daemon, or Python would wait for it before atexit could tell it to end.
         self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=f"zeropp {name}", daemon=True)
         self._thread.start()
         # The thread holds the queue, not the stream, so that a dropped stream ends it.
@@ -161,14 +165,17 @@ class ThreadStream:
     def close(self) -> None:
         """Let the thread end after what is queued, and wait for it a while: work that hangs must not hang this."""
         self._stop()
+        # Work that hangs in a collective cannot be interrupted: the thread is left behind.
         self._thread.join(timeout=_CLOSING)
 
 
 def _end_all() -> None:
     """End the threads before Python does: one that it stops inside a collective takes the process down with it."""
+    # A copy: threads that end meanwhile leave the dictionary.
     threads = list(_running.items())
     for _, tasks in threads:
         tasks.put(None)
+    # One limit for all of them together, so that many hung threads do not add up.
     until = time.monotonic() + _CLOSING
     for thread, _ in threads:
         thread.join(timeout=max(until - time.monotonic(), 0.0))
@@ -181,21 +188,26 @@ atexit.register(_end_all)
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:
-    torch.set_grad_enabled(False)  # grad mode belongs to a thread
+    # Grad mode belongs to a thread, so the caller's no_grad does not reach this one.
+    torch.set_grad_enabled(False)
     failed: BaseException | None = None
     while (task := tasks.get()) is not None:
         works, after, event = task
+        # The other ranks are still at the work that failed here: a later collective would meet their earlier one.
         if failed is None:
             try:
                 if after is not None:
-                    after.wait(threading.TIMEOUT_MAX)  # whoever waits for this has a shorter patience
+                    # Without a limit: whoever waits for this work has a shorter patience, and raises the error.
+                    after.wait(threading.TIMEOUT_MAX)
                 for work in works:
                     work()
                     del work
-            except BaseException as error:  # handed to whoever waits
+            except BaseException as error:
+                # Handed to whoever waits: an exception that ended this thread would be seen by nobody.
                 failed = error
         event.finish(failed)
-        del task, works, after, event  # an idle thread must not keep the last work's tensors
+        # An idle thread must not keep the last work's tensors, which its locals would until the next task.
+        del task, works, after, event
 
 
 class _CudaEvent:
@@ -206,6 +218,7 @@ class _CudaEvent:
         self._device = device
 
     def wait(self, timeout: float) -> bool:
+        # The host goes on, so no time runs out here; what hangs is found where the boundary's numbers are read.
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
 
@@ -218,29 +231,34 @@ class CudaStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # High priority, as in FSDP2: small kernels around a collective should not queue behind the model's large ones.
         self._stream = torch.cuda.Stream(device, priority=-1)
         # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
         weakref.finalize(self, self._stream.synchronize).atexit = False
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Queue ``works`` behind what the caller's stream has been given so far."""
+        # What the caller has issued may write what this work reads: a packed message, weights that were stepped.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
             if after is not None:
                 after.wait(threading.TIMEOUT_MAX)  # this stream waits, not the host
             for work in works:
                 work()
+            # Recorded on this stream after the work, so it also stands for everything queued here before.
             event = torch.cuda.Event()
             event.record(self._stream)
         return _CudaEvent(event, self._device)
 
     def allocate(self, work: Callable[[], None]) -> None:
         """Allocate in this stream's order."""
+        # Nothing is written yet, so there is nothing to wait for. See [Note: memory on several streams].
         with torch.cuda.stream(self._stream):
             work()
 
     def free(self, work: Callable[[], None]) -> None:
         """Free in this stream's order: its allocations are reused by its own later work only."""
+        # ``run`` waits for the caller's stream first, so memory is reused only after the model's kernels have read it.
         self.run(work)
 
     def close(self) -> None:
@@ -302,11 +320,15 @@ class Lanes:
 
     def run(self, work: Work) -> Event:
         """Queue every part's way over each class of links, each after the one before; the event of the last."""
+        # The first lane waits for what came before, each further one for the lane before it.
         event = work.after
+        # One ``next`` for each class of links takes a part as far as its next pause. None in place of StopIteration:
+        # the last one runs to the end.
         steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
         last = len(work.links) - 1
         for number, link in enumerate(work.links):
             if number == last and work.then is not None:
+                # Behind the parts on the same lane, so that it sees them finished, without another event.
                 steps = [*steps, work.then]
             event = self.stream(link).run(*steps, after=event)
         assert event is not None

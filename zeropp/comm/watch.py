@@ -33,6 +33,7 @@ _JOINING = 2.0  # seconds at the end of the program
 def warn_of_waiting(after: float, words: str) -> Iterator[None]:
     """Log ``words`` if what is inside takes longer than ``after`` seconds; where ranks have no common store yet."""
     timer = threading.Timer(after, _log.warning, args=("%s", words))
+    # What is inside may fail, and the program must then be able to end before the timer does.
     timer.daemon = True
     timer.start()
     try:
@@ -68,6 +69,7 @@ class Watch:
         self._failed = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        # The thread holds the event and not the watch, so that a dropped watch ends it.
         weakref.finalize(self, self._stop.set)
 
     @contextlib.contextmanager
@@ -76,8 +78,11 @@ class Watch:
         if self._after is None:
             yield
             return
+        # At the first wait: a rank that never waits for others needs no thread.
         if self._thread is None:
             self._start(self._after)
+        # Waits nest, as an exchange does inside a call of the user. The other thread reads ``_current`` without a
+        # lock: one reference replaces another.
         before, wait = self._current, _Wait(account, time.monotonic())
         self._current = wait
         try:
@@ -89,12 +94,15 @@ class Watch:
 
     def publish(self, account: Account) -> None:
         """Put this rank's account into the store, for good: it fails."""
+        # First: ``look``, on the other thread, must not withdraw the account that follows.
         self._failed = True
         default_store().set(self._keys[self._rank], account.packed())
 
     def _withdraw(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the process that keeps the store may be gone
-            default_store().set(self._keys[self._rank], "")  # a key that is there never blocks who reads it
+        # The process that keeps the store may be gone.
+        with contextlib.suppress(RuntimeError):
+            # Emptied, not deleted: others may have checked that the key is there, and ``get`` blocks where it is not.
+            default_store().set(self._keys[self._rank], "")
 
     def heard(self) -> dict[int, Account]:
         """Accounts that are in the store."""
@@ -114,18 +122,22 @@ class Watch:
 
     def look(self) -> None:
         """Speak if the wait of this moment has become long; on the watching thread."""
+        # Read once: the main thread may begin or end a wait at any moment.
         wait = self._current
         if wait is None or wait.told or self._after is None or time.monotonic() - wait.start < self._after:
             return
+        # Before the account goes out, so that a wait that ends meanwhile withdraws it.
         wait.told = True
         account = wait.account()
         default_store().set(self._keys[self._rank], account.packed())
+        # On the event and not in sleep, so that the end of the program need not wait for this.
         self._stop.wait(min(_GRACE, self._after / _LOOKS))
         accounts = {**self.heard(), self._rank: account}
         if self._current is wait:
             _log.warning("%s", self._words(accounts))
         elif not self._failed:
-            self._withdraw()  # it ended meanwhile, perhaps before its account was there
+            # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
+            self._withdraw()
 
     def _words(self, accounts: dict[int, Account]) -> str:
         others = [f"{name_ranks([rank])} is {each}" for rank, each in sorted(accounts.items()) if rank != self._rank]
@@ -139,6 +151,7 @@ class Watch:
 
 
 def _read(store: dist.Store, keys: list[str]) -> dict[int, Account]:
+    # Asked first, since ``get`` waits for a key that is missing.
     there = [rank for rank, key in enumerate(keys) if store.check([key])]
     found = {rank: store.get(keys[rank]) for rank in there}
     return {rank: Account.unpacked(text) for rank, text in found.items() if text}
@@ -155,8 +168,10 @@ def _patrol(ref: weakref.ref[Watch], stop: threading.Event, period: float) -> No
             return
         try:
             watch.look()
-        except Exception as error:  # a store that is gone must not end the job before its own error does
+        except Exception as error:
+            # A store that is gone must not end the job before its own error does.
             _log.debug("this rank cannot tell where it waits: %s", error)
+        # The name would keep the watch alive until the next look.
         del watch
 
 
@@ -164,6 +179,7 @@ def _end_all() -> None:
     """End the threads before Python does: it stops them where they are, inside a call of the store perhaps."""
     for stop in list(_watching.values()):
         stop.set()
+    # All have been told before the first is waited for, so that they end side by side.
     for thread in list(_watching):
         thread.join(timeout=_JOINING)
 

@@ -51,17 +51,21 @@ def planned_buffers(
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
         own, trainable = own_dtype(parameters[name]), parameters[name].requires_grad
+        # Its own dtype, and not the parameter's: a model that is wrapped again has parameters in the compute dtype.
         dtype = torch.bfloat16 if config.bf16.enabled else own
+        # Trained: float32, or float64 where the model has it. Frozen: never stepped, so as it came and no larger.
         main = torch.promote_types(dtype, torch.float32) if trainable else own
         groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
     for key, names in groups.items():
         rows = [(n, tuple(parameters[n].shape), parameters[n].stride()) for n in names]
+        # Laid out for the last level whatever the mode says: its pieces are whole blocks, and so are all larger slices.
         layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
         yield key, names, layout
 
 
 def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
     named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    # float64 models are there for their precision, which the configured dtype would take away.
     if dtype == torch.float64 or config.communication_data_type is None:
         return dtype
     return named[config.communication_data_type]
@@ -113,6 +117,7 @@ class BufferMaker:
     def part(self, buffer: FlatBuffer, indices: Sequence[int], *, trainable: bool) -> FlatBuffer:
         """A buffer for some of the parameters of a frozen one, as they lie there but for the padding between them."""
         slots = [buffer.layout.slots[index] for index in indices]
+        # Strides as they are in the buffer: the parameters' own are those of stand-ins while they are released.
         layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
         dtype = buffer.compute_dtype
         main = torch.promote_types(dtype, torch.float32) if trainable else buffer.main_dtype
@@ -128,11 +133,14 @@ class BufferMaker:
         layout: BufferLayout,
     ) -> FlatBuffer:
         encoding, mode = self._encoding, placement.mode
+        # Codes of weights that change would lose every step that is smaller than a code; frozen ones lose once.
         coded = encoding.frozen is not None and not key.trainable
+        # With a codec the model computes with decoded values, which the shard does not hold.
         shared = key.shares(mode) and encoding.weight_codec(key.trainable) is None
         paths = _weight_paths(self._comm, placement, key, encoding, shared=shared, coded=coded)
         if coded:
             assert encoding.frozen is not None
+            # The main path's hops, and so its groups and lanes; but what travels is not decoded at the end.
             states, hops = mode.states, paths.main.hops
             codes = CodedGatherPath(
                 placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
@@ -157,6 +165,7 @@ def _weight_paths(
     def path(
         outer: int, inner: int, stream: str, *, encoded: bool, coded: bool = coded, decodes: bool = True
     ) -> GatherPath:
+        # Makes process groups, so every rank must come here for the same buffers in the same order.
         hops = [comm.hop(stream, spec) for spec in placement.gather_path(outer, inner)]
         if codec is None or not encoded:
             return GatherPath(placement, outer, inner, hops, dtype)
@@ -165,16 +174,20 @@ def _weight_paths(
     refresh = fetch = differences = None
     if cached is not None and not shared:
         refresh = path(states, cached, "refresh", encoded=True, decodes=not cache_codes)
-        changes = key.trainable and bool(refresh.hops)  # frozen weights change by loads only
+        # Frozen weights change by loads and edits only, after which there is no base. Without hops nothing travels.
+        changes = key.trainable and bool(refresh.hops)
         if encoding.differences is not None and changes and dtype in BASES[encoding.differences]:
             of = make_difference_codec(encoding.differences)
             differences = DifferencePath(placement, states, cached, refresh.hops, dtype, of)
             if differences.counted is not None:
-                comm.all_ranks("refresh")  # made now, by all
+                # Made now, by all: later it would be made on a lane, where ranks may be at different places.
+                comm.all_ranks("refresh")
     if cached is None:
         fetch = path(states, 1, "gather", encoded=True)
-    elif cached > 1:  # what was decoded once goes on as it is: encoding it anew would change it
+    elif cached > 1:
+        # What was decoded once goes on as it is: encoding it anew would change it. Cached codes are forwarded.
         fetch = path(cached, 1, "gather", encoded=cache_codes, coded=True)
+    # State dicts get main weights as they are, uncoded; only where the shard is codes is there nothing else to send.
     return WeightPaths(path(states, 1, "gather", encoded=coded), refresh, fetch, differences)
 
 
@@ -188,16 +201,19 @@ def _gradient_paths(
     for spec, codec in zip(specs, codecs, strict=True):
         hop, feedback = comm.hop("reduce", spec), None
         if isinstance(codec, BlockCodec) and encoding.feeds_back(specs, spec):
+            # A rank brings ``hop.size`` messages of [numel / outer] to this hop, each with errors of its own.
             numel = layout.numel // spec.outer
             feedback = Feedback(numel, hop.size, codec.bits, encoding.beta, device)
         legs.append(ReduceHop(hop, codec, feedback))
 
     def path(inner: int, outer: int) -> ReducePath:
+        # The same legs in all three paths: errors belong to a hop, whichever path a gradient takes over it.
         own = [leg for leg in legs if inner < leg.hop.spec.outer <= outer]
         return ReducePath(placement, outer, own, key.wire_dtype)
 
     replicas: GatherPath | None = None
     if states != world:
+        # A gather, but of lane "reduce": it follows a reduction, and must not be ordered among the gathers of weights.
         hops = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
         codec = encoding.return_codec(codecs)
         if isinstance(codec, BlockCodec):

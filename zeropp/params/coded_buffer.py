@@ -39,9 +39,11 @@ class CodedBuffer(FlatBuffer):
         paths: WeightPaths,
         codes: CodedGatherPath,
     ) -> None:
+        # No gradient: a parameter that is to be trained leaves for a buffer of its own, see Trainability.
         super().__init__(unit, parameters, layout, main_dtype, paths, None)
         self.codes = codes
         self.codec: BlockCodec = codes.codec
+        # The shard's own size says nothing of it: that is bytes of codes and scales.
         self._piece_numel = layout.numel // self.placement.mode.states
 
     def _take_piece(self, whole: Tensor) -> Tensor:
@@ -56,9 +58,12 @@ class CodedBuffer(FlatBuffer):
         message, now = self.codec.empty(numel, 1, self.device), torch.empty_like(values)
         own, part = _Blocks(self.shard, self._piece_numel), _Blocks(message, numel)
         places = torch.arange(part.count, device=self.device)
+        # Parameters start on a block and pieces are whole blocks, so a fragment does, too.
         part.copy_from(places, own, places + fragment.offset // BLOCK)
         self.codec.decode_(message, now, count=1)
         differs = torch.zeros(part.count * BLOCK, dtype=torch.bool, device=self.device)
+        # Compared in the dtype that was given: a state dict in bf16 has decoded values rounded, and loading it back
+        # must change nothing. What is missing of the last block counts as equal.
         differs[:numel] = now.to(given) != values.to(given)
         places = places[differs.view(-1, BLOCK).any(1)]
         self.codec.encode_(message, values)
@@ -79,6 +84,7 @@ class CodedBuffer(FlatBuffer):
             parameter = self.parameters[fragment.slot]
             if id(parameter) not in offsets:
                 continue
+            # By block: the parameter lies at another place in either layout, and perhaps in another rank's piece.
             places = torch.arange(-(-(fragment.stop - fragment.start) // BLOCK), device=self.device)
             there = offsets[id(parameter)] + fragment.start
             own.copy_from(places + fragment.offset // BLOCK, whole, places + there // BLOCK)
@@ -89,6 +95,7 @@ class _Blocks:
 
     def __init__(self, messages: Tensor, numel: int) -> None:
         layout = message_layout(numel, 8)
+        # Blocks in one message. 8-bit codes have groups of one block, so a block has one scale, of two bytes.
         self.each = layout.groups
         self.count = layout.groups * (messages.numel() // layout.nbytes)
         rows = messages.view(-1, layout.nbytes)
@@ -99,4 +106,5 @@ class _Blocks:
     def copy_from(self, here: Tensor, source: _Blocks, there: Tensor) -> None:
         """Take the blocks ``there`` of a source to the places ``here``."""
         for own, other in ((self._codes, source._codes), (self._scales, source._scales)):
+            # Codes and scales lie apart in a message, so a block is moved in two parts: [message, place in it].
             own[here // self.each, here % self.each] = other[there // source.each, there % source.each]

@@ -31,6 +31,7 @@ __all__ = ["FlatBuffer", "WeightPaths"]
 @functools.cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The value of every element of every released parameter."""
+    # One for each dtype and device: kept for good, it costs an element.
     return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
@@ -90,8 +91,10 @@ class FlatBuffer:
         self.gradient = gradient
         self.placement = paths.main.placement
         self.version = 0
-        self.cached_version = -1  # of the weights that are cached between uses
-        self._noted_version = 0  # of autograd's counters, as last set here; an edit in place moves them
+        # Of the weights that are cached between uses; no version is negative, so -1 is older than any.
+        self.cached_version = -1
+        # Of autograd's counters, as last set here; an edit in place moves them. See [Note: versions].
+        self._noted_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.shard = torch.empty(0)
         self.secondary: Tensor | None = None
@@ -103,17 +106,22 @@ class FlatBuffer:
             fill: puts the same values on every rank into a buffer of zeros, [numel] in the main dtype.
         """
         numel = self.layout.numel
+        # Zeros, since padding is encoded, gathered and summed with the rest.
         whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
         with torch.no_grad():
             fill(whole)
             self.shard = self._take_piece(whole)
+            # Before memory for gathered values is there. It stays if it is the shard.
             del whole
             shared = self.paths.none
             self.flat = self.shard if shared else torch.empty(numel, dtype=self.compute_dtype, device=self.device)
+            # Made once. They survive the release, since the storage object stays: see [Note: storage].
             self._present = self.layout.views(self.flat)
             nothing = _nothing(self.compute_dtype, self.device)
+            # The true shape over one element, so that a released parameter costs no memory and every index finds NaN.
             self._absent = [nothing.expand(view.shape) for view in self._present]
             self._prepare_paths()
+        # Of a model that was wrapped before, they may still be guarded.
         unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
         self.hide()
@@ -123,6 +131,7 @@ class FlatBuffer:
     def _take_piece(self, whole: Tensor) -> Tensor:
         """This rank's shard of whole values."""
         start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
+        # A view would keep all of ``whole`` alive.
         return whole if stop - start == whole.numel() else whole[start:stop].clone()
 
     def _prepare_paths(self) -> None:
@@ -151,6 +160,7 @@ class FlatBuffer:
 
     def grow(self) -> None:
         """Have memory for the values."""
+        # Resized and not replaced, as FSDP2 does: see [Note: storage].
         storage = self.flat.untyped_storage()
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
@@ -174,6 +184,7 @@ class FlatBuffer:
     @property
     def has_base(self) -> bool:
         """Whether what is cached is what the other ranks keep, so that differences to it will do."""
+        # Not after a load or an edit: ranks agree on when those happened, so they agree on this, too.
         return self.paths.differences is not None and self.cached_version >= 0
 
     def invalidate_cache(self) -> None:
@@ -198,6 +209,7 @@ class FlatBuffer:
 
     def refresh(self, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
         """Renew what is cached, from main weights alone or, if that is the answer when it runs, by differences."""
+        # Asked on the lane: whether differences are worth it is agreed there, after this was queued.
         if differs(self):
             assert self.paths.differences is not None
             yield from self.paths.differences.gather(self.shard, self._difference_places, self.unit)
@@ -222,15 +234,20 @@ class FlatBuffer:
         """
         unguard(self.parameters)
         try:
+            # Guarded whatever comes out: a complaint must not leave a parameter readable that has no values.
             self._swap(self._absent, 2 * self.version + 1)
             self._refuse_unfrozen()
         finally:
             guard(self.parameters)
 
     def _swap(self, values: list[Tensor], version: int) -> None:
+        # Looked at first, since setting the version hides an edit; raised last, so that the swap is complete.
         edited = [n for n, p in zip(self.names, self.parameters, strict=True) if p._version != self._noted_version]
         for parameter, value in zip(self.parameters, values, strict=True):
+            # Leaves the parameter object and its version counter as they are. See [Note: versions].
             parameter.data = value
+        # FSDP2 hides its writes from the counters instead: a graph from before a step then finds newer weights there,
+        # without a word.
         bump_versions(self.parameters, version)
         self._noted_version = version
         if edited:
@@ -254,6 +271,7 @@ class FlatBuffer:
             if not self.trainable and parameter.requires_grad and name not in self.unfrozen
         ]
         for _, parameter in unfrozen:
+            # They are unguarded here, so this does not come back through the guard.
             parameter.requires_grad_(False)
         if unfrozen:
             raise RuntimeError(
@@ -263,14 +281,17 @@ class FlatBuffer:
 
     def lend(self, index: int, value: Tensor) -> None:
         """Let one parameter have its whole value, in the main dtype, while the others stay released."""
+        # Its own class, so that the user's code finds a plain parameter.
         unguard([self.parameters[index]])
         self.parameters[index].data = value
 
     def take_back(self, index: int) -> Tensor:
         """Release a parameter that was lent its value; returns what it has by now."""
         parameter = self.parameters[index]
+        # Whatever lies there: the user may have put another tensor into ``.data``.
         value = parameter.data
         parameter.data = self._absent[index]
+        # Edits of a lent value are wanted, and must not be found as lost ones.
         bump_versions([parameter], self._noted_version)
         guard([parameter])
         return value
@@ -284,6 +305,7 @@ class FlatBuffer:
         for fragment in self.fragments():
             if self.parameters[fragment.slot] is parameter:
                 slot = self.layout.slots[fragment.slot]
+                # In the order of the buffer's memory, where a fragment is a range; given values may have any strides.
                 dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
                 dense.copy_(values)
                 row = dense.as_strided((dense.numel(),), (1,))

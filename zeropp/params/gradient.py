@@ -70,8 +70,11 @@ class Gradient:
         self.arrived = False
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
-        self._holds = 0  # backwards in ``held``
-        self._holding = False  # whether the last reduction that was queued leaves something held below the whole
+        # Backwards in ``held``; a float16 message of it needs room for so many.
+        self._holds = 0
+        # Whether the last reduction that was queued leaves something held below the whole. ``held`` tells of it only
+        # when the lane has come to it.
+        self._holding = False
         self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
         if isinstance(paths.straight.codec, BlockCodec):
@@ -97,6 +100,7 @@ class Gradient:
         """
         gradients = self._take()
         path = self.paths.straight
+        # Held whole: nothing is sent, so it is done here and not on a lane.
         if self.paths.held == 1 and (hold or self.held is not None):
             whole = self._hold_whole(gradients)
             if hold:
@@ -107,20 +111,25 @@ class Gradient:
             self.held, self._holds = None, 0
             return message
         self._scaled = 1.0
+        # Allocated on the caller's stream. Whoever queues the message keeps it until it has been reduced, so lanes
+        # need not say `used_here`. See [Note: memory on several streams].
         message = path.empty(self.layout.numel, self.device)
         path.pack_(message, gradients, self.layout, self._table)
         return message
 
     def _take(self) -> list[Tensor | None]:
         with unguarded():
+            # The unit may be released already, and the guard refuses ``.grad`` of released parameters.
             gradients = [parameter.grad for parameter in self.parameters]
             for parameter in self.parameters:
+                # Taken away, or autograd would add the next micro-batch to what has been sent.
                 parameter.grad = None
         return gradients
 
     def _hold_whole(self, gradients: list[Tensor | None]) -> Tensor:
         """Add to the held sum without rounding to the wire dtype."""
         if self.held is None:
+            # Zeros: parameters without a gradient, and the padding, are written by nobody.
             self.held = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
         self._holds += 1
         views = self.layout.views(self.held)
@@ -133,15 +142,18 @@ class Gradient:
 
     def prepare_reduce(self, message: Tensor, scale: float, *, hold: bool) -> Work:
         """What is to be queued: every rank's message, and what is held, summed into the shard; or into what is held."""
+        # By the flag, on the caller's thread: the lane may not have come to what was queued before.
         straight = not hold and not self._holding
         self._holding = hold and self.paths.held != 1  # whole gradients are held by ``pack``
-        scale /= self._scaled  # now: another message may be packed before this one is sent
+        # Now: another message may be packed before this one is sent.
+        scale /= self._scaled
         numel = self.layout.numel
         if not straight:
             hops = [*self.paths.hold.links, *([] if hold else self._links(self.paths.rest))]
             return Work(hops, [self._add_to_held(message, scale, hold=hold)], None if hold else self._arrive)
         path = self.paths.straight
         if self.paths.replicas is not None:
+            # The sum is for several ranks' shards: it goes on to a piece for each rank, and back.
             return Work(self._links(path), [self._reduce_replicas(path, message, numel, scale)], self._arrive)
         whole = path.reduce(message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=self.unit)
         return Work(path.links, [whole], self._arrive)
@@ -156,13 +168,16 @@ class Gradient:
         if self.held is None:
             self.held = torch.empty(self.layout.numel // paths.held, dtype=self.dtype, device=self.device)
         held = self.held
+        # Unscaled: the mean is applied once, in the last sum.
         yield from paths.hold.reduce(
             message, self.layout.numel, held, scale=1.0, accumulate=lambda: not fresh, unit=self.unit
         )
+        # Allocated on the first lane, or by an earlier backward; the last hop's lane has just written to it.
         used_here(held)
         self._holds += 1
         if hold:
             return
+        # ``held`` is a sum over so many backwards and ranks; float16 may have room for their mean only.
         headroom = paths.straight.codec.headroom(self._holds * paths.held)
         message = paths.rest.empty(held.numel(), self.device)
         paths.rest.encode_(message, held if headroom == 1.0 else held * headroom)
@@ -179,14 +194,18 @@ class Gradient:
                 message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=unit
             )  # fmt: skip
             return
+        # [numel / world], then [numel / states] in the wire dtype. All replicas get the same message of each piece,
+        # so their states keep the same bits; an all-reduce would not promise that.
         piece = torch.empty(self.layout.piece_numel, dtype=self.dtype, device=self.device)
         whole = replicas.empty(self.shard.numel(), self.device)
+        # The sum goes back in the wire dtype before the mean is taken, so a float16 one is scaled down on the way.
         headroom = path.codec.headroom(self.layout.world)
         yield from path.reduce(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
         yield
         used_here(piece)
         used_here(whole)
         yield from replicas.gather(piece, replicas.places(whole), unit)
+        # One message, so this is a cast, a scale and perhaps an addition.
         sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
 
     def _has_arrived(self) -> bool:
@@ -194,7 +213,9 @@ class Gradient:
 
     def _arrive(self) -> None:
         if self._padding:
+            # On the lane, behind the sum and before the event, so that the optimizer never sees what codes left there.
             torch._foreach_zero_([self.shard[start:stop] for start, stop in self._padding])
+        # Read on the same lanes only, until the backward has ended and everything has been waited for.
         self.arrived = True
         if self.feedbacks and not all(self.trained):
             self.clear([not trained for trained in self.trained])
@@ -238,6 +259,7 @@ class Gradient:
 
     def forget_one(self, parameter: nn.Parameter) -> None:
         """Forget one parameter's gradient, sent or not."""
+        # Zeroed and not dropped: the shard holds other parameters' gradients, too.
         for values, level in ((self.shard, self.placement.mode.states), (self.held, self.paths.held)):
             if values is not None:
                 for fragment in self._fragments(level):

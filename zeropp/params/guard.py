@@ -20,6 +20,7 @@ from zeropp._compat import unguarded
 
 __all__ = ["Keeper", "guard", "is_guarded", "is_managed", "keeper_of", "own_dtype", "register", "unguard"]
 
+# What the stand-in answers rightly by itself: it has the true shape, dtype and device.
 _GETTERS = (
     "shape", "dtype", "device", "requires_grad", "is_leaf", "layout", "ndim", "names", "is_cuda", "is_cpu", "is_meta",
     "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan",
@@ -37,7 +38,10 @@ _METHODS = (
 def _metadata_functions() -> frozenset[object]:
     found: set[object] = set()
     for name in _GETTERS:
+        # Not every version of torch has all of them.
         if hasattr(torch.Tensor, name):
+            # ``__torch_function__`` is given this for an attribute. Each look-up makes a new wrapper, and equal ones
+            # hash alike: compare them by ``in`` and ``==``, never by ``is``.
             found.add(getattr(torch.Tensor, name).__get__)
     for name in _METHODS:
         if hasattr(torch.Tensor, name):
@@ -48,6 +52,7 @@ def _metadata_functions() -> frozenset[object]:
 
 
 _METADATA = _metadata_functions()
+# Not among the metadata: the stand-in is one element with strides of 0.
 _LAYOUT = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
@@ -90,8 +95,10 @@ class _Tag:
         self.name = name
         self.keeper = weakref.ref(keeper)
         self.own_dtype = own
+        # No memory behind it: it answers for strides and contiguity only.
         self.layout = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
 
+    # Pickling a parameter takes its ``__dict__`` along, and so comes here: what would be saved is NaN.
     def __reduce__(self) -> tuple[object, ...]:
         raise TypeError(
             f"parameter {self.name!r} is managed by zeropp and cannot be pickled: it lies in the memory of its whole "
@@ -114,6 +121,7 @@ def register(
         strides: when its values are there.
         own_dtype: before it was wrapped.
     """
+    # On the parameter itself, where it is found without the engine, which may be gone.
     parameter._zeropp_tag = _Tag(name, keeper, parameter, strides, own_dtype)  # type: ignore[attr-defined]
 
 
@@ -137,6 +145,8 @@ def is_managed(parameter: torch.Tensor) -> bool:
 def guard(parameters: Iterable[nn.Parameter]) -> None:
     """Give each parameter its guarded class."""
     for parameter in parameters:
+        # The object stays, so optimizers, ties and hooks keep it. Python allows it, since the subclass
+        # adds nothing to the layout.
         parameter.__class__ = _guarded(type(parameter))
 
 
@@ -154,10 +164,12 @@ def is_guarded(parameter: torch.Tensor) -> bool:
 def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
     if hasattr(cls, "_zeropp_own_class"):
         return cls
+    # One subclass for each class: parameters of one type keep one type.
     if cls not in _GUARDS:
         namespace = {
             "_zeropp_own_class": cls,
             "__torch_function__": classmethod(_intercept),
+            # A debugger or a log prints parameters at any time; that must neither fetch a unit nor raise.
             "__repr__": _describe,
             "__format__": lambda parameter, spec: format(_describe(parameter), spec),
         }
@@ -190,7 +202,9 @@ def _intercept(
     kwargs: dict[str, Any] | None = None,
 ) -> object:
     kwargs = kwargs or {}
+    # What runs below sees plain tensors, and does not come back here.
     with unguarded():
+        # ``type()`` names a type; with an argument it would convert values.
         if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         for parameter in _released((*args, *kwargs.values())):
@@ -204,10 +218,12 @@ def _intercept(
                     "or closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
                 )
             if func in (_GET_GRAD, _SET_GRAD):
+                # Gradients are told apart from values: reading one must not fetch the unit.
                 return _gradient_access(func, args, kwargs, tag.name, keeper)
             if func in (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD):
                 trained = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
                 if trained != parameter.requires_grad:
+                    # Noted on this rank; all ranks compare at the next forward. The flag is set all the same.
                     keeper.note_requires_grad(parameter, trained)
                 return func(*args, **kwargs)
             # What is copied may be released itself: the NaN that stands for its values must not be taken for them.
@@ -215,7 +231,9 @@ def _intercept(
             if loads and keeper.take_loaded(parameter, args[1]):
                 return parameter
             if not keeper.fetch_touched(parameter):
+                # Outside a pass no other rank knows of this use, and a gather would wait for them.
                 raise _refusal(func, tag.name, parameter)
+        # Every released argument has been fetched, and has its own class and values by now.
         return func(*args, **kwargs)
 
 
@@ -229,6 +247,7 @@ def _gradient_access(
             "fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
             "optimizer.clip_grad_norm_(max_norm)"
         )
+    # ``grad = None`` clears, as without zeropp, where the gradient really is.
     if func == _SET_GRAD and keeper.has_pending_gradients():
         keeper.forget_gradient(args[0])
     if keeper.has_pending_gradients() and func == _GET_GRAD:

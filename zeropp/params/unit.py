@@ -41,11 +41,13 @@ class Unit:
         self.index = index
         self.name = name
         self.buffers = tuple(buffers)
+        # With nothing to fetch, whole values are there at all times, whatever the mode is called.
         self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
         self.announced = announced
         self.state = self._resting
         self.users = 0
         self.update_trained()
+        # Events of what is queued and has not been waited for.
         self._gathered: Event | None = None
         self._refreshed: Event | None = None
 
@@ -92,6 +94,7 @@ class Unit:
     @property
     def version(self) -> int:
         """Version of the weights; only trainable ones ever change."""
+        # Frozen buffers stay behind, since an optimizer step gives versions to the trainable ones only.
         return max(buffer.version for buffer in self.buffers)
 
     def owned_bytes(self) -> Iterator[tuple[str, int]]:
@@ -107,6 +110,7 @@ class Unit:
             if buffer.secondary is not None:
                 yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
             if not buffer.paths.none:
+                # Where paths lead nowhere ``flat`` is the shard, which has been counted.
                 yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
 
     def drop_gradient(self, parameter: nn.Parameter) -> int | None:
@@ -127,11 +131,14 @@ class Unit:
             RuntimeError: what is cached is of an older version.
         """
         self._check_cached()
-        path = self.buffers[0].paths.fetch  # all buffers of a unit go the same way
+        # All buffers of a unit have one mode, so they go over the same links, and share a lane at each step.
+        path = self.buffers[0].paths.fetch
         assert path is not None
+        # ``release`` frees on the same lane. See [Note: memory on several streams].
         home = lanes.stream(path.links[0])
         for buffer in self.buffers:
             home.allocate(buffer.grow)
+        # Gathers read what refreshes write, on other lanes.
         return Work(path.links, [buffer.gather() for buffer in self.buffers], after=self._refreshed)
 
     def note_gather(self, event: Event) -> None:
@@ -159,6 +166,7 @@ class Unit:
             lanes: to queue it on.
             differs: asked there, whether a buffer is renewed by differences.
         """
+        # What follows writes where the model would read.
         if self.state is UnitState.EXPOSED:
             self.hide()
         stale = [buffer for buffer in self.buffers if buffer.stale]
@@ -166,7 +174,9 @@ class Unit:
         assert path is not None
         for buffer in stale:
             if self.persistent:
+                # Memory for the first refresh; from then on it stays.
                 lanes.stream(path.links[0]).allocate(buffer.grow)
+            # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
         self._refreshed = lanes.run(Work(path.links, [buffer.refresh(differs) for buffer in stale]))
 
@@ -185,6 +195,7 @@ class Unit:
         if self._gathered is not None:
             if not self._gathered.wait(timeout):
                 return False
+            # Not after a wait in vain, so that the work is waited for again.
             self._gathered = None
         return True
 
@@ -207,14 +218,16 @@ class Unit:
             self.state = UnitState.EXPOSED
             with contextlib.ExitStack() as stack:
                 for buffer in self.buffers:
-                    stack.callback(buffer.expose)  # every one, also after one that complains of an edit
+                    # Every one, also after one that complains of an edit: the stack runs all, then raises.
+                    stack.callback(buffer.expose)
 
     def hide(self) -> None:
         """Guard the parameters; the values stay where they are."""
         self.state = UnitState.HIDDEN
         with contextlib.ExitStack() as stack:
             for buffer in self.buffers:
-                stack.callback(buffer.hide)  # every one, also after one that complains of an edit
+                # Every one, as in ``expose``.
+                stack.callback(buffer.hide)
 
     def release(self, lanes: Lanes) -> None:
         """Free the gathered values; they have arrived."""
@@ -223,4 +236,5 @@ class Unit:
         self.state = UnitState.SHARDED
         for buffer in self.buffers:
             assert buffer.paths.fetch is not None
+            # Behind what the model has been given so far, which may still read them on a GPU.
             lanes.stream(buffer.paths.fetch.links[0]).free(buffer.shrink)

@@ -49,6 +49,8 @@ class Mode:
     @property
     def held(self) -> int:
         """Level at which gradients wait for a later backward; whole, where only ``no_sync`` makes them wait."""
+        # If gradients are to be spread over all ranks, every backward sends its own all the way. Inside ``no_sync``
+        # nothing is sent at all, so there they wait whole.
         return self.gradients if self.sums else 1
 
     def of(self, persistent: bool) -> Mode:
@@ -72,20 +74,26 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
     if zero.stage == 3 and zero.mics_shard_size > 0:
         shard = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
     size = zero.zero_hpz_partition_size
-    if zero.stage == 3 and size > 1 and (size < shard or size % shard):  # a multiple would be no second copy
+    # A multiple of the shard group makes no second copy: the first is spread over as few ranks already, or fewer.
+    if zero.stage == 3 and size > 1 and (size < shard or size % shard):
         group = _fitting("zero_hpz_partition_size", size, shard, [local, shard])
+    # The node is a level even where nothing is spread over it, so that hop by hop fast links and slow ones stay apart.
     chain = build_chain(world, [local, shard, group])
     if zero.stage == 3:
         states, cached, gradients = shard, group if group < shard else None, shard
     else:
+        # Below stage 3 weights stay whole between uses. Stages 0 and 1 hold whole gradients between micro-batches;
+        # stage 2 sends each backward's all the way.
         states, cached, gradients = world if zero.stage > 0 else 1, 1, world if zero.stage == 2 else 1
     if config.zeropp.defer_cross_reduction:
+        # Deferral trades memory for traffic between nodes. Stages 0 and 1, which hold more already, stay as they are.
         gradients = min(gradients, local)
     return Mode(chain, states, cached, gradients, single_hop=shard < world and not zero.mics_hierarchical_params_gather)
 
 
 def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
     """``size``, if it and the others divide each other."""
+    # Dividing ``most`` is not enough for a chain: of two sizes, neither may cut through a group of the other.
     legal = [n for n in range(1, most + 1) if most % n == 0 and all(n % m == 0 or m % n == 0 for m in others)]
     if size not in legal:
         raise ValueError(
@@ -117,25 +125,32 @@ class Placement:
     @property
     def replica(self) -> int:
         """Which of the replicas of the whole this rank belongs to."""
+        # The low digits of a rank say where in its shard group it stands, so a replica is a run of consecutive ranks.
         return self.rank // self.mode.states
 
     def slice_of(self, numel: int, level: int, within: int = 1) -> tuple[int, int]:
         """Range [start, stop) of this rank's slice at ``level``, counted from the start of its slice at ``within``."""
         start = self.chain.slice_index(self.rank, level) * (numel // level)
+        # Slices nest: this rank's at ``level`` lies inside its own at the smaller level ``within``.
         base = self.chain.slice_index(self.rank, within) * (numel // within)
         return start - base, start - base + numel // level
 
     def gather_path(self, outer: int, inner: int) -> tuple[HopSpec, ...]:
         """Hops that bring slices at ``outer`` together to slices at ``inner``; slowest link first."""
+        # As in DeepSpeed, MiCS gathers a shard group at once unless told otherwise. The way of sums back to replicas
+        # begins beyond ``states``, and goes hop by hop like the reduction before it.
         if self.mode.single_hop and inner < outer <= self.mode.states:
             return (self._hop(outer, inner),)
+        # Between nodes first: no two ranks of a node then fetch the same bytes over the slow link.
         return tuple(self._hop(high, low) for high, low in self.chain.hops(outer, inner))
 
     def reduce_path(self, inner: int, outer: int) -> tuple[HopSpec, ...]:
         """Hops that sum slices at ``inner`` into slices at ``outer``; fastest link first."""
+        # Inside the node first: what crosses nodes has been summed, and each rank of a node sends another part of it.
         return tuple(self._hop(high, low) for high, low in reversed(self.chain.hops(outer, inner)))
 
     def _hop(self, outer: int, inner: int) -> HopSpec:
         ranks = self.chain.hop_ranks(self.rank, outer, inner)
+        # Group ranks lie node after node; ``ranks_per_node`` refuses others.
         one_node = len({rank // self.local for rank in ranks}) == 1
         return HopSpec(outer, inner, ranks, "local" if one_node else "cross")

@@ -50,6 +50,8 @@ class Chain:
 
     def slice_index(self, rank: int, level: int) -> int:
         """Which of the ``level`` equal slices of a flat buffer this rank holds when it is spread over ``level``."""
+        # Horner's rule with the node-local digit first, and so the most significant: the place in the node decides on
+        # the slice at the node's level, and the node on the piece inside it.
         index = 0
         for weight, factor in self._between(1, level):
             index = index * factor + (rank // weight) % factor
@@ -58,6 +60,7 @@ class Chain:
     def owner(self, piece: int) -> int:
         """The rank that owns a piece at the last level: the inverse of ``slice_index(rank, world)``."""
         rank = 0
+        # Taken off from the piece's fastest digit, which is the rank's slowest.
         for weight, factor in reversed(self._between(1, self.world)):
             rank += (piece % factor) * weight
             piece //= factor
@@ -69,8 +72,11 @@ class Chain:
         Position i of the result holds part i of the slice that all of them have at level ``inner``.
         """
         digits = self._between(inner, outer)
+        # Members differ from this rank in the digits between the two levels only.
         base = rank - sum(((rank // weight) % factor) * weight for weight, factor in digits)
         members = [base]
+        # The rank's slowest digit is the piece's fastest, hence innermost. Over more than one digit the result does not
+        # ascend, so a process group must be numbered in this order; dist.new_group would sort it.
         for weight, factor in digits:
             members = [member + digit * weight for member in members for digit in range(factor)]
         return tuple(members)
@@ -91,6 +97,7 @@ def build_chain(world: int, sizes: Sequence[int]) -> Chain:
     Raises:
         ValueError: a size does not divide the next one; the message lists the sizes that would.
     """
+    # A set: levels that coincide, such as a node that is the whole world, become one, and no hop has a single member.
     wanted = sorted({1, world, *sizes})
     for smaller, larger in itertools.pairwise(wanted):
         if larger > world or smaller < 1 or larger % smaller:
@@ -121,11 +128,13 @@ def ranks_per_node(ranks: Sequence[int], local_world_size: int | None, hosts: Se
         ValueError: the number is unknown or no number, a node so made spans two hosts, or the group does not take the
             same number of ranks from each node, node after node.
     """
+    # One rank has no link to classify, so it needs no launcher.
     if len(ranks) == 1:
         return 1
     claimed = local_world_size if local_world_size is not None else _claimed_by_launcher()
     nodes: Sequence[object]
     if claimed is not None:
+        # Global ranks, also for a group that is a part of the world: nodes are a property of the job.
         nodes, source = [rank // claimed for rank in ranks], f"{claimed} ranks per node"
         _refuse_nodes_across_hosts(ranks, hosts or [], claimed)
     elif hosts is not None:
@@ -133,6 +142,8 @@ def ranks_per_node(ranks: Sequence[int], local_world_size: int | None, hosts: Se
     else:
         raise ValueError(f"the number of ranks per node is unknown: LOCAL_WORLD_SIZE is not set. {_REMEDY}")
     per_node = nodes.count(nodes[0])
+    # Levels are plain factors of the group rank, so a node must be a run of group ranks, and all runs equally long. The
+    # last test finds a node that comes back after another.
     runs = [nodes[start : start + per_node] for start in range(0, len(nodes), per_node)]
     even = len(nodes) % per_node == 0 and all(len(set(run)) == 1 for run in runs)
     if not even or len({run[0] for run in runs}) != len(runs):
@@ -154,6 +165,7 @@ def _claimed_by_launcher() -> int | None:
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not text:
         return None
+    # No falling back on host names: somebody meant to say a number.
     if not text.isdigit() or int(text) < 1:
         raise ValueError(f"the number of ranks per node is unknown: LOCAL_WORLD_SIZE is {text!r}. {_REMEDY}")
     return int(text)
@@ -162,6 +174,7 @@ def _claimed_by_launcher() -> int | None:
 def _refuse_nodes_across_hosts(ranks: Sequence[int], hosts: Sequence[str], claimed: int) -> None:
     """What is taken for the fast links inside a node must not be a network."""
     first: dict[int, tuple[int, str]] = {}
+    # ``hosts`` is empty where nobody asked, and then there is nothing to contradict.
     for rank, host in zip(ranks, hosts, strict=False):
         other, its_host = first.setdefault(rank // claimed, (rank, host))
         if its_host != host:

@@ -20,7 +20,8 @@ from zeropp.partition.layout import BLOCK
 
 __all__ = ["Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "never_called", "unit_options"]
 
-_PERSISTENT_NUMEL = 1 << 24  # a persistent unit is cut here, so that reducing one overlaps the rest of backward
+# A persistent unit is cut here, so that reducing one overlaps the rest of backward.
+_PERSISTENT_NUMEL = 1 << 24
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
@@ -34,6 +35,7 @@ class Owner:
 
 def never_called(module: nn.Module) -> bool:
     """Whether a module has no forward of its own, like a ModuleList: no use of a unit can begin there."""
+    # The instance is looked at, too: wrappers and patches often set ``forward`` on it.
     return type(module).forward is nn.Module.forward and "forward" not in module.__dict__
 
 
@@ -41,6 +43,7 @@ def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Parameters that only the module's own forward can be meant to use: its own, and those of lists it holds."""
     yield from (parameter for parameter in module._parameters.values() if parameter is not None)
     for child in module.children():
+        # A ParameterList, or a bare nn.Module that holds things: no hook of its own would ever fire.
         if never_called(child):
             yield from direct_parameters(child)
 
@@ -63,6 +66,7 @@ class UnitSpec:
     name: str
     owners: tuple[Owner, ...]
     parameters: tuple[str, ...]
+    # Cached whole between uses; such a unit has no owners, its parameters may be used anywhere.
     persistent: bool = False
 
 
@@ -131,6 +135,8 @@ class _Former:
         """Those parameters that no unit has yet, as a run."""
         names = []
         for parameter in found:
+            # A tied parameter has one place, the first in the order of definition. Other modules that use it are
+            # hooked as users of that unit.
             name = self.first_name[id(parameter)]
             if name in self.parameters and name not in self.claimed:
                 names.append(name)
@@ -143,6 +149,7 @@ class _Former:
             return True
         if path in options.leaf_names or any(path.endswith(suffix) for suffix in options.leaf_suffixes if path):
             return True
+        # Inside a compiled region there is no place to gather: all its weights must be there when it begins.
         return is_compiled(module) or self.is_fine_grained(module)
 
     def is_fine_grained(self, module: nn.Module) -> bool:
@@ -159,11 +166,15 @@ class _Former:
         limit = self.options.unit_numel
         total = sum(parameter.numel() for parameter in module.parameters())
         small_enough = limit == 0 or total <= limit or not any(True for _ in module.children())
+        # A repeated list cannot be a block itself, since no forward of it brackets a use: its parts are cut one by one.
         if self.is_leaf(module, path) or (repeated and small_enough and not never_called(module)):
             run = self.claim(module.parameters(), _callers(module, path))
             if run is not None:
+                # A block stays alone unless it is too short: merged, it could not be released, nor its gradients sent,
+                # before its neighbour is done.
                 run.closed = True
             return [run] if run else []
+        # Parameters of a namespace belong to the nearest module above that is called. The root has none above it.
         uncalled = never_called(module) and path != ""
         direct = None if uncalled else self.claim(direct_parameters(module), [Owner(path, recurse=False)])
         runs = [direct] if direct else []
@@ -174,8 +185,10 @@ class _Former:
             runs += self.form(child, f"{path}.{name}" if path else name, block)
         runs = _merge_open(runs, limit)
         if len(runs) == 1 and not runs[0].closed and not uncalled:
+            # One run holds all that is left below: the module's own forward brackets every use, with one pair of hooks.
             runs[0].owners = [Owner(path, recurse=True)]
         if repeated:
+            # Parts of a block that was too large, or is a list, merge among themselves, not with the next one's.
             for run in runs:
                 run.closed = True
         return runs
@@ -199,14 +212,19 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     former.first_name = {id(p): name for name, p in model.named_parameters()}
     runs = former.form(model, "", repeated=False)
     minimum = options.unit_min_blocks * BLOCK * world
+    # The end of a buffer is padded by less than a block for each rank. With so many blocks a rank, that is at most
+    # one part in so many.
     runs = _merge_short(runs, minimum)
     specs = []
     for run in runs:
+        # A run has a flat buffer for each dtype, trainable and frozen apart, and only the largest has been looked at.
+        # Of the others, short ones (adapters in a large layer) become persistent.
         short = _short_buffers(run.names, parameters, minimum)
         persistent |= short
         kept = tuple(name for name in run.names if name not in short)
         if kept:
             specs.append(UnitSpec(_unit_name(run.owners), tuple(run.owners), kept))
+    # In the order of the model: a set of strings has another order in every process, and units must be the same.
     return specs + _persistent_units([name for name in parameters if name in persistent], parameters)
 
 
@@ -215,6 +233,7 @@ def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions)
     chosen, total = set(), 0
     for name, parameter in parameters.items():
         numel = parameter.numel()
+        # As in DeepSpeed, what does not fit the total is passed over, and a smaller parameter after it may still fit.
         if numel <= options.param_persistence_threshold and total + numel <= options.model_persistence_threshold:
             chosen.add(name)
             total += numel
@@ -225,6 +244,7 @@ def _merge_open(runs: Sequence[_Run], limit: int) -> list[_Run]:
     merged: list[_Run] = []
     for run in runs:
         last = merged[-1] if merged else None
+        # ``limit`` bounds what merging makes; a single parameter may exceed it, since parameters are not cut.
         fits = last is not None and (limit == 0 or last.numel + run.numel <= limit)
         if last is not None and fits and not (last.closed or run.closed):
             last.absorb(run)
@@ -237,11 +257,13 @@ def _merge_short(runs: Sequence[_Run], minimum: int) -> list[_Run]:
     """Join neighbours until the largest buffer of each run holds ``minimum`` elements, or only one run is left."""
     merged: list[_Run] = []
     for run in runs:
+        # The largest buffer counts. By the sum, an adapter would let a layer pass whose buffers are both too short.
         if merged and max(merged[-1].sizes.values()) < minimum:
             merged[-1].absorb(run)
         else:
             merged.append(run)
     if len(merged) > 1 and max(merged[-1].sizes.values()) < minimum:
+        # The last run has no next one to take it in, so it goes to the one before.
         last = merged.pop()
         merged[-1].absorb(last)
     return merged

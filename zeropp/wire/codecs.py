@@ -35,6 +35,7 @@ class Feedback:
         self.state = torch.zeros(count * layout.nbytes, dtype=torch.uint8, device=device)
         self.beta = beta
         self.fresh = False
+        # [count, bytes of a message]; a view, so that whoever scales losses can scale the errors in place.
         rows = self.state.view(count, layout.nbytes)
         self.scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups].view(torch.bfloat16)
 
@@ -44,6 +45,7 @@ class Feedback:
 
     def arguments(self) -> dict[str, object]:
         """For one call of a kernel that encodes."""
+        # The kernel resets by not reading the old error. Zeroing the state would cost a pass over memory for nothing.
         fresh, self.fresh = self.fresh, False
         return {"state": self.state, "beta": self.beta, "reset": fresh}
 
@@ -117,6 +119,8 @@ class PlainCodec:
 
     def headroom(self, count: int) -> float:
         """See :class:`Codec`."""
+        # ``count`` messages add up to at most ``count`` times the largest. bfloat16 needs no room: it has the range of
+        # float32. A power of two costs no bits, except of what falls below float16's normal numbers.
         return 2.0 ** -(count - 1).bit_length() if self.dtype == torch.float16 else 1.0
 
     def nbytes(self, numel: int) -> int:
@@ -143,6 +147,7 @@ class PlainCodec:
     ) -> None:
         """See :class:`Codec`."""
         pack_(layout.views(messages), gradients)
+        # Memory from ``empty`` may hold anything, NaN included, and padding is summed and enters norms like the rest.
         for start, stop in layout.gaps:
             messages[start:stop].zero_()
 
@@ -165,6 +170,7 @@ class BlockCodec:
 
     bits: int
     rotate: bool = False
+    # The kernels find messages by their distance from the first.
     apart = False
 
     @property
@@ -187,6 +193,7 @@ class BlockCodec:
     def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
         """See :class:`Codec`."""
         state = feedback.arguments() if feedback is not None else {}
+        # Each call advances the errors in ``state``, so a message must be encoded exactly once.
         kernels.quantize_(_single(values), messages, count=count, bits=self.bits, rotate=self.rotate, **state)  # type: ignore[arg-type]
 
     def pack_(
@@ -202,6 +209,7 @@ class BlockCodec:
         """See :class:`Codec`; tensors are read where they lie, if they lie in the order of their parameters."""
         assert table is not None  # made by whoever has chosen this codec
         state = feedback.arguments() if feedback is not None else {}
+        # Straight from autograd's tensors: a flat copy of all gradients would cost as much memory as the unit itself.
         kernels.quantize_tensors_(
             _in_order(gradients, layout, messages.device), table, messages, count=count, bits=self.bits,
             rotate=self.rotate, **state,  # type: ignore[arg-type]
@@ -209,6 +217,7 @@ class BlockCodec:
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
         """``out`` [count * numel], any floating dtype, becomes what the messages say."""
+        # A copy in float32 where ``out`` has 64 bits, and otherwise ``out`` itself, which the kernel then writes to.
         target = _single(out)
         kernels.dequantize_(messages, target, count=count, bits=self.bits, rotate=self.rotate)
         if target is not out:
@@ -218,10 +227,12 @@ class BlockCodec:
         self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
         """See :class:`Codec`."""
+        # A float64 model's codes are summed in float32: they carry 8 bits at most, and the kernels know no other.
         single = out.dtype == torch.float32
         target = out if single else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         kernels.reduce_(
             adjacent(messages), target, count=len(messages), bits=self.bits, rotate=self.rotate, scale=scale,
+            # With a float32 copy in between, the addition to ``out`` has to come after it, in float64.
             accumulate=accumulate and single,
         )  # fmt: skip
         if not single:
@@ -240,12 +251,14 @@ class BlockCodec:
         state = feedback.arguments() if feedback is not None else {}
         kernels.reduce_quantize_(
             adjacent(parts), messages, numel=numel, count=len(parts), source_bits=source.bits, out_count=count,
+            # The rotation is linear: what came rotated is summed and passed on so; only the last sum is turned back.
             bits=self.bits, rotate=self.rotate and not source.rotate, **state,  # type: ignore[arg-type]
         )  # fmt: skip
 
 
 def adjacent(messages: Sequence[Tensor]) -> Tensor:
     """The memory of messages that follow each other in it."""
+    # They are rows of one tensor: see Hop.exchange, ``apart``. as_strided keeps the first row's offset when given none.
     first, total = messages[0], sum(message.numel() for message in messages)
     return first.as_strided((total,), (1,))
 
@@ -253,6 +266,7 @@ def adjacent(messages: Sequence[Tensor]) -> Tensor:
 def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: torch.device) -> list[Tensor]:
     """Tensors of one dtype that the kernels can read, each with its parameter's strides."""
     dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+    # One launch reads one dtype. Several are rare, and float32 is the widest that the kernels read.
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     dtype = torch.float32 if dtype == torch.float64 else dtype
     found = []
@@ -260,6 +274,8 @@ def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: 
         if gradient is None:
             gradient = torch.zeros(slot.numel, dtype=dtype, device=device)
         elif gradient.dtype != dtype or not _lies_as(gradient, slot):
+            # The kernels read in the order of memory. With other strides than its parameter's, a gradient's elements
+            # would be added to other elements of the other ranks' gradients.
             there = torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device=device)
             gradient = there.copy_(gradient)
         found.append(gradient)
@@ -268,6 +284,7 @@ def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: 
 
 def _lies_as(tensor: Tensor, slot: Slot) -> bool:
     strides = zip(slot.shape, tensor.stride(), slot.strides, strict=True)
+    # Strides of dimensions of size 1 say nothing, and torch leaves any number there.
     return all(size == 1 or own == wanted for size, own, wanted in strides)
 
 

@@ -21,6 +21,7 @@ from zeropp.wire.paths import GatherPath
 
 __all__ = ["BASES", "Delta4", "DifferenceCodec", "DifferencePath", "Lossless", "make_difference_codec"]
 
+# ``lossless`` takes differences of bit patterns, and its message layout is made for the 16 bits of bfloat16.
 BASES = {"delta4": (torch.bfloat16, torch.float16), "lossless": (torch.bfloat16,)}
 """Dtypes of weights that a codec can take differences of."""
 
@@ -58,6 +59,8 @@ class Delta4:
 
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
         """See :class:`DifferenceCodec`; the base stays as it is."""
+        # The owner's base moves when it decodes its own message beside the others', in ``_end``: by the same kernel
+        # on every rank, so that bases stay equal to the bit.
         kernels.delta_encode_(values, base, message, update=False)
 
     def decode_(self, messages: Tensor, base: Tensor, *, count: int) -> None:
@@ -76,6 +79,7 @@ class Lossless:
     name = "lossless"
 
     def __init__(self) -> None:
+        # Ranks must send messages of one size, whatever their values: room is for the rank that needs most.
         self.room = (0, 0)
         self._offsets: Tensor | None = None
 
@@ -85,6 +89,7 @@ class Lossless:
 
     def count(self, values: Tensor, base: Tensor) -> Tensor:
         """int64 [2]: how many differences need 8 bits, and 16; :meth:`encode_` must follow with the same values."""
+        # [2, blocks + 1]: where each block's escapes begin, of 8 and of 16 bits. Encoding needs the same.
         self._offsets = _offsets(1, values.numel(), values.device)[0]
         kernels.lossless_count_(values, base, self._offsets)
         return self._offsets[:, -1]
@@ -92,7 +97,8 @@ class Lossless:
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
         """See :class:`DifferenceCodec`."""
         assert self._offsets is not None
-        used_here(self._offsets)  # counting may have run on another stream
+        # Counted on the lane between nodes, where ranks agree; a refresh inside a node encodes on the other.
+        used_here(self._offsets)
         room8, room16 = self.room
         kernels.lossless_encode_(values, base, self._offsets, message, room8=room8, room16=room16)
         self._offsets = None
@@ -101,6 +107,7 @@ class Lossless:
         """See :class:`DifferenceCodec`."""
         room8, room16 = self.room
         offsets = _offsets(count, base.numel() // count, base.device)
+        # In place, base and result in one: what is cached needs no second copy.
         kernels.lossless_decode_(messages, base, base, offsets, count=count, room8=room8, room16=room16)
 
     def take_room(self, room: tuple[int, int], numel: int, most: int) -> bool:
@@ -108,7 +115,8 @@ class Lossless:
         self.room = room
         if self.nbytes(numel) < most:
             return True
-        self._offsets = None  # no message will be encoded
+        # Whole weights are sent, and no message encoded: the counts would otherwise stay in memory until the next step.
+        self._offsets = None
         return False
 
 
@@ -147,6 +155,7 @@ class DifferencePath(GatherPath):
 
     def places(self, whole: Tensor) -> list[Tensor]:
         """This rank's own part of the last result, and all of it."""
+        # Two roles of one memory: what to take the difference to, and what to add everyone's differences to.
         return [self._views(whole)[0], whole]
 
     def codec_name(self, travels: Tensor) -> str:
@@ -154,6 +163,7 @@ class DifferencePath(GatherPath):
         return self.codec.name
 
     def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+        # Not before this work's turn: ranks have agreed on the room of lossless messages by then.
         nbytes = self.count * self.codec.nbytes(own.numel())
         views = self._views(torch.empty(nbytes, dtype=torch.uint8, device=own.device))
         self.codec.encode_(views[0], own, places[0])

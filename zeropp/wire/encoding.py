@@ -46,6 +46,7 @@ class Encoding:
 
     def weight_codec(self, trainable: bool) -> BlockCodec | None:
         """For gathers of a buffer."""
+        # Both are 8-bit codes, so where both are asked for it does not matter which one answers for frozen weights.
         return self.weights or (None if trainable else self.frozen)
 
     def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[BlockCodec | PlainCodec]:
@@ -55,6 +56,7 @@ class Encoding:
     def _gradient_codec(self, crosses: bool, wire_dtype: torch.dtype) -> BlockCodec | PlainCodec:
         if self.bits is None:
             return PlainCodec(wire_dtype)
+        # A pair (inside, between), indexed by a bool.
         bits = self.bits[crosses]
         return PlainCodec(_PLAIN[bits]) if bits in _PLAIN else BlockCodec(bits, self.rotate)
 
@@ -65,6 +67,7 @@ class Encoding:
     def return_codec(self, codecs: Sequence[BlockCodec | PlainCodec]) -> BlockCodec | PlainCodec:
         """For sums that go back to several copies, after hops with these codecs: 8 bits where any of them has codes."""
         coded = any(isinstance(codec, BlockCodec) for codec in codecs)
+        # Never 4 bits: on the way back nothing is fed back, and no mean over ranks evens out what encoding loses.
         return BlockCodec(8, self.rotate) if coded else codecs[-1]
 
     # Sizes, for plans.
@@ -79,6 +82,7 @@ class Encoding:
     def feedback_nbytes(self, path: Sequence[HopSpec], numel: int) -> int:
         """Of the errors that are fed back on all hops of a whole reduce path."""
         total = 0
+        # Any dtype would do: plain values have no error to feed back.
         for hop, codec in zip(path, self.gradient_codecs(path, torch.float32), strict=True):
             if isinstance(codec, BlockCodec) and self.feeds_back(path, hop):
                 total += hop.outer // hop.inner * state_layout(numel // hop.outer, codec.bits).nbytes
@@ -90,10 +94,12 @@ class Encoding:
         codec = self.weight_codec(trainable)
         if codec is None or not self.cache_codes:
             return numel // mode.cached * dtype.itemsize
+        # Cached as they came: one message for each slice at the states' level, each padded for itself.
         return mode.states // mode.cached * codec.nbytes(numel // mode.states)
 
     @staticmethod
     def _crosses(path: Sequence[HopSpec], hop: HopSpec) -> bool:
+        # On one node, or with one rank a node, there is one hop only. It gets the narrow codec, and the feedback.
         return len(path) == 1 or hop.link == "cross"
 
 
@@ -106,6 +112,7 @@ def choose_encoding(config: Config) -> Encoding:
         if extension.gradient_bits is not None:
             bits = (extension.gradient_bits.local, extension.gradient_bits.cross)
     codec = extension.weight_codec
+    # Stage 0 has whole weights everywhere and sends none: codecs of weights have nothing to do there.
     quantized = zero.zero_quantized_weights or codec == "int8"
     loco = zero.zeropp_loco_param
     return Encoding(
@@ -128,6 +135,8 @@ def choose_groups(config: Config, world: int, local: int) -> Mode:
     """
     mode = choose_mode(config, world, local)
     codec = choose_encoding(config).differences
+    # A difference needs a base at the receiver. With nothing cached between uses there is none, and values would travel
+    # in full without a word; one rank sends nothing in any case.
     if codec is not None and mode.cached is None and world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ValueError(

@@ -22,6 +22,7 @@ __all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath"]
 def _segments(hops: Sequence[Hop]) -> list[tuple[str, list[int]]]:
     """(class of links, numbers of the hops) for each run of hops over such links; one of none where there are none."""
     found = [(link, list(numbers)) for link, numbers in groupby(range(len(hops)), lambda i: hops[i].spec.link)]
+    # Without hops (one rank, or two equal levels) a cast or a sum is left to do, and needs a lane to run on.
     return found or [("local", [])]
 
 
@@ -42,6 +43,7 @@ class GatherPath:
         self.hops = hops
         self.dtype = dtype
         self._segments = _segments(hops)
+        # A generator from ``gather`` is resumed once for each of these: see comm.streams.Work.
         self.links = [link for link, _ in self._segments]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
@@ -53,7 +55,10 @@ class GatherPath:
         return self._views(whole)
 
     def _views(self, whole: Tensor) -> list[Tensor]:
+        # ``whole`` is a slice at ``inner``, of values or of the bytes of messages. All slices at one level are equally
+        # long in either, so both are cut alike, and numel counts whichever it is.
         views, numel = [], whole.numel() * self.inner
+        # Each view contains the one before it, so a hop sends from where it receives to.
         for level in [self.outer, *(hop.spec.inner for hop in self.hops)]:
             start, stop = self.placement.slice_of(numel, level, self.inner)
             views.append(whole[start:stop])
@@ -71,6 +76,8 @@ class GatherPath:
         for number, (_, hops) in enumerate(self._segments):
             if number:
                 yield
+                # Messages were allocated on the lane before this one; the result is the caller's, who looks after it.
+                # See [Note: memory on several streams].
                 if views[-1] is not places[-1]:
                     used_here(views[-1])
             for index in hops:
@@ -84,10 +91,12 @@ class GatherPath:
 
     def codec_name(self, travels: Tensor) -> str:
         """Of what travels, in the ledger."""
-        return dtype_name(travels.dtype)  # whole main weights take a path that has the compute dtype
+        # Not self.dtype: whole main weights for a state dict take a path that was made for the compute dtype.
+        return dtype_name(travels.dtype)
 
     def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
         """Put this rank's slice where hops begin; returns what it has there, and will have after each hop."""
+        # The cast from main weights to the compute dtype happens here, before anything travels.
         places[0].copy_(own)
         return places
 
@@ -121,6 +130,7 @@ class CodedGatherPath(GatherPath):
     ) -> None:
         super().__init__(placement, outer, inner, hops, dtype)
         self.codec = codec
+        # Messages in the result. With codes cached by hpZ, ``level`` lies beyond ``outer`` and a rank brings several.
         self.count = level // inner
         self.coded = coded
         self.decodes = decodes
@@ -138,9 +148,11 @@ class CodedGatherPath(GatherPath):
 
     def places(self, whole: Tensor) -> list[Tensor]:
         """See :class:`GatherPath`."""
+        # Messages have memory of their own, which lives only while they travel.
         return [whole] if self.decodes else self._views(whole)
 
     def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+        # Made on the lane, when its turn comes: what waits in a queue holds no messages.
         views = self._views(self._messages(places[0].numel(), own.device)) if self.decodes else places
         if self.coded:
             views[0].copy_(own)
@@ -150,6 +162,7 @@ class CodedGatherPath(GatherPath):
 
     def _end(self, whole: Tensor, places: list[Tensor]) -> None:
         if self.decodes:
+            # This rank's own slice as well: it must compute with the values that the others have of it.
             self.codec.decode_(whole, places[0], count=self.count)
 
 
@@ -181,6 +194,7 @@ class ReducePath:
         self.placement = placement
         self.outer = outer
         self.legs = legs
+        # Where nothing travels there is nothing to save, so gradients are not coded.
         self.codec = legs[0].codec if legs else PlainCodec(dtype)
         self.count = legs[0].hop.size if legs else 1
         self._segments = _segments([leg.hop for leg in legs])
@@ -216,20 +230,27 @@ class ReducePath:
             unit: for the ledger.
         """
         if not self.legs:
+            # One rank, or nothing further to go: a single message, already for this rank.
             self.codec.decode_sum_([message], out, scale=scale, accumulate=accumulate())
         for number, leg in enumerate(self.legs):
             if number and leg.hop.spec.link != self.legs[number - 1].hop.spec.link:
                 yield
+                # Made by _pass_on, on the lane before. See [Note: memory on several streams].
                 used_here(message)
+            # FSDP2 leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
             parts = leg.hop.exchange(message, unit, leg.name, apart=leg.codec.apart)
             numel //= leg.hop.size
             if number + 1 == len(self.legs):
+                # Asked only now: an earlier message of the same buffer may have arrived since this one was queued.
                 leg.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate())
             else:
+                # A power of two, taken back by the last scale: a sum that goes on in float16 must not overflow where
+                # the mean does not. FSDP2 divides float16 by about the root of the world, before and after.
                 headroom = leg.codec.headroom(len(parts))
                 scale /= headroom
                 message = _pass_on(leg.codec, parts, self.legs[number + 1], numel, headroom, out.dtype)
-            del parts  # standing still must not keep what has come
+            # A generator that stands still keeps its locals, and the next lane may come to it much later.
+            del parts
 
     def run(self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
         """Reduce without standing still."""
@@ -244,8 +265,10 @@ def _pass_on(
     count, device = leg.hop.size, parts[0].device
     message = leg.codec.empty(numel // count, count, device)
     if isinstance(codec, BlockCodec) and isinstance(leg.codec, BlockCodec):
+        # Codes to codes in one kernel: the float32 sum never goes through memory. ``headroom`` is 1 for codes.
         leg.codec.encode_sum_(codec, parts, numel, message, count, leg.feedback)
         return message
+    # In the main dtype, so that a hop rounds once, when its sum is encoded, and not at each addition.
     partial_sum = torch.empty(numel, dtype=dtype, device=device)
     codec.decode_sum_(parts, partial_sum, scale=headroom)
     leg.codec.encode_(message, partial_sum, count=count, feedback=leg.feedback)
