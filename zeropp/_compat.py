@@ -36,12 +36,14 @@ __all__ = [
     "will_execute",
 ]
 
+# Of subclasses alone: modes stay on inside, such as the one that watches what is computed from lent values.
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Inside, released parameters answer as tensors, and not by the guard."""
 
 
 def storage_id(tensor: Tensor) -> int:
     """Identity of a tensor's storage, the same as long as the storage lives."""
+    # Not data_ptr, which is 0 for every storage that is released. See [Note: storage].
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -51,12 +53,15 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 def bump_versions(tensors: Sequence[Tensor], version: int) -> None:
     """Set autograd's version counters, so that a tensor saved at another version is refused in backward."""
+    # FSDP2 keeps the counter as it was over a gather, so that autograd sees no edit. Here an older weight must be
+    # seen. See [Note: versions].
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), (version,) * len(tensors))
 
 
 def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
     """Positions of tensors that share autograd's version counter with a later one, as views of one tensor do."""
     before = [tensor._version for tensor in tensors]
+    # Each is given a number of its own; where a counter is shared, the last one's is found in all.
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(range(len(tensors))))
     sharing = [position for position, tensor in enumerate(tensors) if tensor._version != position]
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(before))
@@ -76,6 +81,7 @@ def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | No
 
 def current_graph_task() -> int:
     """Identity of the backward pass this thread is in; -1 outside of any."""
+    # Of this thread: autograd's own threads, which run hooks on a card, have it set as well.
     return torch._C._current_graph_task_id()
 
 
@@ -97,11 +103,13 @@ def will_execute(node: Node) -> bool:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
+    # By its name: the class is in torch._dynamo, which takes long to import.
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
     """The factor that a scaler puts on losses, float32 scalar; the host does not wait for it."""
+    # None before the first loss is scaled: get_scale() has the number then, and reads no device.
     scale = scaler._get_scale_async() if scaler.is_enabled() else None
     value = torch.full((), scaler.get_scale(), device=device) if scale is None else scale.to(device)
     return value.reshape(())
@@ -156,6 +164,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str)
         )
     finally:
         default.bound_device_id = bound
+    # The helper leaves this to dist.new_group; without it no collective could translate a global rank.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made

@@ -36,6 +36,7 @@ class Average:
 
     def _join(self) -> None:
         trainable = self._engine.trainable_buffers
+        # By buffer: unfreezing makes a new one, whose average begins with the weights of now.
         self._pieces = {b: self._pieces[b] if b in self._pieces else b.shard.clone() for b in trainable}
 
     @torch.no_grad()
@@ -56,6 +57,7 @@ class Average:
             RuntimeError: a pass is running, ranks are at different calls; or training goes on inside.
         """
         self._engine.require_idle("applying an average")
+        # Before anything is swapped: a rank that evaluated averaged weights alone would mix them into everyone's.
         self._engine.agreement.require_same_call("applied() of an average")
         self._join()
         self._swap()
@@ -69,11 +71,14 @@ class Average:
     @torch.no_grad()
     def _swap(self) -> None:
         engine = self._engine
+        # A refresh of the weights before reads the very shards that are overwritten here.
         engine.refresh.wait()
         for buffer, piece in self._pieces.items():
             weights = buffer.shard.clone()
-            buffer.shard.copy_(piece)  # in place: the optimizer's slices are views of it
+            # In place: the optimizer's slices are views of it.
+            buffer.shard.copy_(piece)
             piece.copy_(weights)
+        # For now: an average that is only saved is swapped back before any forward, and need not travel.
         engine.weights_changed(self._pieces, for_now=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,6 +95,7 @@ class Average:
         """
         self._engine.require_idle("load_state_dict() of an average")
         self._join()
+        # Sizes are all that a piece tells of its place.
         given, own = ([piece.numel() for piece in pieces] for pieces in (state["pieces"], self._pieces.values()))
         if given != own:
             raise ValueError(

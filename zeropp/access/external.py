@@ -28,10 +28,12 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             f"register_external_parameter got a {type(module).__name__} and a {type(parameter).__name__}; expected a "
             "module and a parameter"
         )
+    # A list, and no attribute of its own: module.parameters() must not find the parameter here, too.
     known = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(other is parameter for other in known):
         known.append(parameter)
         engine = keeper_of(parameter)
+        # Before wrapping there is none; hooks are set up from the list then.
         if isinstance(engine, Engine):
             engine.use_in(module, parameter)
 

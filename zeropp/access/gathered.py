@@ -59,6 +59,7 @@ class GatheredParameters:
         if fwd_module is not None:
             for parameter in parameters:
                 register_external_parameter(fwd_module, parameter)
+        # Parameters of several wrapped models may be gathered in one call.
         by_engine: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
         for parameter in parameters if enabled else ():
             engine = keeper_of(parameter)
@@ -74,9 +75,11 @@ class GatheredParameters:
             try:
                 self._loans.append(_Loan(engine, parameters, self._modifier_rank))
             except BaseException:
+                # A loan of another model may stand already.
                 self._give_back()
                 raise
         if self._loans:
+            # While lent, parameters have their own class, and the guard sees nothing: a mode watches what is computed.
             self._graphs = Graphs({b.parameters[i]: b.names[i] for loan in self._loans for b, i in loan.places})
             self._graphs.__enter__()  # type: ignore[no-untyped-call]
 
@@ -94,9 +97,12 @@ class GatheredParameters:
     ) -> None:
         loans, graphs = self._loans, self._graphs
         if graphs is not None:
+            # First: giving back works on the same tensors, and is none of the user's computing.
             graphs.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        # Before edits are shared, which may fail: the parameters are released whatever happens.
         self._give_back()
-        if kind is None:  # else other ranks may not come to where edits are shared
+        # Else other ranks may not come to where edits are shared.
+        if kind is None:
             for loan in loans:
                 loan.finish()
             _warn_of_graphs(graphs)
@@ -143,10 +149,14 @@ class _Loan:
         lent = [name for name, (b, i) in zip(self.names, self.places, strict=True) if not is_guarded(b.parameters[i])]
         if lent:
             raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
+        # By names: ranks that gather other parameters would mix their values.
         engine.agreement.require_same_call(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
+        # A buffer is gathered whole, so once for all of its parameters.
         gathered = {buffer: gather_main(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
         self.values = [gathered[buffer][index] for buffer, index in self.places]
+        # Who edits without a modifier_rank loses the edit, and is to be told.
         self.before = [_fingerprint(value) for value in self.values] if modifier_rank is None else []
+        # requires_grad_ on a lent parameter passes the guard by; what has changed is passed on at the end.
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
         for (buffer, index), value in zip(self.places, self.values, strict=True):
             buffer.lend(index, value)
@@ -155,6 +165,7 @@ class _Loan:
     def give_back(self) -> None:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
         self.engine.lent -= 1
+        # What they hold now: .data may have been replaced, and not only written to.
         self.values = [buffer.take_back(index) for buffer, index in self.places]
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
             parameter = buffer.parameters[index]
@@ -164,6 +175,7 @@ class _Loan:
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         engine = self.engine
+        # A word from every rank before a broadcast: all raise, or all go on.
         wrong = self._lost() if self.modifier_rank is None else self._misshapen()
         doing = "leaving GatheredParameters"
         rows = engine.agreement.exchange(LENT, [int(bool(wrong))], doing, "the end of GatheredParameters")
@@ -175,11 +187,14 @@ class _Loan:
             )
         if self.modifier_rank is None:
             return
+        # A refresh under way still reads the shards that are about to be written.
         engine.refresh.wait()
         with engine.agreement.watching("sharing edits made inside GatheredParameters"):
             for (buffer, index), value in zip(self.places, self.values, strict=True):
+                # All shapes are right by now, but the user may have given another dtype or strides.
                 whole = value.detach().to(buffer.main_dtype).contiguous()
                 engine.comm.broadcast(whole, self.modifier_rank)
+                # Every rank cuts out its own piece: a replica of the states has the same bits then.
                 buffer.load(buffer.parameters[index], whole)
         engine.weights_changed(dict.fromkeys(buffer for buffer, _ in self.places))
 
@@ -198,7 +213,8 @@ class _Loan:
 
 
 def _fingerprint(value: Tensor) -> tuple[object, ...]:
-    """Shape, dtype and a sum over the bits, which an edit changes."""
+    """Shape, dtype and a sum over the bits, which an edit changes unless it only exchanges values."""
+    # Bits, since a NaN is not equal to itself, and -0.0 is to 0.0.
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()]
     total = value.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64) if value.numel() else torch.tensor(0)
     return tuple(value.shape), value.dtype, int(total)

@@ -1,7 +1,7 @@
 """What is computed from whole values while they are lent to the user.
 
 Outside a pass a graph through a whole value leads nowhere: the value goes back, and no gradient is reduced. To read is
-fine, with grad mode on, too. So results carry a hook that backward trips over, and who ends the loan can ask which
+fine, with grad mode on, too. So results carry a hook that backward trips over, and whoever ends the loan can ask which
 graphs outlive it.
 """
 
@@ -33,8 +33,10 @@ class Graphs(TorchFunctionMode):
     def __init__(self, names: Mapping[nn.Parameter, str]) -> None:
         super().__init__()
         self._names = {id(parameter): name for parameter, name in names.items()}
+        # Weakly: what is alive at the end is what the user still holds.
         self._hooks: list[weakref.ref[_Trip]] = []
-        self._views: list[Tensor] = []  # of lent values; what is computed from them counts as well
+        # Views of lent values; what is computed from them counts as well. Held, so that no other tensor takes an id.
+        self._views: list[Tensor] = []
 
     def __torch_function__(
         self,
@@ -45,12 +47,14 @@ class Graphs(TorchFunctionMode):
     ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
+        # Under no_grad there is no graph that could outlive the loan.
         for name in self._named((*args, *kwargs.values())) if torch.is_grad_enabled() else ():
             for tensor in tensors_in(result):
                 if tensor.grad_fn is not None:
                     if tensor._is_view():
                         self._names[id(tensor)] = name
                         self._views.append(tensor)
+                    # Not an error yet: to read a norm with grad mode on is fine, and its graph goes with the result.
                     trip = _Trip(name, _line_of_user())
                     tensor.register_hook(trip)
                     self._hooks.append(weakref.ref(trip))
@@ -68,6 +72,7 @@ class Graphs(TorchFunctionMode):
 
     def alive(self) -> list[str]:
         """Where graphs began that somebody still holds; at the end of the loan."""
+        # Ours must not count among those that hold a graph.
         self._views.clear()
         return list(dict.fromkeys(str(trip) for ref in self._hooks if (trip := ref()) is not None))
 

@@ -27,7 +27,9 @@ __all__ = ["Former", "former_engines", "give_to_modules"]
 def give_to_modules(model: nn.Module, engine: Engine) -> None:
     """Let every module of the model own the engine, until that is closed."""
     for module in model.modules():
-        module.__dict__[OWNED_AS] = engine  # past nn.Module's own __setattr__, and those of others
+        # Past nn.Module's own __setattr__, and those of others. Every module: any of them may be all that the user
+        # keeps.
+        module.__dict__[OWNED_AS] = engine
         engine.on_close(restorer(module, OWNED_AS))
 
 
@@ -44,11 +46,13 @@ def former_engines(model: nn.Module) -> list[Engine]:
         if not is_managed(parameter):
             continue
         keeper = keeper_of(parameter)
+        # Without a keeper, or with one that was closed, nothing holds its values any more.
         if not isinstance(keeper, Engine) or keeper.closed:
             raise ValueError(
                 f"parameter {name!r} was partitioned by zeropp, and its values were given up by close(); wrap a model "
                 "that has its values, and let go of a ZeroOptimizer without close() to wrap its model again"
             )
+        # An optimizer that lives would go on stepping former main weights, and the new engine not know of it.
         if keeper.listener is not None:
             raise ValueError(
                 f"parameter {name!r} is already managed by a ZeroOptimizer; give several parameter groups to one "
@@ -59,6 +63,8 @@ def former_engines(model: nn.Module) -> list[Engine]:
     for engine in found.values():
         engine.require_idle("wrapping the model again")
         missing = _missing(engine, model)
+        # With the former root among these modules, what is missing was taken out of the model; without it, this is a
+        # part of what was wrapped, and the rest would lose its weights.
         if missing and engine.hooks.root not in modules:
             raise ValueError(
                 f"parameters {missing[:10]} were wrapped together with those given now, and are not among them; wrap "
@@ -82,6 +88,7 @@ class Former:
             missing = _missing(engine, model)
             if missing:
                 notify(f"values of {missing} are given up: they are no longer in the model")
+            # Nothing may be under way on lanes that are about to be closed, and no memory be kept for a pass to come.
             engine.finish_load()
             engine.schedule.release_planned()
             engine.refresh.wait()
@@ -92,14 +99,18 @@ class Former:
         """Let a new buffer have what there is of its parameters; rank 0's values of those that are new, too."""
         known = [self._places.get(id(parameter)) for parameter in buffer.parameters]
         sources = dict.fromkeys((engine, source) for engine, source, _ in filter(None, known))
+        # Whole values of a few buffers at a time: those that the next one is made of, and no more. A former buffer may
+        # go to several.
         for other in [other for other in self._gathered if all(other is not source for _, source in sources)]:
             del self._gathered[other]
         for engine, source in sources:
             if source not in self._gathered:
                 self._gathered[source] = gather_main(engine, source), gather_codes(engine, source)
-        if sources:  # graphs made before know the old storage: see [Note: versions]
+        # Graphs made before know the old storage. See [Note: versions].
+        if sources:
             buffer.version = 1 + max(source.version for _, source in sources)
         buffer.adopt(self._filler(buffer, comm))
+        # Over what adopt has encoded: to encode decoded values again changes some of them.
         if isinstance(buffer, CodedBuffer):
             for _, source in sources:
                 codes = self._gathered[source][1]
@@ -112,6 +123,7 @@ class Former:
 
         def fill(whole: Tensor) -> None:
             views = buffer.layout.views(whole)
+            # New parameters are on rank 0 as the user made them; what was gathered is the same on every rank already.
             if any(value is None for value in values):
                 for view, parameter, value in zip(views, buffer.parameters, values, strict=True):
                     if value is None and comm.rank == 0:

@@ -36,8 +36,11 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
     """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``."""
     for module in model.modules():
         for name, message in (("_apply", _MOVING), ("__reduce_ex__", _PICKLING)):
+            # An attribute of the object hides the method: .to() and its kin all come to _apply, and pickle and copy
+            # ask the object for __reduce_ex__. Classes stay as they are.
             module.__dict__[name] = _refuse(message)
             engine.on_close(restorer(module, name))
+    # Weakly: modules own the engine by one attribute alone. See [Note: ownership].
     ref = weakref.ref(engine)
 
     def zero_grad(set_to_none: bool = True) -> None:
@@ -45,12 +48,14 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
         if target is not None:
             target.zero_grad()
 
+    # torch's own would find no gradients: those of released parameters are in shards.
     model.__dict__["zero_grad"] = zero_grad
     engine.on_close(restorer(model, "zero_grad"))
 
 
 def restorer(module: nn.Module, name: str) -> Callable[[], None]:
     """Takes an attribute of a module object away again, if that is still there."""
+    # The engine keeps these actions, and must not keep modules.
     ref = weakref.ref(module)
 
     def restore() -> None:
@@ -63,6 +68,8 @@ def restorer(module: nn.Module, name: str) -> Callable[[], None]:
 
 def explain_freed(engine: Engine, message: str) -> str:
     """Autograd's complaint about a saved weight that is not there, with the parameters it may be about."""
+    # torch's message has version numbers and no names: units that are away now are what it may be about. See
+    # [Note: versions].
     away = [unit for unit in engine.units if unit.state is UnitState.SHARDED]
     names = [name for unit in away for buffer in unit.buffers for name in buffer.names]
     if not names:

@@ -31,7 +31,10 @@ class Trainability:
 
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
+        # Complex parameters are no part of any unit, so no guard reports their flags: they are asked for.
         self._complex = {name: p for name, p in model.named_parameters() if p.is_complex()}
+        # A number is part of the kind of a backward. None is given twice, or what was learned for one set would be
+        # followed for another.
         self._numbers: dict[frozenset[str], int] = {frozenset(): 0}  # of sets of parameters no longer trained
         self._last = 0
 
@@ -48,7 +51,8 @@ class Trainability:
                     "trained. Take that back, and train its real view, torch.view_as_real, in a model wrapped anew"
                 )
 
-    @torch.inference_mode(False)  # what is made here is trained, whatever the caller is about
+    # What is made here is trained, whatever the caller is about.
+    @torch.inference_mode(False)
     def apply(self) -> bool:
         """Take over every change since the last time, if there is any. Collective.
 
@@ -59,21 +63,26 @@ class Trainability:
             RuntimeError: ranks want different parameters to be trained; nothing has changed then.
         """
         engine = self._engine
+        # In the steady state no message. A rank that alone has changed something meets ranks at something else, and
+        # all are told.
         if not engine.flipped:
             return False
         with unguarded():
             wanted = {n: p.requires_grad for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True)}
+        # Before the first change, so that a disagreement leaves every rank as it was.
         self._check_same(wanted)
         changed = [(unit, b) for unit in engine.units for b in unit.buffers if _flags(b) != _wanted(b, wanted)]
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
-            engine.schedule.release_planned()  # gathers and refreshes on their way write to what is about to be freed
+            # Gathers and refreshes on their way write to what is about to be freed.
+            engine.schedule.release_planned()
             engine.refresh.wait()
             for unit, buffer in unfrozen:
                 self._split(unit, buffer, wanted)
         if unfrozen or len(self._numbers) > _SETS:
             self._numbers.clear()
-            engine.schedule.sequences.forget_backwards()  # learned for fewer parameters, or for too many sets of them
+            # Learned for fewer parameters, or for too many sets of them.
+            engine.schedule.sequences.forget_backwards()
         for _, buffer in changed:
             if buffer.gradient is not None:
                 buffer.gradient.trained = _wanted(buffer, wanted)
@@ -81,6 +90,7 @@ class Trainability:
         if frozen not in self._numbers:
             self._last += 1
             self._numbers[frozen] = self._last
+            # Ranks also learn with a forward where its backward may come back to, and that has changed.
             engine.schedule.sequences.forget_forwards()
         self._tell(self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
         return bool(unfrozen)
@@ -99,6 +109,7 @@ class Trainability:
         for unit in units:
             unit.update_trained()
         engine.reductions.update_trained()
+        # New buffers have never been gathered: plans know their sizes, and what is cached of them has yet to be made.
         if split:
             engine.note_storages()
             engine.schedule.note_sizes()
@@ -108,6 +119,7 @@ class Trainability:
     def _check_same(self, wanted: dict[str, bool]) -> None:
         engine = self._engine
         doing = "changing which parameters are trained"
+        # A number is enough while all agree; the tables travel only to name what differs.
         code = zlib.crc32(repr(wanted).encode())
         rows = engine.agreement.exchange(TRAINED, [code], doing, "requires_grad_()")
         if all(row == rows[0] for row in rows):
@@ -124,15 +136,18 @@ class Trainability:
         engine = self._engine
         values, codes = gather_main(engine, buffer), gather_codes(engine, buffer)
         parts = []
+        # Trainable parameters last: positions of those that were trained before must not move.
         for trainable in (False, True):
             indices = [index for index, name in enumerate(buffer.names) if wanted[name] is trainable]
             if indices:
                 part = engine.maker.part(buffer, indices, trainable=trainable)
-                part.version = buffer.version + 1  # graphs made before know the old storage
+                # Graphs made before know the old storage. See [Note: versions].
+                part.version = buffer.version + 1
                 part.adopt(_copier(part, [values[index] for index in indices]))
                 if isinstance(part, CodedBuffer) and codes is not None:
                     part.adopt_codes(buffer, codes)
                 parts.append(part)
+        # Before the parts come in: those in front have their hooks already.
         first = len(unit.trained)
         unit.replace(buffer, parts)
         engine.hooks.watch_gradients(unit, first)

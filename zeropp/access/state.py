@@ -77,7 +77,9 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
     for buffer in engine.buffers:
         for parameter, value in zip(buffer.parameters, gather_main(engine, buffer), strict=True):
             if keep:
+                # A copy, also of what is on the CPU: a view would keep its whole buffer.
                 values[id(parameter)] = value.to("cpu", copy=True)
+    # Not before: gathering is collective, whoever wants the result.
     if not keep:
         return {}
     state = {}
@@ -88,7 +90,8 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
 
 def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer in the main dtype. On the lanes of gathers, whose collectives keep one order."""
-    with torch.inference_mode(False):  # lanes of gathers write to it, outside the caller's mode
+    # Lanes of gathers write to it, outside the caller's mode.
+    with torch.inference_mode(False):
         whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
     _gather_whole(engine, buffer, buffer.paths.main, whole)
     return buffer.layout.views(whole)
@@ -106,12 +109,14 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
         gather = path.gather(buffer.shard, path.places(whole), f"{buffer.unit} <state>")
+        # On the same lanes as gathers of a pass: a group's collectives must have one order. See [Note: one order].
         event = engine.gather_lanes.run(Work(path.links, [gather]))
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 
 
 def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names as in ``state_dict()``: tied parameters under each name, persistent buffers only."""
+    # Modules used twice and parameters that are tied have each of their names in a state dict.
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
         for name, parameter in module._parameters.items():
@@ -144,7 +149,8 @@ class _Saving:
                 "keep_vars out to get whole copies"
             )
         if self.outermost is None or prefix == "":
-            self.gathered.clear()  # of a call that failed
+            # Of a call that failed: torch runs no hooks after an error, so its end never came.
+            self.gathered.clear()
             engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
             self.outermost = module
 
@@ -156,6 +162,7 @@ class _Saving:
 
     def save_of(self, module: nn.Module) -> Callable[[dict[str, Tensor], str, bool], None]:
         """``save`` for one module, without keeping it alive."""
+        # The module holds this function in its __dict__.
         ref = weakref.ref(module)
 
         def save(destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
@@ -175,12 +182,17 @@ class _Saving:
                 if any(parameter is other for parameter in own.values() for other in buffer.parameters):
                     gathered = self._whole(engine, buffer, unit)
                     for parameter, value in zip(buffer.parameters, gathered, strict=True):
+                        # As the plain model has it; full_state gives the main weights.
                         values[id(parameter)] = value.to(buffer.compute_dtype)
         for name, parameter in own.items():
             whole = values.get(id(parameter))
+            # Cloned: a view would keep its whole flat buffer in the state dict. What no buffer has, an integer
+            # parameter for one, is whole as it is.
             destination[prefix + name] = parameter.detach() if whole is None else whole.clone()
         parameters = module._parameters
         try:
+            # Buffers and extra state the class saves itself, with whatever a subclass adds; it must not see released
+            # parameters.
             module.__dict__["_parameters"] = {}
             type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
         finally:
@@ -188,7 +200,8 @@ class _Saving:
 
     def _whole(self, engine: Engine, buffer: FlatBuffer, unit: Unit) -> list[Tensor]:
         if buffer not in self.gathered:
-            if unit.announced:  # others lie all over the model, and are small
+            # Others lie all over the model, and are small.
+            if unit.announced:
                 for other in [b for b in self.gathered if b.unit != buffer.unit and b not in self.lasting]:
                     del self.gathered[other]
             else:
@@ -217,9 +230,11 @@ class _Loading:
             )
         if self.outermost is None or prefix == "":
             engine.agreement.require_same_call(f"load_state_dict() of a {type(module).__name__}")
+            # Loading writes to shards: what an earlier load left must be known, and no refresh may be reading.
             engine.finish_load()
             engine.refresh.wait()
             self.outermost = module
+            # From here on the guard takes what torch copies into a parameter for new main weights.
             engine.loading = True
 
     def end(self, module: nn.Module, incompatible: object) -> None:
@@ -228,6 +243,7 @@ class _Loading:
             engine = _alive(self.engine)
             self.outermost = None
             engine.loading = False
+            # All of them: which were loaded, only the guard has seen.
             engine.weights_changed(engine.buffers)
 
 
@@ -242,7 +258,8 @@ def install_state_hooks(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` and ``load_state_dict`` of the model and its modules see whole parameters."""
     saving, loading = _Saving(engine), _Loading(engine)
 
-    def saved(module: nn.Module, *_: object) -> None:  # torch marks the hook itself, so it must be a function
+    # torch marks the hook itself, so it must be a function.
+    def saved(module: nn.Module, *_: object) -> None:
         saving.end(module)
 
     for module in model.modules():

@@ -15,6 +15,7 @@ from zeropp.params.guard import is_managed, keeper_of
 
 __all__ = ["watch_structure"]
 
+# Unbound, so that map runs it without a frame of Python for each table.
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 
 
@@ -22,14 +23,17 @@ class _Structure:
     """The tree of modules as it was; it holds modules below the root, so only the root may hold it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._apart: dict[int, nn.Parameter] = {}  # known ones that nobody partitions; held, or ids might be used again
+        # Known ones that nobody partitions. Held, or ids might be used again.
+        self._apart: dict[int, nn.Parameter] = {}
         self.note(model)
 
     def note(self, model: nn.Module) -> None:
         """This is how it is to be from now on."""
+        # The dicts themselves: modules replace what is in them, not the dicts.
         tables = [table for module in model.modules() for table in (module._modules, module._parameters)]
         self._tables: list[dict[str, Any]] = tables
-        self._entries = list(chain.from_iterable(map(_values, self._tables)))  # held for the same reason
+        # Held for the same reason.
+        self._entries = list(chain.from_iterable(map(_values, self._tables)))
         self._ids = list(map(id, self._entries))
         self._own = {id(module): set(map(id, module._parameters.values())) for module in model.modules()}
         self._apart |= {id(parameter): parameter for parameter in model.parameters() if not is_managed(parameter)}
@@ -63,6 +67,7 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
 
     def check(module: nn.Module, args: object) -> None:
         engine = ref()
+        # A pass that has begun is not refused half-way.
         if engine is None or engine.running or not structure.has_changed():
             return
         new = structure.new_in(module)
@@ -79,6 +84,8 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
                 f"parameters {tied} were tied to others after the model was wrapped: backward would not know where "
                 "they are used. Tie them before wrapping; or let go of the optimizer (del optimizer) and wrap again"
             )
+        # What brings no parameters is accepted, once: the next forward compares with this.
         structure.note(module)
 
+    # Prepended after all others, so that it runs first: a pass that is refused has not begun.
     engine.hooks.keep(model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))

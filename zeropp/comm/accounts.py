@@ -11,7 +11,7 @@ __all__ = ["Account", "describe_phase", "explain", "likely_cause", "name_ranks"]
 
 @dataclass(frozen=True)
 class Account:
-    """One rank's own.
+    """What one rank says of itself.
 
     Attributes:
         doing: in the words of an error, after "rank 0 was".
@@ -36,7 +36,7 @@ class Account:
 
     @staticmethod
     def unpacked(text: str | bytes) -> Account:
-        """The opposite of :meth:`packed`."""
+        """The inverse of :meth:`packed`."""
         return Account(**json.loads(text))
 
 

@@ -61,7 +61,7 @@ class Ledger:
             self._bytes[way] += nbytes
 
     def add_wait(self, unit: str, kind: str, seconds: float) -> None:
-        """Count time that nothing else was done."""
+        """Count seconds that the model stood still."""
         with self._lock:
             # Of the whole work: the model waits for its end, and cannot tell which of its hops took the time.
             self._exposed[unit, kind] += seconds  # type: ignore[assignment]  # a Counter of floats

@@ -284,11 +284,11 @@ def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) 
 
 @dataclass(frozen=True)
 class Work:
-    """Something that keeps one class of links busy after another: "local" inside a node, "cross" between nodes.
+    """Work that goes over one class of links after another: "local" inside a node, "cross" between nodes.
 
     Attributes:
         links: the classes, in order.
-        parts: generators that stand still wherever they go on over the next class of links; all of them go together.
+        parts: generators that pause before each further class of links; all of them finish one before any goes on.
         then: done at the end.
         after: begins when this is done.
     """

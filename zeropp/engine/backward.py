@@ -22,7 +22,9 @@ class BackwardUses:
         self._units = units
         self._schedule = schedule
         self._reductions = reductions
-        self._calls: dict[int, int] = {}  # unit in use -> calls that are not known to be over
+        # Unit in use -> calls of frozen sites that backward has reached and not left. Zero is an entry, too: the unit
+        # is held until its gradients have come.
+        self._calls: dict[int, int] = {}
         self._whole: dict[int, None] = {}
 
     def expect_in_backward(self, units: Sequence[Unit], *, whole: bool) -> None:
@@ -35,6 +37,7 @@ class BackwardUses:
         indices = [unit.index for unit in units]
         self._schedule.expect_in_backward(indices)
         if whole:
+            # A call whose outputs nobody could hook: no event of backward will name it.
             self._whole.update(dict.fromkeys(indices))
 
     def forget_whole(self) -> None:
@@ -43,6 +46,7 @@ class BackwardUses:
 
     def begin(self) -> None:
         """Fetch what is needed for the whole backward, last things first."""
+        # Nothing tells the true order, and backward usually goes through the model from its end.
         for index in sorted(self._whole, reverse=True):
             self.use(self._units[index])
 
@@ -51,6 +55,7 @@ class BackwardUses:
 
         Where the inputs of a call have none, nothing tells before the end: what is trained inside it may come last.
         """
+        # One hold for the whole backward, however many calls and outputs ask for the unit; calls are counted apart.
         if unit.index not in self._calls:
             self._calls[unit.index] = 0
             unit.users += 1
@@ -59,6 +64,7 @@ class BackwardUses:
 
     def call_ended(self, unit: Unit) -> None:
         """The inputs of a call have their gradients."""
+        # A call may be left twice: two autograd.grad inside one forward count as one backward here.
         if self._calls.get(unit.index, 0) > 0:
             self._calls[unit.index] -= 1
         self.end(unit)
@@ -66,12 +72,17 @@ class BackwardUses:
     def end(self, unit: Unit) -> None:
         """Let go of a unit if this backward is done with it."""
         index = unit.index
+        # Gradients alone do not tell for a frozen weight: it is read until the inputs of its module have theirs. FSDP2
+        # watches the inputs of all that it shards; here they are asked only where something is frozen.
         if index not in self._whole and self._calls.get(index) == 0 and self._reductions.complete(index):
+            # First, so that a use that comes after all holds the unit anew.
             del self._calls[index]
             self._release(unit)
 
     def give_up(self) -> bool:
         """Let go of what is left; returns whether anything was."""
+        # Left are those fetched for the whole of it, and those of which a gradient or input never came: this graph did
+        # not hold it.
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
         for unit in left:
@@ -89,7 +100,7 @@ class BackwardUses:
 
 
 class Touched:
-    """Such units of the running pass, which keeps them to its end."""
+    """Units that code outside of their modules has touched in the running pass, which keeps them to its end."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
         self._units = units
@@ -99,6 +110,7 @@ class Touched:
 
     def use(self, unit: Unit) -> None:
         """Have a unit for the rest of the pass."""
+        # A persistent unit is never released, and needs no hold; it may have to be shown, though.
         if unit.index not in self._now and not unit.persistent:
             self._now.add(unit.index)
             unit.users += 1
@@ -109,6 +121,7 @@ class Touched:
 
         Once seen, always expected: the next time the unit may happen to be present, and no touch be noticed.
         """
+        # By kind: what evaluation touches says nothing of training.
         seen = self._seen.setdefault(self._schedule.key, set())
         seen |= self._now
         return [self._units[index] for index in sorted(seen)]

@@ -28,7 +28,9 @@ _Code = TypeVar("_Code", int, Tensor)
 
 _log = logging.getLogger("zeropp")
 
-_HALF = 4096  # the square of a hash is summed in two halves, each exact in float64
+# The square of a hash has 48 bits, and sums of it over more than 32 ranks are not exact in float64. So it is summed in
+# two halves.
+_HALF = 4096
 _HASH = slice(1, 4)  # of what was issued, see _spread
 _SETTINGS = slice(4, 7)  # of the optimizer's
 
@@ -48,6 +50,7 @@ class Verdict:
     @property
     def finite(self) -> bool:
         """Whether every gradient is finite."""
+        # False of Inf and NaN alike: the difference is NaN then.
         return self.norm - self.norm == 0.0
 
 
@@ -67,7 +70,7 @@ class Boundary:
     """Assembles, sums and reads the vector.
 
     Attributes:
-        reads: how many times numbers were read on the host; one for each step.
+        reads: how many times numbers were read on the host; one for each step, more where gradients came late.
         holders: compares what ranks keep.
     """
 
@@ -78,7 +81,8 @@ class Boundary:
         self.holders = CacheChecksum(engine)
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
-        self._extremes: Tensor | None = None  # of the gradients after the last backward
+        # Of the gradients after the last backward: what tells, in step(), whether somebody has scaled them since.
+        self._extremes: Tensor | None = None
         # Places in the vector, behind the norm and two hashes: a flag for each unit with unsent gradients, one for
         # strays among them, one for ranks that passed over units, one for each used parameter; checksums at the end.
         self._unsent = 7
@@ -105,9 +109,11 @@ class Boundary:
             target: one gradient that the optimizer sees on this rank; gains 0, or NaN.
         """
         self._extremes = self._find_extremes()
+        # A NaN survives the sum and the addition, and zero changes nothing: no branch, so the host need not know.
         flag = torch.where(self._extremes.isfinite().all(), 0.0, torch.nan)
         with self.engine.agreement.watching("sharing whether gradients are finite", phase="a backward"):
             self.engine.comm.sum(flag)
+        # GradScaler looks at every gradient it is shown, so one spoiled element of one of them is enough.
         target[:1] += flag.to(target.dtype)
 
     def _find_extremes(self) -> Tensor:
@@ -126,17 +132,26 @@ class Boundary:
         """
         if self._verdict is None:
             values = self._exchange()
+            # Each turn sends, on every rank, what some rank still had. The norm counts only once nothing is left to
+            # send.
             spoiled = False
             while late := self._late(values):
+                # Asked before anything is sent: sending changes the shards, and what was in them could not be compared
+                # any more.
                 spoiled |= self._edited(late)
+                # Without strays all of it was held on purpose, by no_sync() or a window: backwards that hold are not
+                # late.
                 self.engine.schedule.postpone(late, held=values[self._stray] == 0)
                 for index in late:
                     self.engine.reductions.send_again(index)
                 values = self._exchange()
+            # The sum is the same everywhere, so all ranks go in here or none does. A step that is skipped needs no
+            # clean norm.
             if math.isfinite(values[0]) and self._clear_unused(values):
                 values = self._exchange()
             self._renew_differing_caches(values)
             self.engine.schedule.note_differences(values[self._differed] > 0)
+            # A norm that is not finite is how every rank is told to skip.
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
 
@@ -147,6 +162,7 @@ class Boundary:
             RuntimeError: they differ between ranks.
         """
         if self._verdict is not None:
+            # Without a verdict the sum that is to come carries the settings, and no message of their own is needed.
             doing = "comparing the settings of parameter groups"
             rows = self.engine.agreement.exchange(SETTINGS, [int(self._settings.code())], doing)
             if any(row != rows[0] for row in rows):
@@ -171,7 +187,9 @@ class Boundary:
         torch's GradScaler changes them, and so may the user. A step with Inf or NaN is skipped for those.
         """
         now = self._find_extremes()
+        # NaN equals nothing, itself included: gradients that are not finite would seem changed.
         changed = self._extremes is not None and not torch.equal(self._extremes, now) and bool(now.isfinite().all())
+        # Summed, since an edit on one rank alone must make all of them skip.
         flag = torch.tensor([float(changed)], device=self.engine.device)
         with self.engine.agreement.watching("asking whether gradients were changed by hand", phase="step()"):
             self.engine.comm.sum(flag)
@@ -191,6 +209,7 @@ class Boundary:
             flags = iter(used)
             for gradient in unit.gradients:
                 unused = [not next(flags) and trained for trained in gradient.trained]
+                # Without feedback nothing can arrive for a parameter that no rank has used.
                 if gradient.feedbacks and gradient.arrived and any(unused):
                     gradient.clear(unused)
                     found = True
@@ -199,6 +218,7 @@ class Boundary:
     def accept_scaling(self, factor: Tensor) -> None:
         """The wrapper multiplied all gradients by ``factor``: the norm follows, the verdict stays."""
         assert self._vector is not None
+        # The vector holds the square. A step that clips by the configuration, too, reads the norm from here.
         self._vector[0] *= factor.square()
 
     def _exchange(self) -> list[float]:
@@ -228,13 +248,17 @@ class Boundary:
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.differed))
         flags += [float(used) for unit_flags in engine.pending.used for used in unit_flags]
+        # Pinned, so that the copy is queued and not waited for. torch's allocator keeps the block until the copy is
+        # done.
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         parts = [squares[None], host.to(engine.device, non_blocking=True)]
         if self.holders.due:
+            # Checksums are of what is cached, and a refresh under way is still writing that.
             engine.refresh.wait()
             parts.append(self.holders.sums())
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):
+            # Settings that live on a card are hashed there: to read them would be a second wait for the device.
             vector[_SETTINGS] = torch.stack(_spread(settings)).to(vector)
         return vector
 
@@ -243,6 +267,8 @@ class Boundary:
         self.reads += 1
         if vector.device.type == "cuda":
             host = vector.to("cpu", non_blocking=True)
+            # A plain tolist() would wait in the driver for ever if a rank never came; an event can be asked, and given
+            # up.
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(vector.device))
             self.engine.agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the sum of norms and flags")
@@ -266,6 +292,8 @@ class Boundary:
     def _differ(self, numbers: list[float]) -> bool:
         """Whether numbers of a hash, summed over ranks, come from different hashes: n * sum(x * x) > sum(x) ** 2."""
         world = self.engine.comm.world
+        # In Python's integers, which do not round. Equality in the inequality of Cauchy and Schwarz means that all
+        # ranks have one hash. A fake backend does not sum at all.
         total, squares = int(numbers[0]), int(numbers[1]) * _HALF + int(numbers[2])
         return world * squares != total * total and self.engine.comm.backend != "fake"
 

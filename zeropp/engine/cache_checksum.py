@@ -16,10 +16,13 @@ from zeropp.params.flat_buffer import FlatBuffer
 __all__ = ["CacheChecksum"]
 
 _EVERY = 100  # steps
-_PIECE = 16  # bits of a checksum in one number: sums of squares over two million ranks are exact in float64
+# Bits of a checksum in one number: sums of squares over two million ranks are exact in float64 then.
+_PIECE = 16
 _PIECES = 64 // _PIECE
-_TILE = 2**18  # words at a time
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # any odd number
+# Words at a time, which bounds the temporary memory.
+_TILE = 2**18
+# Any odd number; less 2**64, since it multiplies int64. Overflow wraps, as a hash wants it.
+_ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 class CacheChecksum:
@@ -59,8 +62,11 @@ class CacheChecksum:
             total = torch.zeros((), dtype=torch.int64, device=self._engine.device)
             for buffer in buffers:
                 assert buffer.cached is not None
+                # Multiplied in between, so that the same bits in another buffer make another checksum.
                 total = total * _ODD + _checksum(buffer.cached)
             numbers = torch.stack([(total >> _PIECE * i) & (2**_PIECE - 1) for i in range(_PIECES)]).double()
+            # A row for each slice of this level, and this rank's filled: the sum over ranks is one over the holders of
+            # a slice.
             table = torch.zeros(level, 2, _PIECES, dtype=torch.float64, device=total.device)
             table[buffers[0].placement.chain.slice_index(self._engine.comm.rank, level)] = torch.stack(
                 [numbers, numbers.square()]
@@ -75,6 +81,7 @@ class CacheChecksum:
             holders = self._engine.comm.world // level
             for _ in range(level):
                 numbers, squares = ([int(next(values)) for _ in range(_PIECES)] for _ in range(2))
+                # Numbers are equal exactly when their squares' sum is as small as it can be.
                 if any(holders * square != number**2 for number, square in zip(numbers, squares, strict=True)):
                     return True
         return False
@@ -89,6 +96,8 @@ def _level(buffer: FlatBuffer) -> int:
 def _checksum(values: Tensor) -> Tensor:
     """int64 of 16-bit values [n blocks of 256]: 64-bit words times odd numbers, whose sum any one word changes."""
     words = values.view(torch.int64)
+    # An odd factor has an inverse modulo 2**64: no change of one word can vanish. Different ones tell words apart that
+    # have changed places.
     odd = torch.arange(1, 2 * min(_TILE, words.numel()), 2, device=words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for start in range(0, words.numel(), _TILE):

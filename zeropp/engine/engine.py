@@ -143,6 +143,8 @@ class Engine:
 
     def leave(self, site: HookedModule, *, returns: Return, failed: bool) -> None:
         """A site's forward is over: release its units, unless the plan keeps them."""
+        # A model may catch an error of an inner module and go on. In backward an error may be checkpointing's own, by
+        # which it ends a recomputation early.
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
             return self.recover()
         try:
@@ -205,6 +207,7 @@ class Engine:
 
     def gradient_ready(self, index: int, position: int) -> None:
         """A parameter has its gradient; the last one of a unit lets it be sent and released."""
+        # First: a backward that begins here may forget gradients of before, and flags with them.
         self._begin_backward()
         self.pending.used[index][position] = True
         if self.reductions.count(index, position):
@@ -219,6 +222,7 @@ class Engine:
         self._foresee_boundary()
         self.refresh.start_put_off()
         self.phase = Phase.BACKWARD
+        # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
         self._ending = queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.any = True
@@ -242,6 +246,7 @@ class Engine:
         self.reductions.last = self.window.closing or not self.mode.sums
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
+        # Which units a backward comes to follows from the forwards that it may go back through.
         return ("backward", self.reductions.hold, self.trained_set, *outstanding)
 
     # Parameters touched elsewhere, persistent ones, failures.
@@ -269,6 +274,7 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether a pass is running; a backward that failed is over."""
+        # Autograd calls nothing that was queued for the end of a backward that failed; so it is noticed here.
         if self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None):
             self.recover()
         return self.phase is not Phase.IDLE

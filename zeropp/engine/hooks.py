@@ -30,7 +30,10 @@ class Return(Enum):
     """How backward may come back to a call of a site, and need its units again."""
 
     NEVER = "never"
-    ANNOUNCED = "announced"  # by the outputs, or by another forward in it: checkpointing runs one again
+    # By the outputs, or by another forward in it: checkpointing runs one again.
+    ANNOUNCED = "announced"
+    # It records a graph, and nothing that it returns or keeps could be hooked: its units are there for all of
+    # backward.
     UNANNOUNCED = "unannounced"
 
 
@@ -102,18 +105,22 @@ class BackwardCall:
     collector. (``register_multi_grad_hook`` does that for graphs without a backward, as checkpointing makes them.)
     """
 
+    # A call for every site and forward: no dict for each. Hooks on inputs hold it weakly, which slots must allow.
     __slots__ = ("__weakref__", "_driver", "_inputs", "_left", "_pass", "reached", "site")
 
     def __init__(self, driver: weakref.ref[HookHandler], site: HookedModule) -> None:
         self._driver = driver
         self.site = site
-        self.reached = -1  # the backward that has reached it; a retained graph may see several
+        # The backward that has reached it; a retained graph may see several.
+        self.reached = -1
         self._inputs: list[Node] = []
         self._pass = -1  # the backward that has reached an input
         self._left = 0  # gradients of inputs that it has yet to compute
 
     def watch(self, inputs: list[Tensor]) -> list[RemovableHandle]:
         """Be told when backward has the gradients of all ``inputs`` that it computes."""
+        # The nodes as they are now: a module that edits its input in place gives the tensor another one, and hooks
+        # registered here stay with this one.
         self._inputs = [get_gradient_edge(tensor).node for tensor in inputs]
         ref = weakref.ref(self)
 
@@ -130,6 +137,7 @@ class BackwardCall:
         Raises:
             RuntimeError: it makes a graph of gradients, which would keep weights that are to be released.
         """
+        # Autograd runs hooks with grad mode off, unless create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "backward with create_graph=True through a model managed by zeropp is not supported: a graph of its "
@@ -142,6 +150,8 @@ class BackwardCall:
 
     def _input_arrived(self) -> None:
         task = current_graph_task()
+        # Another backward over a retained graph, which may want the gradients of other inputs. Which it will compute,
+        # autograd can tell only while it runs.
         if task != self._pass:
             self._pass, self._left = task, sum(will_execute(node) for node in self._inputs)
         self._left -= 1
@@ -150,7 +160,8 @@ class BackwardCall:
             driver.backward_left(self)
 
 
-OWNED_AS = "_zeropp_engine"  # in a module's __dict__, see [Note: ownership]
+# In a module's __dict__. See [Note: ownership].
+OWNED_AS = "_zeropp_engine"
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS])
 
 
@@ -165,6 +176,8 @@ def _stored_tensors(module: nn.Module, site: HookedModule, *, deep: bool) -> lis
     kinds = object if deep else (Tensor, list, tuple, dict)
     values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
     found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
+    # What stays on the module from one forward to the next is hooked once, by the call that made it. Weakly: the graph
+    # of a loss must go when the user drops it.
     known = {id(tensor) for ref in site.stored if (tensor := ref()) is not None}
     site.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
     return [tensor for tensor in found if id(tensor) not in known]
@@ -176,20 +189,24 @@ class _Frame:
 
     site: HookedModule
     call: BackwardCall | None
-    error: BaseException | None  # being handled when the site was entered
+    # Being handled when the site was entered.
+    error: BaseException | None
 
 
 class ModuleHooks:
     """All hooks of one model; one call stack, since one thread runs forward."""
 
     def __init__(self, driver: HookHandler) -> None:
+        # Weakly, or engine and hooks would be a circle. See [Note: ownership].
         self._driver = weakref.ref(driver)
         self._handles: list[RemovableHandle] = []
         self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
+        # Weakly: the engine must not keep the modules that own it.
         self._sites: weakref.WeakKeyDictionary[nn.Module, HookedModule] = weakref.WeakKeyDictionary()
         self._reach: dict[str, frozenset[int]] = {}
-        self._later: list[tuple[nn.Module, Unit]] = []  # uses to add once nothing runs
+        # Uses to add once nothing runs.
+        self._later: list[tuple[nn.Module, Unit]] = []
 
     def extend(self, module: nn.Module, unit: Unit) -> None:
         """Let a module's forwards use one more unit."""
@@ -197,8 +214,11 @@ class ModuleHooks:
         if site is None:
             self.install(module, HookedModule(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
         elif any(frame.site is site for frame in self._stack):
-            self._later.append((module, unit))  # a running forward leaves what it has entered
+            # A running forward leaves what it has entered; with one more unit it would take back a use that it never
+            # made.
+            self._later.append((module, unit))
         elif unit not in site.units:
+            # In one order on every rank, since uses are collective.
             site.units = tuple(sorted((*site.units, unit), key=lambda each: each.index))
             self._reach.clear()
 
@@ -207,9 +227,12 @@ class ModuleHooks:
         self._sites[module] = site
         self._reach.clear()
         self._handles.append(
+            # First: pre-hooks of the user may read weights already.
             module.register_forward_pre_hook(self._before(site), prepend=True, with_kwargs=True)
         )
         self._handles.append(
+            # Also after an error, or users would be counted for ever. torch calls such hooks for an Exception, not for
+            # Ctrl-C.
             module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True)
         )
 
@@ -239,10 +262,13 @@ class ModuleHooks:
         parameters = [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
         for position, parameter in enumerate(parameters[first:], first):
             ready = self._gradient_hook(unit.index, position)
+            # A hook on the tensor would come before the gradient is in .grad, from where it is taken.
             self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
 
     def _gradient_hook(self, index: int, position: int) -> Callable[[Tensor], None]:
-        ref = self._driver  # knowing the unit, a hook would keep it, unseen by the collector
+        # Position and index alone: a hook that knew the unit would close a circle through C++, unseen by the
+        # collector.
+        ref = self._driver
 
         def ready(parameter: Tensor) -> None:
             driver = ref()
@@ -277,24 +303,31 @@ class ModuleHooks:
         return len(self._stack)
 
     def _before(self, site: HookedModule) -> Callable[..., object]:
+        # Not self: the module keeps what this closure holds.
         ref, stack = self._driver, self._stack
 
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             driver = ref()
             if driver is None:
                 return None
+            # Before there is a frame: if it raises, the hook after the module finds none, and takes nothing back.
             changed = driver.enter(site, module.training, args, kwargs)
             call = BackwardCall(ref, site) if torch.is_grad_enabled() else None
+            # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
+            # failure then.
             stack.append(_Frame(site, call, sys.exc_info()[1]))
+            # Gradients tell when a trained weight is done with; a frozen one needs the inputs' to say so.
             if call is not None and site.frozen:
                 inputs = differentiable((args, kwargs))
                 handles = call.watch(inputs)
                 self._on_leaves += [h for h, tensor in zip(handles, inputs, strict=True) if tensor.is_leaf]
             return changed
 
+        # The compiler must not look inside: gathers and streams are no part of a graph.
         opaque: Callable[..., object] = torch.compiler.disable(before)
 
         def before_or_skip(*arguments: object) -> object:
+            # Where a pass begins, with nothing on the stack, the hook is needed even inside a compiled region.
             site.skipped = torch.compiler.is_compiling() and not site.units and bool(stack)
             return None if site.skipped else opaque(*arguments)
 
@@ -305,15 +338,21 @@ class ModuleHooks:
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             driver = ref()
+            # No frame: entering has failed, or a recovery has emptied the stack.
             if driver is None or not any(frame.site is site for frame in stack):
                 return None
             frame = stack.pop()
-            while frame.site is not site:  # frames of modules that an error skipped
+            # Frames of modules whose hooks did not run, as Ctrl-C leaves them. What they hold goes when the pass is
+            # recovered.
+            while frame.site is not site:
                 frame = stack.pop()
             failed = sys.exc_info()[1] is not frame.error
             returns = Return.NEVER
             if not failed:
+                # While the values are still there. Persistent weights stay until the pass ends: only the outermost
+                # module must copy those.
                 output = copy_views(output, driver.passing if stack else driver.storages, site.path)
+            # Without a graph inside a forward that records one: checkpointing runs it so, and once more in backward.
             if frame.call is None and not failed and stack and stack[0].call is not None:
                 returns = Return.ANNOUNCED
             elif frame.call is not None and not failed:
@@ -322,13 +361,15 @@ class ModuleHooks:
                 outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
                 for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
-                    if tensor.is_leaf:  # it outlives the graph, and would collect hooks of old ones
+                    # A leaf outlives the graph, and would collect the hooks of every graph before.
+                    if tensor.is_leaf:
                         self._on_leaves.append(handle)
                 if outputs:
                     returns = Return.ANNOUNCED
                 elif site.trainable or differentiable((args, kwargs)):
                     returns = Return.UNANNOUNCED
             driver.leave(site, returns=returns, failed=failed)
+            # The outermost forward is over, and sites may change.
             if later and not stack:
                 self._extend_later()
             return output

@@ -23,6 +23,7 @@ class Pending:
 
     def __init__(self, units: Sequence[Unit], listener: weakref.ref[Listener]) -> None:
         self._units = units
+        # Weakly: the wrapper owns the engine, and this with it. See [Note: ownership].
         self._listener = listener
         self.any = False
         self.used: list[list[bool]] = [[] for _ in units]
@@ -31,6 +32,7 @@ class Pending:
     def make_room(self) -> None:
         """For parameters that are trained from now on; they come after the others of their unit."""
         for flags, unit in zip(self.used, self._units, strict=True):
+            # At the end: what is unfrozen gets a buffer of its own, the last of its unit.
             flags += [False] * (len(unit.trained) - len(flags))
 
     def forget_unsent(self) -> None:
@@ -50,6 +52,7 @@ class Pending:
         self.any = False
         for unit in self._units:
             for gradient in unit.gradients:
+                # Not forget_unsent: this also runs as a backward begins, when autograd may have filled a .grad.
                 gradient.forget()
         for flags in self.used:
             flags[:] = [False] * len(flags)

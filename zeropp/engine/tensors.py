@@ -28,8 +28,10 @@ def tensors_in(value: object) -> list[Tensor]:
 
 
 def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
+    # Modules are left out: an output that names one would lead to every parameter below it.
     if value is None or isinstance(value, (int, float, str, bytes, type, nn.Module)) or id(value) in seen:
         return
+    # Structures may hold themselves. All of it is held from outside, so no identity is used twice.
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
@@ -40,6 +42,7 @@ def _walk(value: object, seen: set[int]) -> Iterator[Tensor]:
         for item in value:
             yield from _walk(item, seen)
     else:
+        # Any object: model libraries return classes of their own, which backward would otherwise not be told of.
         names = [name for cls in type(value).__mro__ for name in _slots(cls)]
         for name in dict.fromkeys([*names, *getattr(value, "__dict__", {})]):
             yield from _walk(getattr(value, name, None), seen)
@@ -67,6 +70,7 @@ def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
         changed = change(value)
     elif isinstance(value, (tuple, list)):
         items = [map_tensors(item, change) for item in value]
+        # Where nothing changes the caller's very object goes on: it may be one that the module is to fill.
         if any(new is not old for new, old in zip(items, value, strict=True)):
             changed = _like(value, items)
     elif isinstance(value, MutableMapping):
@@ -74,14 +78,17 @@ def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
         if any(replaced[key] is not value[key] for key in replaced):
             changed = copy.copy(value)
             for key, item in replaced.items():
-                changed[key] = item  # not every mapping has update
+                # Item by item: not every mapping has update. A copy of it keeps what its class adds.
+                changed[key] = item
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
+            # A field without init may not have been set.
             old = getattr(value, field.name, None)
             new = map_tensors(old, change)
             if new is not old:
                 changed = copy.copy(value) if changed is value else changed
-                object.__setattr__(changed, field.name, new)  # frozen ones too: this copy is ours
+                # Past the class's own __setattr__: this copy is ours, of frozen classes, too.
+                object.__setattr__(changed, field.name, new)
     return changed  # type: ignore[no-any-return]
 
 
@@ -91,11 +98,13 @@ def _like(value: tuple[Any, ...] | list[Any], items: list[Any]) -> Any:
         changed = copy.copy(value)
         changed[:] = items
         return changed
-    make = getattr(type(value), "_make", type(value))  # a named tuple takes its fields apart
+    # A named tuple takes its fields one by one; its _make takes them together.
+    make = getattr(type(value), "_make", type(value))
     try:
         return make(items)
     except TypeError:
-        return tuple.__new__(type(value), items)  # its constructor takes something else
+        # The constructor of this class takes something else.
+        return tuple.__new__(type(value), items)
 
 
 def copy_views(output: object, storages: Container[int], where: str) -> object:
@@ -114,11 +123,13 @@ def copy_views(output: object, storages: Container[int], where: str) -> object:
         try:
             return storage_id(tensor) in storages
         except (NotImplementedError, RuntimeError):
-            return False  # sparse, or inside a transform of torch.func: no storage of its own, so no view of ours
+            # Sparse, or inside a transform of torch.func: no storage of its own, so no view of ours.
+            return False
 
     if not any(map(lies_there, tensors_in(output))):
         return output
     copied = map_tensors(output, lambda tensor: tensor.clone() if lies_there(tensor) else tensor)
+    # Plain objects are looked into, and not rebuilt: nobody knows what their constructors do.
     if any(map(lies_there, tensors_in(copied))):
         raise RuntimeError(
             f"module {where or 'at the root'!r} returns a weight, or a view of one, inside a {type(output).__name__}, "

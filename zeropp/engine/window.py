@@ -27,10 +27,14 @@ class Window:
     def __init__(self, steps: int, *, managed: bool) -> None:
         self.steps = steps
         self.count = 0
-        self._owned = steps == 1 or not managed  # the caller has the boundary for good
-        self._skipped = False  # some micro-batch of this window had no step() after it
-        self._asked = False  # step() was called since the last backward, and did nothing
-        self._keeps = False  # and no backward has failed since
+        # The caller has the boundary for good.
+        self._owned = steps == 1 or not managed
+        # Some micro-batch of this window had no step() after it.
+        self._skipped = False
+        # step() was called since the last backward, and did nothing.
+        self._asked = False
+        # The same, unless a backward has failed since: whether zero_grad() does nothing, either.
+        self._keeps = False
         self._ever_asked = self._explained = False
         self._fresh = True  # the next backward begins a micro-batch
         self._root_runs = False
@@ -53,6 +57,7 @@ class Window:
     @property
     def closing(self) -> bool:
         """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
+        # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
         return self.count + self._fresh >= self.steps
 
     def note_forward(self, path: str) -> None:
@@ -61,16 +66,20 @@ class Window:
         Forwards of parts of the model, for an auxiliary loss perhaps, begin no micro-batch, unless the model is never
         called as a whole.
         """
+        # Once the root has run, forwards of parts are never taken for micro-batches again.
         self._root_runs |= path == ""
         self._fresh |= path == "" or not self._root_runs
 
     def note_backward(self) -> None:
         """A backward is over."""
         if self._fresh:
+            # The micro-batch before passed without a step(). A caller who has never asked inside a window accumulates
+            # by itself; one who has, left one out. See [Note: who owns the boundary].
             if self.count and not self._asked:
                 self._skipped = True
                 self._owned |= not self._ever_asked
             self.count += 1
+        # A zero_grad() from here on is no companion of the step() that did nothing: it means the gradients.
         self._fresh = self._asked = self._keeps = False
 
     def note_failure(self) -> None:
@@ -80,6 +89,7 @@ class Window:
     def ask(self, *, now: bool = False) -> bool:
         """``step()`` was called: whether it is taken. ``now`` takes what is there, if anything is."""
         if now:
+            # A caller who owns the boundary steps as in torch, whatever there is.
             return self._owned or self.count > 0
         if self.unfinished:
             self._asked = self._ever_asked = self._keeps = True

@@ -43,11 +43,13 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    # By its attributes: the class cannot be imported here, since its module imports this one.
     if hasattr(optimizer, "engine") and hasattr(optimizer, "inner"):
         raise ValueError("the optimizer is a ZeroOptimizer already; give it the plain torch optimizer")
     own = {id(parameter) for parameter in model.parameters()}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
+            # By identity: two models of one class have parameters of the same names and shapes.
             if id(parameter) not in own:
                 raise ValueError(
                     f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
@@ -63,6 +65,7 @@ def check_scale(gradient_scale: object) -> None:
     """
     if gradient_scale is None:
         return
+    # True is an int, and would be taken for a factor of 1.
     if isinstance(gradient_scale, bool) or not isinstance(gradient_scale, (int, float)):
         raise TypeError(f"gradient_scale is {gradient_scale!r}; expected a number, or None for the configured mean")
     if not math.isfinite(gradient_scale):
@@ -71,6 +74,7 @@ def check_scale(gradient_scale: object) -> None:
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
     """What must be the same on every rank: the class, and each group's parameters and plain settings."""
+    # By name: parameters in another order would be cut for other groups, and nothing later would show it.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = [f"optimizer {type(optimizer).__name__}"]
     for index, group in enumerate(optimizer.param_groups):
@@ -89,6 +93,7 @@ def _plain(value: object) -> object:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
+    # Other objects by their type: what repr says of them, an address perhaps, may differ between ranks.
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
@@ -99,10 +104,12 @@ def also_forget(optimizer: Optimizer, forget: Callable[[], bool | None]) -> Call
         optimizer: the wrapped one.
         forget: forgets those; False in the middle of a window whose gradients stay.
     """
+    # The optimizer holds this function in its __dict__: a strong reference would be a circle.
     ref = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         target = ref()
+        # None says that the wrapper is gone: nothing that is held back is left to forget.
         if target is not None and forget() is not False:
             type(target).zero_grad(target, set_to_none)
 
@@ -128,6 +135,7 @@ def refuse_scaler(window: Window) -> None:
     Raises:
         RuntimeError: a GradScaler's method asked for the parameter groups.
     """
+    # The frame that reads param_groups; between it and this one there is the property's.
     if isinstance(sys._getframe(2).f_locals.get("self"), torch.amp.GradScaler):
         raise RuntimeError(
             f"GradScaler.unscale_() or step() after {window.count} of gradient_accumulation_steps {window.steps} "
@@ -159,6 +167,7 @@ def refuse_unused(engine: Engine, verdict: Verdict) -> None:
         name
         for unit in engine.units
         for name, trained, used in zip(
+            # In the order of Unit.trained and of the verdict: buffer by buffer.
             (n for buffer in unit.trainable_buffers for n in buffer.names),
             unit.trained,
             verdict.used[unit.index],
@@ -174,4 +183,5 @@ def refuse_unused(engine: Engine, verdict: Verdict) -> None:
         )
 
 
-refuse_inner_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers on either optimizer look for it
+# Schedulers on either optimizer look for this mark: without it they warn that step() was replaced behind them.
+refuse_inner_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

@@ -40,6 +40,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         TypeError: the optimizer needs whole matrices, or failed the trial; with the reason.
     """
+    # Classes that are derived from one of these work on whole matrices as well.
     for cls in type(optimizer).__mro__:
         if cls.__name__ in _WHOLE_MATRIX:
             raise TypeError(
@@ -68,10 +69,13 @@ def treats_each_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
+    # The same numbers on every rank: all accept the optimizer, or none.
     generator = torch.Generator().manual_seed(20)
     values, gradient = torch.randn(2, 64, generator=generator).unbind()
-    gradient[32:] *= 100  # so that anything scaled by a norm shows
-    whole = _trial(optimizer, [values.view(8, 8)], [gradient.view(8, 8)])  # some treat matrices in their own way
+    # So that anything scaled by a norm shows.
+    gradient[32:] *= 100
+    # As a matrix: some optimizers treat vectors alike and matrices in their own way.
+    whole = _trial(optimizer, [values.view(8, 8)], [gradient.view(8, 8)])
     halves = _trial(optimizer, list(values.chunk(2)), list(gradient.chunk(2)))
     return torch.equal(whole, halves)
 
@@ -79,21 +83,28 @@ def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
 def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
     """Two steps of a copy of the optimizer, with its first group's settings, on other parameters."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    twin = object.__new__(type(optimizer))  # copy.copy would leave out attributes torch does not know
+    # copy.copy would leave out attributes that torch does not know: Optimizer pickles three of them.
+    twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     for name in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
-        twin.__dict__[name] = OrderedDict()  # the user's hooks are for real steps
+        # The user's hooks are for real steps. Shared dicts: new ones for the twin, and the user's stay as they are.
+        twin.__dict__[name] = OrderedDict()
     if not float(settings.get("lr", 1.0)):
-        settings["lr"] = 1e-3  # a warm-up that starts at 0 would hide everything
+        # A warm-up that starts at 0 would hide everything.
+        settings["lr"] = 1e-3
     twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
     twin.state = defaultdict(dict)
     switch = getattr(twin, "train", None)
     if callable(switch):
-        switch()  # schedule-free optimizers have two modes, and step in one
+        # Schedule-free optimizers have two modes, and step in one.
+        switch()
+    # Momentum and the like show from the second step on.
     for _ in range(2):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
+        # Past torch's wrapper, which runs hooks that are registered for all optimizers; and past what a scheduler has
+        # put into the object.
         step = getattr(type(twin).step, "__wrapped__", type(twin).step)
         step(twin)
     return torch.cat([parameter.detach().flatten() for parameter in parameters])

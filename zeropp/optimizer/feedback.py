@@ -26,20 +26,25 @@ class CarriedErrors:
     def __init__(self, engine: Engine, reset: int) -> None:
         self._engine = engine
         self._reset = reset
-        self._steps = 0  # since they were cleared
-        self._scale: Tensor | None = None  # of the losses that they are errors of
+        # Since they were cleared.
+        self._steps = 0
+        # Of the losses that they are errors of.
+        self._scale: Tensor | None = None
 
     def follow(self, scaler: torch.amp.GradScaler | None) -> None:
         """Bring the errors to the scale that the next losses have; exact where that changes by powers of two."""
         if scaler is None:
-            if self._scale is not None:  # they are of losses that somebody scaled
+            # They are of losses that somebody scaled, and by how much the next ones are is not known.
+            if self._scale is not None:
                 self._scale = None
                 self.clear()
             return
         scale, before = loss_scale(scaler, self._engine.device), self._scale
+        # A copy: update() changes the scaler's own tensor in place.
         self._scale = scale.clone()
         found = [feedback.scales for feedback in self._named().values()]
         if before is not None and found:
+            # Errors are codes with scales, so the scales alone follow; on the device, and the host does not wait.
             torch._foreach_mul_(found, (scale / before).to(torch.bfloat16))
 
     def _named(self) -> dict[str, Feedback]:
@@ -48,7 +53,8 @@ class CarriedErrors:
         for buffer in self._engine.trainable_buffers:
             name = f"{buffer.unit}/{buffer.compute_dtype}"
             for leg in buffer.gradient.paths.straight.legs if buffer.gradient is not None else ():
-                if leg.feedback is not None:  # errors of another codec are not what this one would lose
+                # Named with the codec: errors of another one are not what this one would lose.
+                if leg.feedback is not None:
                     found[f"{name}/{seen[name]}/{leg.hop.spec.outer} {leg.codec.name}"] = leg.feedback
             seen[name] += 1
         return found
@@ -63,6 +69,7 @@ class CarriedErrors:
         """Begin anew with the next gradients."""
         self._steps = 0
         for feedback in self._named().values():
+            # A flag, and no zeros: what is fresh is written, and not read.
             feedback.fresh = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -33,12 +33,16 @@ def add_group(
         TypeError, ValueError: this rank's group is wrong.
         RuntimeError: another rank's is, or is another one.
     """
+    # Before anything changes: a group that one rank refuses is added on none.
     _agree_on_group(group, engine, slices.holds)
+    # What was unfrozen for this group must have its main weights before slices are cut.
     apply_requires_grad()
+    # The object's own attribute refuses; see refuse_inner_group. torch gets the model's parameters, for its checks.
     type(optimizer).add_param_group(optimizer, group)
     before = set(slices.stepped)
     slices.put()
     for piece in slices.stepped:
+        # Gradients of parameters that were in no group have been reduced all the same, and can be stepped.
         if piece not in before and piece.arrived():
             piece.show_gradient(True)
 
@@ -61,6 +65,7 @@ def _agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tens
         found = f"{_names(group, engine, holds)} with {plain_settings(group)}"
     except (TypeError, ValueError) as caught:
         error = caught
+    # A rank that refuses says so, too: the others wait at this exchange.
     code = -1 if error is not None else zlib.crc32(found.encode())
     rows = engine.agreement.exchange(ADDED, [code], "at add_param_group()", "add_param_group()")
     if error is not None:
@@ -80,10 +85,12 @@ def _names(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool
     given = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
     if isinstance(given, (set, frozenset)):
         raise TypeError("params is a set, whose order may differ between ranks; give a list")
+    # A generator would be empty the second time.
     group["params"] = list(given)
     names = {id(p): name for buffer in engine.buffers for name, p in zip(buffer.names, buffer.parameters, strict=True)}
     found = []
     for position, entry in enumerate(group["params"]):
+        # Groups made from named_parameters() hold pairs.
         parameter = entry[1] if isinstance(entry, tuple) else entry
         if id(parameter) not in names:
             raise ValueError(

@@ -21,9 +21,11 @@ def switch_mode(engine: Engine, optimizer: Optimizer, name: str) -> None:
     their groups. Where it does, the ranks make sure that they all are here.
     """
     engine.require_idle(f"{name}() of the optimizer")
+    # A refresh under way still reads the main weights, which the optimizer is about to edit.
     engine.refresh.wait()
     before = _state(optimizer)
     getattr(optimizer, name)()
+    # Asked after the fact: only the optimizer knows whether a mode is on already, and such a call must cost nothing.
     if _state(optimizer) != before:
         engine.agreement.require_same_call(f"{name}() of the optimizer")
         engine.weights_changed(engine.trainable_buffers, for_now=True)

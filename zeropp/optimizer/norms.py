@@ -15,6 +15,7 @@ _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
     """Multiply all gradients by at most ``max_norm / norm``, and by no more than 1; returns the factor."""
+    # On the device: the host does not learn the factor, and so does not wait for it.
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     for gradient in engine.gradients:
         gradient.shard.mul_(factor.to(gradient.dtype))
@@ -35,6 +36,7 @@ def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:
             for fragment in buffer.fragments() if gradient.arrived and gradient.placement.replica == 0 else ():
                 part = gradient.shard[fragment.offset : fragment.offset + fragment.stop - fragment.start]
                 own[fragment.slot] += part.double().square().sum()
+            # Used on any rank, so that every rank brings as many numbers; this one's may be zeros.
             found = [index for index in range(len(buffer.names)) if next(used)]
             names += [buffer.names[index] for index in found]
             squares.append(own[found])

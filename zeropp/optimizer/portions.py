@@ -35,9 +35,12 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
     All at once, too, where units are stale already: their renewal would begin before they are stepped. Equal on every
     rank but for the slices.
     """
+    # The first unit that forward wants goes alone: it travels while the others are stepped. Later ones have time, and
+    # every portion costs a call of step().
     units = [unit for unit in engine.schedule.in_forward_order() if unit.trainable_buffers]
     buffers = engine.trainable_buffers
     travelling = sum(b.layout.numel for b in buffers if b.paths.refresh is not None and b.paths.refresh.hops)
+    # Several calls of a fused step cost more than one: they pay only where something is hidden behind them.
     little = 2 * travelling < sum(buffer.layout.numel for buffer in buffers)
     if little or engine.refresh.is_put_off or not treats_each_alone(optimizer):
         return [Portion(list(slices), engine.trainable_buffers)]
@@ -49,7 +52,8 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
         chosen = [unit for _, unit in numbered]
         found = [piece for unit in chosen for piece in by_unit.get(unit.index, [])]
         portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable_buffers]))
-    portions[0].slices.extend(by_unit.get(-1, []))  # a stand-in
+    # A stand-in, which belongs to no unit.
+    portions[0].slices.extend(by_unit.get(-1, []))
     return portions
 
 
@@ -64,6 +68,8 @@ def step_by_portions(
         changed: told of buffers with new weights; of all that are left if a step fails, which may have changed them.
     """
     waiting = list(portions)
+    # torch's optimizers pass over parameters whose .grad is None: so one portion is stepped, and the groups stay
+    # whole.
     gradients = [(piece.parameter, piece.parameter.grad) for portion in portions for piece in portion.slices]
     try:
         if len(portions) > 1:
@@ -78,9 +84,11 @@ def step_by_portions(
             if len(portions) > 1:
                 for parameter, _ in shown:
                     parameter.grad = None
+            # Only after the step: one that fails half-way may have changed weights, and they are told of below.
             waiting.remove(portion)
             changed(portion.buffers)
     finally:
+        # Gradients stay until zero_grad(), as in torch, also after an error.
         for parameter, gradient in gradients:
             parameter.grad = gradient
         for portion in waiting:

@@ -19,9 +19,12 @@ from zeropp.comm.agreement import Agreement
 
 __all__ = ["GroupSettings", "fold"]
 
-_BITS = 24  # of the hash, as few as those of what is issued: its square must be exact in float64
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # any odd number
-_OWN = ("params", "param_names")  # what each rank has of its own
+# Of the hash, as few as those of what is issued: its square must be exact in float64.
+_BITS = 24
+# Any odd number, so that no bit is lost; less 2**64, since it multiplies int64.
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+# What each rank has of its own: its slices, and their names.
+_OWN = ("params", "param_names")
 
 
 class GroupSettings:
@@ -42,14 +45,17 @@ class GroupSettings:
         for name, value in self._numbers():
             if isinstance(value, Tensor):
                 tensors.append(value)
+                # Its place and kind are compared on the host, its bits on the device.
                 numbers.append((name, "on a card"))
             else:
                 numbers.append((name, _written(value)))
+        # Not hash(), which Python salts for each process.
         host = zlib.crc32(repr(numbers).encode()) >> (32 - _BITS)
         return fold(host, tensors) if tensors else host
 
     def disagreement(self) -> RuntimeError:
         """The error for codes that differ: which setting of which group, and what each rank has. Collective."""
+        # There is an error already, and waiting for the device costs nothing any more.
         own = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._numbers()}
         tables = self._agreement.exchange_objects(own, "comparing the settings of parameter groups")
         names = dict.fromkeys(name for table in tables for name in table)
@@ -74,6 +80,7 @@ def fold(code: int, tensors: Sequence[Tensor]) -> Tensor:
     """A hash and the bits of tensors as another hash: an int64 scalar of 24 bits, on their device; nobody waits."""
     total: Tensor = torch.full((), code, dtype=torch.int64, device=tensors[0].device)
     for tensor in tensors:
+        # In float64, so that one value has the same bits in every dtype that a rank may give it.
         for bits in tensor.detach().double().reshape(-1).view(torch.int64).unbind():
             total = (total ^ bits) * _ODD
     folded: Tensor = (total >> (64 - _BITS)) & (2**_BITS - 1)
@@ -86,6 +93,8 @@ def _numbers_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, (list, tuple)):
         for position, entry in enumerate(value):
             yield from _numbers_in(f"{name}[{position}]", entry)
+    # Strings and objects were compared when ranks wrapped; numbers are what schedulers change. A bool is a number,
+    # too.
     elif isinstance(value, Real):
         yield name, value
 

@@ -50,6 +50,7 @@ class Slice:
         found = self.parameter.grad
         if found is None:
             self.gradient.zero_()
+            # The shard may hold a gradient still; without this note the step would show it again.
             self.shown, self.removed = False, True
         elif found is not self.gradient:
             self.gradient.copy_(found)
@@ -71,13 +72,17 @@ class Slices:
         self._optimizer = optimizer
         self._units = units
         self._device = device
-        self._given: list[list[nn.Parameter]] = []  # the model's parameters in each group
-        self._cut: dict[int, list[Slice]] = {}  # of every trainable parameter, by its id
+        # The model's parameters in each group, whose place slices have taken.
+        self._given: list[list[nn.Parameter]] = []
+        # Of every trainable parameter, by its id: == on tensors compares elements.
+        self._cut: dict[int, list[Slice]] = {}
         self._stand_in: Slice | None = None
-        self._states: dict[int, dict[str, Any]] = {}  # that the optimizer had for parameters which are frozen
+        # That the optimizer had for parameters which are frozen.
+        self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
         self.put()
 
+    # Parameters made in inference mode could not be stepped outside of it.
     @torch.inference_mode(False)
     def put(self) -> None:
         """Cut what has not been cut yet, and put the slices into the groups; also into groups added since.
@@ -91,6 +96,7 @@ class Slices:
                 f"the optimizer had {len(self._given)} parameter groups and has {len(groups)} now; groups cannot be "
                 "taken away, set their lr to 0 or freeze their parameters with requires_grad_(False)"
             )
+        # Groups added since still hold the model's parameters.
         self._given += [list(group["params"]) for group in groups[len(self._given) :]]
         for unit in self._units:
             self._cut_unit(unit)
@@ -99,11 +105,13 @@ class Slices:
         stepped: list[Slice] = []
         for group, given in zip(groups, self._given, strict=True):
             pieces = [piece for parameter in given for piece in self._cut.get(id(parameter), [])]
+            # In place: schedulers and the user hold the groups.
             group["params"] = [piece.parameter for piece in pieces]
             if "param_names" in group:
                 group["param_names"] = [piece.name for piece in pieces]
             stepped += pieces
         if self._stand_in is not None:
+            # It left the groups above, and its state would be saved without a parameter.
             self._optimizer.state.pop(self._stand_in.parameter, None)
         if not stepped:
             stepped.append(self._add_stand_in())
@@ -137,6 +145,7 @@ class Slices:
     def _cut_unit(self, unit: Unit) -> None:
         position = 0
         for buffer in unit.trainable_buffers:
+            # Cut before: the optimizer's state hangs on these very slices. A buffer is cut whole.
             if id(buffer.parameters[0]) not in self._cut:
                 for parameter in buffer.parameters:
                     self._cut[id(parameter)] = []
@@ -162,14 +171,18 @@ class Slices:
         state = self._optimizer.state.pop(parameter, None) or self._states.pop(id(parameter), None)
         if not state:
             return
+        # Frozen: its state waits for requires_grad_.
         if id(parameter) not in self._cut:
             self._states[id(parameter)] = state
         for piece in self._cut.get(id(parameter), []):
             own = self._optimizer.state[piece.parameter]
             for key, value in state.items():
+                # The count of steps of a scalar parameter has its shape, too, and is no state of elements.
                 if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
+                    # Pieces are cut in storage order, which for a transposed weight is not the order of its elements.
                     dense = torch.empty_strided(value.shape, piece.strides, dtype=value.dtype, device=value.device)
                     row = dense.copy_(value).as_strided((dense.numel(),), (1,))
+                    # Cloned, or the state of the whole parameter would stay.
                     own[key] = row[piece.start : piece.start + piece.parameter.numel()].clone()
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
@@ -179,6 +192,7 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     gradient = buffer.gradient
     assert gradient is not None
     stop = fragment.offset + fragment.stop - fragment.start
+    # A view: what the optimizer writes is the main weight itself.
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
     part = gradient.shard[fragment.offset : stop]

@@ -20,6 +20,7 @@ __all__ = ["check_state", "layout_id", "load_carried", "load_main_weights", "mai
 
 def layout_id(engine: Engine) -> str:
     """Fingerprint of who owns what; equal exactly when this rank's slices are the same."""
+    # The rank is in it: every slice fits one rank alone.
     digest = hashlib.sha256(f"{engine.mode.chain.levels} {engine.mode.states} {engine.comm.rank}".encode())
     for buffer in engine.buffers:
         dtypes = f"{buffer.main_dtype} {buffer.compute_dtype}"
@@ -47,8 +48,9 @@ def check_state(
 
     Raises:
         ValueError: this rank's is not of a ZeroOptimizer, or of another layout; the message tells what to do.
-        RuntimeError: another rank's does.
+        RuntimeError: another rank's is; nothing was loaded.
     """
+    # Each question is put to all ranks before the next, which may read what the first one asked for.
     wrong = _misfits(engine, "zeropp" not in state)
     if wrong:
         raise _refusal(
@@ -59,6 +61,7 @@ def check_state(
         )
     found = state["zeropp"].get("layout")
     wrong = _misfits(engine, found != layout_id(engine))
+    # Only if they do not fit as it is: the state may be from before the change.
     if wrong and engine.flipped:
         apply_requires_grad()
         wrong = _misfits(engine, found != layout_id(engine))
@@ -85,6 +88,7 @@ def check_state(
 def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] | None) -> None:
     """Restore carried errors; where some rank's do not fit, all ranks begin anew, with a warning. That costs little."""
     steps = saved["steps"] if saved is not None else 0
+    # With the steps since they were cleared: ranks that clear at different steps would part.
     rows = engine.agreement.exchange(SAVED, [int(carried.fits(saved)), steps], "checking carried errors")
     if all(row == [1, rows[0][1]] for row in rows):
         carried.load_state_dict(saved)
@@ -127,6 +131,8 @@ def _refusal(engine: Engine, wrong: list[int], message: str) -> Exception:
 def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
     """Put saved pieces back."""
     with torch.no_grad():
+        # Names of this moment, in the order of the buffers; the layout has been compared.
         for name, buffer in zip(main_weights(engine), engine.trainable_buffers, strict=True):
             buffer.shard.copy_(saved["main_weights"][name])
+    # Not stepped: differences to what is cached could be large, so it is renewed whole.
     engine.weights_changed(engine.trainable_buffers)

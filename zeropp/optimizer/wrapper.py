@@ -282,10 +282,12 @@ class ZeroOptimizer(Optimizer):
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
         for piece in self._slices.stepped:
+            # What any rank has used: slices of one parameter lie on several ranks, and are stepped on all or on none.
             used = piece.unit < 0 or verdict.used[piece.unit][piece.position]
             piece.show_gradient(used and not piece.removed)
         if self.config.gradient_clipping > 0:
             scale_gradients(self.engine, norm, self.config.gradient_clipping)
+        # A refresh under way still reads the main weights that are about to be stepped.
         self.engine.refresh.wait()
         self._update()
         self._carried.count_step()
@@ -325,7 +327,7 @@ class ZeroOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of this rank alone: the wrapped optimizer's, its main weights, counters.
 
-        Not collective, and no whole: every rank saves its own, in a file of its own, and loads that.
+        Not collective, and not the whole state: every rank saves its own, in a file of its own, and loads that.
         """
         self.engine.require_idle("state_dict")
         state = dict(self.inner.state_dict())

@@ -159,7 +159,7 @@ class FlatBuffer:
     # Values: grow, gather, expose; hide, shrink.
 
     def grow(self) -> None:
-        """Have memory for the values."""
+        """Allocate memory for the values, if there is none."""
         # Resized and not replaced, as FSDP2 does: see [Note: storage].
         storage = self.flat.untyped_storage()
         if storage.nbytes() != self.nbytes:
@@ -202,7 +202,7 @@ class FlatBuffer:
         return self.paths.differences.counted.count(self.shard, self._difference_places[0])
 
     def take_room(self, room8: int, room16: int) -> bool:
-        """Go by the largest counts of any rank; whether differences take fewer bytes than weights would."""
+        """Set the message size from the largest counts of any rank; whether differences take fewer bytes than weights."""
         assert self.paths.differences is not None and self.paths.differences.counted is not None
         numel = self.shard.numel()
         return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)

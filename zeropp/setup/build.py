@@ -60,23 +60,29 @@ def build_engine(
     Raises:
         TypeError, ValueError: the model or the group cannot be used; the message says why and what to do.
     """
+    # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     device = on_all_ranks(group, "checking the model", lambda: _check_model(model, config))
     extension = config.zeropp
     hosts = dict(exchange(group, whereabouts()))
+    # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
     members = on_all_ranks(
         group, "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
     mode = on_all_ranks(group, "choosing groups", lambda: _choose(config, members, former_engines(model)))
+    # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
     patience = members.patience(extension.hang_timeout)
     comm = make_comm(members, mode.chain, patience, job)
+    # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
     _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
     _warn_of_unknown_leaves(model, config)
     specs = form_units(model, comm.world, unit_options(config))
     maker = BufferMaker(config, mode, comm)
     units = maker.make_units(model, specs)
     if comm.world > 1:
-        warn_of_idle(config, units, comm)  # before anything is partitioned: warnings may be errors
+        # Before anything is partitioned: warnings may be errors.
+        warn_of_idle(config, units, comm)
+    # Before they are adopted, which gives parameters the compute dtype.
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     _adopt(model, units, comm)
     _share_buffers(model, config, comm, device)
@@ -99,6 +105,7 @@ def build_engine(
         overlap=bool(zero.overlap_comm),
     )
     _install(model, engine, specs, own)
+    # What is cached between uses has never been filled.
     engine.refresh.start()
     return engine
 
@@ -109,6 +116,7 @@ def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
     for unit in units:
         for buffer in unit.buffers:
             former.adopt(buffer, comm)
+    # Before new hooks are installed: closing takes the former engine's off the same modules, and its attributes.
     former.close()
 
 
@@ -116,6 +124,7 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     """Tie an engine that is ready to the model's modules and parameters, which had dtypes of their ``own``."""
     for buffer in engine.buffers:
         for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            # By this tag the guard, watch_structure and a later wrapping know a managed parameter.
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
     _install_sites(model, engine, specs)
     for unit in engine.units:
@@ -123,11 +132,13 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
     give_to_modules(model, engine)
+    # Last: its hook is prepended, and must run before the one that begins a pass.
     watch_structure(model, engine)
 
 
 def _choose(config: Config, members: Members, former: Sequence[Engine]) -> Mode:
     for engine in former:
+        # Former values are gathered by the ranks that hold them, into buffers of these ranks.
         if engine.comm.ranks != members.ranks:
             raise ValueError(
                 f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
@@ -168,6 +179,8 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
             raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
         devices.setdefault(parameter.device, name)
     named = list(model.named_parameters())
+    # Versions tell of a stale weight: two parameters with one counter would refuse each other's graphs. See
+    # [Note: versions].
     sharing = sharing_versions([parameter for _, parameter in named])
     if sharing:
         raise ValueError(
@@ -190,6 +203,7 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
                 "Build it without max_norm, and normalise what it returns"
             )
     check_dtypes(model, config)
+    # Only for what it refuses; what it finds is asked for again where it is used.
     former_engines(model)
     return next(iter(devices))
 
@@ -203,6 +217,7 @@ def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
 
 
 def _describe(model: nn.Module) -> list[str]:
+    # Values of a former engine are gathered, which is collective: ranks must know of the same ones.
     parameters = [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
         f"{' (wrapped before)' if is_managed(p) else ''}"
@@ -239,16 +254,19 @@ def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.d
     with torch.no_grad():
         for buffer in model.buffers():
             if dtype is not None and buffer.is_floating_point():
+                # Through .data the object stays: modules may share it.
                 buffer.data = buffer.data.to(dtype)
             if buffer.numel():
                 _broadcast(buffer, comm, device)
         for parameter in model.parameters():
+            # The others have rank 0's values from being adopted.
             if not parameter.is_floating_point():
                 _broadcast(parameter, comm, device)
 
 
 def _broadcast(tensor: torch.Tensor, comm: Comm, device: torch.device) -> None:
     """In place, whatever the strides and dtype: bytes travel, from the model's device, where a group can send them."""
+    # A buffer may lie on the CPU, where NCCL cannot send; and backends know few dtypes, but all know bytes.
     values = tensor.detach().to(device).contiguous()
     comm.broadcast(values.reshape(-1).view(torch.uint8))
     tensor.detach().copy_(values)
@@ -263,7 +281,8 @@ def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
     ahead = [model]
     while ahead:
         module = ahead.pop()
-        if id(module) not in found and id(module) not in whole:  # modules may refer to each other in a circle
+        # Modules may refer to each other in a circle.
+        if id(module) not in found and id(module) not in whole:
             found.add(id(module))
             ahead += module.children()
     return found
@@ -273,6 +292,7 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
     """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
     modules = dict(model.named_modules())
     unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
+    # A tied parameter has its first name here, and so its first owner's unit.
     by_id = {id(p): unit_of[name] for name, p in model.named_parameters() if name in unit_of}
     needs: dict[str, dict[int, Unit]] = {"": {}}
 
@@ -281,10 +301,12 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
         module = modules[path]
         for parameter in module.parameters() if recurse else direct_parameters(module):
             unit = by_id.get(id(parameter))
+            # Small persistent parameters are shown for the whole pass, and bracketed by nobody.
             if unit is not None and unit.announced:
                 found[unit.index] = unit
 
-    whole: set[int] = set()  # modules that an owner fetches with everything in them
+    # Modules that an owner fetches with everything in them: hooks further down would find nothing to do.
+    whole: set[int] = set()
     for owner in (owner for spec in specs for owner in spec.owners):
         need(owner.path, owner.recurse)
         if owner.recurse:
@@ -294,14 +316,17 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
         uses = not never_called(module) and any(True for _ in direct_parameters(module))
         if id(module) in outside and path not in needs and uses:
             need(path, recurse=False)
+    # A forward from outside may begin at any module above: it gets hooks without units, which begin the pass.
     for path in [path for path in needs if path]:
         parts = path.split(".")
         for depth in range(len(parts)):
             needs.setdefault(".".join(parts[:depth]), {})
     for path, found in needs.items():
+        # In one order on every rank: the units of a module are gathered in it.
         units = tuple(found[index] for index in sorted(found))
         engine.hooks.install(modules[path], HookedModule(path, units))
     for module in modules.values():
+        # After all sites are there, since these only add to them.
         for parameter in external_parameters(module):
             if id(parameter) in by_id:
                 engine.use_in(module, parameter)

@@ -24,6 +24,7 @@ def warn_of_idle(config: Config, units: Sequence[Unit], comm: Comm) -> None:
 
 def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
     zero, own, world = config.zero, config.zeropp, comm.world
+    # A shard of all ranks is what stage 3 has anyway.
     in_groups = zero.stage == 3 and 0 < zero.mics_shard_size < world
     sharded = zero.mics_shard_size if in_groups else world
     if zero.stage == 3 and zero.mics_shard_size >= world:
@@ -33,6 +34,7 @@ def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
             "mics_hierarchical_params_gather has no effect: it is for a mics_shard_size of more than the "
             f"{comm.local} ranks of a node and less than all {world}"
         )
+    # A second copy at the level of the shards saves no hop.
     if zero.stage == 3 and zero.zero_hpz_partition_size >= max(sharded, 2):
         also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
         yield (
@@ -47,6 +49,7 @@ def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
 
 def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
     zero, own = config.zero, config.zeropp
+    # The hops that were made, and not the settings: which bits apply depends on how many hops a gradient takes.
     paths = [buffer.gradient.paths.straight.legs for buffer in buffers if buffer.gradient is not None]
     legs = [leg for path in paths for leg in path]
     if zero.zero_quantized_gradients and legs:
@@ -59,6 +62,7 @@ def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[s
                 f"zeropp_loco_param has no effect: gradients travel as {', '.join(hops)}, and feedback is "
                 f'"{own.feedback}"; set gradient_bits to 8 or 4 where errors are to be fed back'
             )
+        # A single hop counts as one between nodes, which has feedback under "cross", too.
         elif zero.zeropp_loco_param is not None and own.feedback == "both" and one_hop:
             yield f'zeropp.feedback "both" has no effect beyond that of "cross": gradients take one hop, {hops[0]}'
         bits = own.gradient_bits
@@ -75,6 +79,7 @@ def _idle_weights(config: Config, buffers: Sequence[FlatBuffer], comm: Comm) -> 
             "requires_grad_(False) on them before wrapping"
         )
     shards = zero.mics_shard_size if zero.mics_shard_size > 0 else comm.world
+    # Sizes that are too large have been named among the groups.
     wanted = zero.stage == 3 and 1 < zero.zero_hpz_partition_size < min(shards, comm.world)
     if wanted and all(buffer.paths.fetch is None or buffer.paths.refresh is None for buffer in buffers):
         also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""

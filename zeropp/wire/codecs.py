@@ -70,7 +70,7 @@ class Codec(Protocol):
     def apart(self) -> bool: ...
 
     def nbytes(self, numel: int) -> int:
-        """Of one message of [numel] elements."""
+        """Bytes of one message of [numel] elements."""
         ...
 
     def empty(self, numel: int, count: int, device: torch.device) -> Tensor:

@@ -36,7 +36,7 @@ class DifferenceCodec(Protocol):
     name: str
 
     def nbytes(self, numel: int) -> int:
-        """Of one message of [numel] elements."""
+        """Bytes of one message of [numel] elements."""
         ...
 
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
@@ -111,7 +111,7 @@ class Lossless:
         kernels.lossless_decode_(messages, base, base, offsets, count=count, room8=room8, room16=room16)
 
     def take_room(self, room: tuple[int, int], numel: int, most: int) -> bool:
-        """Agree to room for so many differences of each size; whether a message of [numel] has less than ``most``."""
+        """Set the room for differences of 8 and 16 bits; whether a message of [numel] has fewer than ``most`` bytes."""
         self.room = room
         if self.nbytes(numel) < most:
             return True

@@ -45,7 +45,7 @@ class Encoding:
     beta: float = 0.8
 
     def weight_codec(self, trainable: bool) -> BlockCodec | None:
-        """For gathers of a buffer."""
+        """The codec for gathers of a buffer's weights; None for plain values."""
         # Both are 8-bit codes, so where both are asked for it does not matter which one answers for frozen weights.
         return self.weights or (None if trainable else self.frozen)
 

@@ -65,7 +65,7 @@ class GatherPath:
         return views
 
     def gather(self, own: Tensor, places: list[Tensor], unit: str) -> Iterator[None]:
-        """Fill a result from every rank's slice at ``outer``; stands still before each further class of links.
+        """Fill a result from every rank's slice at ``outer``; pauses before each further class of links.
 
         Args:
             own: this rank's.
@@ -85,7 +85,7 @@ class GatherPath:
         self._end(views[-1], places)
 
     def run(self, own: Tensor, places: list[Tensor], unit: str) -> None:
-        """Gather without standing still."""
+        """Gather without a pause."""
         for _ in self.gather(own, places, unit):
             pass
 
@@ -219,7 +219,7 @@ class ReducePath:
     def reduce(
         self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: Callable[[], bool], unit: str
     ) -> Iterator[None]:
-        """Make ``out``, or add to it, ``scale`` times the sum of all ranks' parts; stands still as a gather does.
+        """Make ``out``, or add to it, ``scale`` times the sum of all ranks' parts; pauses as a gather does.
 
         Args:
             message: this rank's slice at the path's first level, from :meth:`encode_`; the caller keeps it to the end.
@@ -253,7 +253,7 @@ class ReducePath:
             del parts
 
     def run(self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        """Reduce without standing still."""
+        """Reduce without a pause."""
         for _ in self.reduce(message, numel, out, scale=scale, accumulate=lambda: accumulate, unit=unit):
             pass
 
