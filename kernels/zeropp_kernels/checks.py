@@ -30,9 +30,11 @@ __all__ = [
 ]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_MOST_MESSAGES = 65535  # second axis of a launch grid
+# Messages are the second axis of a launch grid, and CUDA has no more there.
+_MOST_MESSAGES = 65535
 _LARGEST = torch.finfo(torch.float32).max
-_ALIGNMENT = 16  # bytes, of messages and states: codes are stored 128 bits at a time
+# Bytes, of messages and states: codes are stored 128 bits at a time.
+_ALIGNMENT = 16
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -41,11 +43,13 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS, numel: int | None = None) -> None:
     """One dimension, contiguous, one of ``dtypes``, and ``numel`` elements where that is given."""
+    # Before strides are asked for, which sparse tensors do not have.
     if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
         given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {given}; expected a dense tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {_names([tensor.dtype])}; expected {_names(dtypes)}")
+    # Kernels and scratch alike go by element numbers, without strides.
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(
             f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected one contiguous dimension: "
@@ -66,12 +70,14 @@ def check_count(name: str, count: int, numel: int, of: str) -> int:
 
 def check_scale(scale: float) -> None:
     """A factor that is finite in float32: any other would make values of the zeros between tensors and past the end."""
+    # Put so that NaN is refused as well.
     if not abs(scale) <= _LARGEST:
         raise ValueError(f"scale is {scale}; expected a number that float32 can hold, at most {_LARGEST:.7g}")
 
 
 def check_blocks(name: str, numel: int, count: int) -> None:
     """Each of several messages begins on a block."""
+    # A group must not have elements of two messages; a single message may end anywhere.
     if count > 1 and numel % BLOCK:
         raise ValueError(f"{name} is {numel}; expected a multiple of {BLOCK} where there is more than one message")
 
@@ -115,6 +121,7 @@ def check_encoding(numel: int, messages: Tensor, count: int, bits: int, state: T
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements lie in memory without gaps or overlaps, in whatever order: channels_last, or a transpose."""
     expected = 1
+    # From the smallest stride up each must be the product of the sizes below it; a dimension of 1 may have any.
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
             if stride != expected:
@@ -138,6 +145,7 @@ def check_table(
                 f"table.{name} is {_names([part.dtype])} {list(part.shape)}; expected {_names([dtype])} {list(shape)} "
                 f"for {size} tensors and the {numel} elements of {what}: make the table with block_table"
             )
+    # It is read at every call, and a read from a device would wait for it.
     if host.device.type != "cpu":
         raise ValueError(f"table.host is on {host.device}; expected cpu: make the table with block_table")
     for index, tensor in enumerate(tensors):
@@ -148,6 +156,7 @@ def check_table(
                 f"tensors[{index}] is {_names([tensor.dtype])} and tensors[0] {_names([tensors[0].dtype])}; "
                 "expected one dtype"
             )
+        # The first question is cheap, and nearly always enough.
         if not (tensor.is_contiguous() or is_dense(tensor)):
             raise ValueError(
                 f"tensors[{index}] has shape {tuple(tensor.shape)} and strides {tensor.stride()}; expected a tensor "
@@ -211,6 +220,7 @@ class Memory:
         """Raise ValueError for a tensor that lies elsewhere; returns the device."""
         device = self.device()
         for name, tensor in self.named():
+            # Pinned host memory is written over the bus; whether it is pinned, only real memory can tell.
             if tensor.device != device and not (name == self.pinned and tensor.device.type == "cpu"):
                 raise ValueError(f"{name} is on {tensor.device}; expected {device} like the other arguments")
         return device
@@ -228,12 +238,14 @@ class Memory:
                     f"{name} starts at an address that is {tensor.data_ptr() % _ALIGNMENT} more than a multiple of "
                     f"{_ALIGNMENT} bytes; allocate it on its own, or start it at a multiple of {_ALIGNMENT}"
                 )
+        # Sizes are compared here, since a fake table has no values to read.
         if self.host is None:
             return
         _, numels, offsets = self.host.tolist()
         for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
             if tensor.numel() != numel:
                 raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
+        # Tables are made in ascending order, so the last tensor is the one that could pass the end.
         if numels and offsets[-1] + numels[-1] > self.room:
             raise ValueError(
                 f"the last tensor would end at element {offsets[-1] + numels[-1]}; the flat buffer has {self.room}"

@@ -33,9 +33,12 @@ from .wire import blocks_of, message_layout
 __all__ = ["NAMESPACE"]
 
 NAMESPACE = "zeropp"
+# Kept for the life of the module: what it has registered goes with it.
 _library = torch.library.Library(NAMESPACE, "DEF")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
+# Both get new addresses when tensors have moved, and torch.compile must know of it.
 _TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
+# Aligned, since codes are stored to them.
 _ENCODED = ("messages", "state")
 _BF16_OR_FP16 = (torch.bfloat16, torch.float16)
 
@@ -66,6 +69,7 @@ def _reduce_quantize(
 ) -> Memory:  # fmt: skip
     check_bits("source_bits", source_bits)
     check_scale(scale)
+    # Only the bounds of ``count``: sources follow from ``numel``.
     check_count("count", count, numel * count, "sources")
     check_messages("sources", sources, message_layout(numel, source_bits), count)
     part = check_count("out_count", out_count, numel, "the sum")
@@ -86,6 +90,7 @@ def _reduce(
 ) -> Memory:
     check_bits("bits", bits)
     check_scale(scale)
+    # Bounds again: the layout of ``out`` says how long each message is.
     check_count("count", count, 0, "messages")
     check_flat("out", out, (torch.float32,) if accumulate else FLOATS)
     check_messages("messages", messages, message_layout(out.numel(), bits), count)
@@ -150,6 +155,7 @@ def _gather(
     check_table(tensors, host, entries, owners, flat.numel(), "flat")
     check_stats(norms, flag, flat.numel())
     memory = {"entries": entries, "owners": owners, "flat": flat, "norms": norms, "flag": flag}
+    # No alignment is asked of ``flat``: it is a caller's buffer, and kernels have narrow access for it.
     return Memory(memory, pinned="flat", many=tensors, host=host, room=flat.numel())
 
 
@@ -163,6 +169,7 @@ def _scatter(
 def _unsupported(name: str, *arguments: object) -> None:
     given = [each for argument in arguments for each in (argument if isinstance(argument, list) else [argument])]
     tensors = [each for each in given if isinstance(each, Tensor)]
+    # Where neither device nor layout is to blame, only quantized tensors are left.
     elsewhere = [f"one on {each.device}" for each in tensors if each.device.type not in ("cpu", "cuda")]
     elsewhere += [f"a {each.layout} one" for each in tensors if each.layout != torch.strided]
     what = elsewhere[0] if elsewhere else "a quantized one"
@@ -175,6 +182,7 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
     plain = getattr(reference, name)
     _library.define(f"{name}({schema}) -> ()")
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
+    # From the schema, so that what autograd and the compiler are told is what is checked.
     written = [index for index, each in enumerate(declared) if each.alias_info and each.alias_info.is_write]
 
     def outputs(arguments: Sequence[object]) -> Iterator[tuple[str, Tensor]]:
@@ -196,6 +204,7 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
         refuse_gradients(arguments)
         memory = check(*arguments)
         device = memory.check()
+        # Apart from the rest, which fake tensors go through as well: this reads addresses and values.
         memory.check_data(device)
         return device
 
@@ -205,10 +214,12 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
 
     def on_cpu(*arguments: object) -> None:
         checked(*arguments)
+        # Inputs may require grad, and plain torch would record a graph of what it does to scratch.
         with torch.no_grad():
             plain(*arguments)
 
     def on_gpu(*arguments: object) -> None:
+        # Triton launches on the current device, whatever its arguments lie on.
         with torch.cuda.device(checked(*arguments)), torch.no_grad():
             fast()(*arguments)
         # What a kernel writes behind torch's back counts as written.
@@ -220,6 +231,7 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
 
     _library.impl(name, on_cpu, "CPU")
     _library.impl(name, on_gpu, "CUDA")
+    # Whatever has no implementation of its own: other devices, sparse and quantized tensors.
     _library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
 

@@ -45,6 +45,7 @@ def _integers(name: str, given: Iterable[int]) -> list[int]:
 
 def in_memory_order(tensor: Tensor) -> Tensor:
     """Flat view of a tensor without gaps: its elements in the order in which they lie in memory."""
+    # Only of tensors that checks have found to be without gaps: this view would read over them.
     return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -87,17 +88,22 @@ def block_table(
         ValueError: what does not fit, by index.
     """
     numels = _integers("numels", numels)
+    # Negative numbers are refused below, by their index.
     ends = list(accumulate((blocks_of(max(count, 0)) * BLOCK for count in numels), initial=0))
     offsets = ends[:-1] if offsets is None else _integers("offsets", offsets)
+    # Up to the end of the last block, so that the buffer has whole blocks and wide access.
     if numel is None:
         numel = blocks_of(max(offsets[-1] + numels[-1], 0)) * BLOCK if numels and len(offsets) == len(numels) else 0
     (numel,) = _integers("numel", [numel])
     _check(numels, offsets, numel)
-    with torch.inference_mode(False):  # what that mode makes could not be written to outside it
+    # What that mode makes could not be written to outside it.
+    with torch.inference_mode(False):
         host = torch.tensor([[0] * len(numels), numels, offsets], dtype=torch.int64, device="cpu")
         owners = torch.full((blocks_of(numel),), -1, dtype=torch.int32, device="cpu")
         for index, (count, offset) in enumerate(zip(numels, offsets, strict=True)):
+            # An empty tensor owns no block.
             owners[offset // BLOCK : blocks_of(offset + count)] = index
+        # Copied on CPU, too: operations write to both, and what they write must not overlap.
         return BlockTable(numel, host, host.to(device, copy=True), owners.to(device))
 
 
@@ -112,13 +118,17 @@ def locate(tensors: Sequence[Tensor], host: Tensor, entries: Tensor) -> bool:
     """
     known, numels, _ = host.tolist()
     addresses = [tensor.data_ptr() for tensor in tensors]
+    # Compared on the host, so that nothing is sent while tensors stay where they are.
     if addresses != known:
+        # A replay would run the copy with the addresses of the capture, whatever the host knows by then.
         if entries.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "tensors have other addresses than at the table's last use, and a CUDA graph is being captured; call "
                 "the operation once before, with the tensors that the graph will use"
             )
+        # New memory each time: what was sent before may still be on its way.
         staged = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=entries.is_cuda)
         entries[0].copy_(staged, non_blocking=True)
         host[0].copy_(staged)
+    # 64 elements are half a row, which is what one mask covers.
     return all(address % 16 == 0 and count % 64 == 0 for address, count in zip(addresses, numels, strict=True))

@@ -26,11 +26,15 @@ __all__ = [
     "state_layout",
 ]
 
-BLOCK = 256  # elements: the unit of alignment; a tensor that travels with others starts on a block
-CODES_ALIGNMENT = 16  # bytes: one 128-bit store
-MESSAGE_ALIGNMENT = 128  # bytes: one cache line
+# Elements: the unit of alignment; a tensor that travels with others starts on a block.
+BLOCK = 256
+# Bytes: one 128-bit store.
+CODES_ALIGNMENT = 16
+# Bytes: one cache line. It also lets the second of several messages begin aligned.
+MESSAGE_ALIGNMENT = 128
 SCALE_NBYTES = 2  # bfloat16
-GROUPS = {8: 256, 4: 128}  # bits of a code -> elements that share a scale
+# Bits of a code -> elements that share a scale. Both divide a block, so a group has elements of one tensor only.
+GROUPS = {8: 256, 4: 128}
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -42,6 +46,7 @@ def _blocks(numel: int, size: int) -> int:
 
 
 def _check_integer(name: str, value: int) -> None:
+    # Under torch.compile sizes are symbols, which are no int.
     if not hasattr(value, "__index__"):
         raise TypeError(f"{name} is {value!r}; expected an integer")
 
@@ -73,6 +78,7 @@ class MessageLayout:
 
     @property
     def codes_nbytes(self) -> int:
+        # Whole groups, the last one filled up: kernels write without a look at single elements.
         return self.groups * self.group * self.bits // 8
 
     @property
@@ -88,6 +94,7 @@ class MessageLayout:
     @property
     def slots(self) -> int:
         """Places for scales up to the end of the message; those after the last group hold zeros."""
+        # More than groups, since messages end at 128 bytes: the rest are zeros, so that equal inputs give equal bytes.
         return (self.nbytes - self.scales_offset) // SCALE_NBYTES
 
 
@@ -102,6 +109,7 @@ def message_layout(numel: int, bits: int) -> MessageLayout:
 
 def state_layout(numel: int, bits: int) -> MessageLayout:
     """Layout of the error that feedback keeps beside a message of ``bits``: 8-bit codes in the message's groups."""
+    # The message's groups and not those of int8: one scale then serves the same elements in both.
     return MessageLayout(numel, 8, message_layout(numel, bits).group)
 
 
@@ -120,6 +128,7 @@ class LosslessLayout:
 
     @property
     def codes_nbytes(self) -> int:
+        # Half a byte an element, in whole blocks.
         return self.blocks * BLOCK // 2
 
     @property
@@ -130,6 +139,7 @@ class LosslessLayout:
     @property
     def room16_offset(self) -> int:
         """Bytes to the first 16-bit value."""
+        # 16-bit values must begin at an even byte at least.
         return _round_up(self.room8_offset + self.room8, CODES_ALIGNMENT)
 
     @property

@@ -17,8 +17,10 @@ _OWN_TYPE = "so the model computes in its parameters' own type, float32 unless i
 
 
 class _Auto(NamedTuple):
-    key: str  # as the user spelled it
-    path: tuple[str, ...]  # the field and the blocks that lead to it
+    # As the user spelled it.
+    key: str
+    # The field and the blocks that lead to it.
+    path: tuple[str, ...]
     chosen: object
 
 
@@ -29,12 +31,15 @@ def warn_of_choices(given: Mapping[str, object], config: Config, name: str) -> N
         headline = f'{name} has "auto" where no trainer filled in a value, so the default is used'
         lines = [f"{auto.key}: {_chosen(auto, config)}" for auto in autos]
         notify(listing(headline, lines, "keys"))
+    # A stage at "auto" has been named in the list above.
     if "stage" not in config.zero.model_fields_set and _STAGE not in [auto.path for auto in autos]:
         notify(f"{name} does not set zero_optimization.stage, which is then 0 and {_NOTHING}")
 
 
 def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[str, ...]) -> Iterator[_Auto]:
+    # By every spelling, since the warning repeats the user's own.
     fields = {key: name for name, field in type(block).model_fields.items() for key in spellings(name, field)}
+    # Deprecated keys are no fields, and have warnings of their own.
     for key in (key for key in given if key in fields):
         value, chosen, here = given[key], getattr(block, fields[key]), (*path, fields[key])
         if is_auto(value):
@@ -45,7 +50,9 @@ def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[s
 
 def _chosen(auto: _Auto, config: Config) -> str:
     """The value in words, and what it means where the value alone would not tell."""
+    # A whole block at "auto" is too long to be shown.
     value = "its defaults" if isinstance(auto.chosen, Block) else value_text(auto.chosen)
+    # Only where no 16-bit type was chosen: if the other block is enabled, that answers for this one.
     own_type = not config.bf16.enabled and not config.fp16.enabled
     match auto.path:
         case ("bf16", "enabled") if own_type:
@@ -55,6 +62,7 @@ def _chosen(auto: _Auto, config: Config) -> str:
         case ("zero_optimization", "stage"):
             return f"{value}, which {_NOTHING}"
         case ("gradient_clipping",):
+            # Who passes a trainer's file to zeropp directly would lose the trainer's clipping without a word.
             return f"{value}, so no gradient is clipped (Hugging Face's trainers fill in 1.0)"
         case ("train_batch_size",) | ("train_micro_batch_size_per_gpu",):
             one_is_given = config.train_batch_size or config.train_micro_batch_size_per_gpu

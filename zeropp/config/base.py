@@ -13,7 +13,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO = "auto"
-_BETWEEN = ("zeropp", "pydantic", "torch", "contextlib", "functools")  # may lie between a user's line and a warning
+# Packages that may lie between a user's line and a warning.
+_BETWEEN = ("zeropp", "pydantic", "torch", "contextlib", "functools")
 
 
 def is_auto(value: object) -> bool:
@@ -62,6 +63,7 @@ def notify(message: str, category: type[Warning] = UserWarning) -> None:
     ``stacklevel`` counts frames, and how many there are depends on who calls: a step may come by way of a scheduler's
     wrapper, and a block may end in contextlib's.
     """
+    # Level 1 is this function, 2 its caller, which is where the walk begins.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
@@ -72,11 +74,16 @@ class Block(BaseModel):
     """One JSON object of the configuration: unknown keys are errors, values do not change after loading."""
 
     model_config = ConfigDict(
+        # A key with a typing error would otherwise be a setting that has no effect.
         extra="forbid",
+        # One default block may serve all configurations, and what ranks have compared stays as it was.
         frozen=True,
+        # They become descriptions, of which docs/configuration.md is made.
         use_attribute_docstrings=True,
+        # Python's json reads Infinity, which passes any lower bound.
         allow_inf_nan=False,
-        protected_namespaces=(),  # before 2.10, pydantic warns of every field that starts with model_
+        # Before 2.10, pydantic warns of every field that starts with model_.
+        protected_namespaces=(),
     )
 
     retired: ClassVar[Mapping[str, str]] = {}
@@ -85,8 +92,10 @@ class Block(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _prepare(cls, data: object) -> object:
+        # Pydantic says better what is wrong with the type.
         if not isinstance(data, Mapping):
             return data
+        # A copy: keys are taken out and rewritten here, and the caller's mapping must stay as it is.
         given = dict(data)
         for name, field in cls.model_fields.items():
             found = [key for key in spellings(name, field) if key in given]
@@ -94,7 +103,9 @@ class Block(BaseModel):
                 raise ValueError(f"{' and '.join(found)} are two spellings of one key; keep one of them")
             for key in found:
                 if is_auto(given[key]):
-                    del given[key]  # stands for the default
+                    # Stands for the default. Gone before deprecated forms are looked at, so that an old key and a new
+                    # one at "auto" do not clash.
+                    del given[key]
         return cls.upgrade(given)
 
     @classmethod

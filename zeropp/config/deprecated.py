@@ -21,6 +21,7 @@ def upgrade_zero(given: dict[str, object]) -> dict[str, object]:
 
     Raises ValueError where an old key and the one that took its place are both given.
     """
+    # Taken out first, used last: it goes into blocks that other old keys may have yet to make.
     pin = _taken(given, "cpu_offload_use_pin_memory")
     for old, new in _OFFLOAD.items():
         wanted = _taken(given, old, new)
@@ -31,6 +32,7 @@ def upgrade_zero(given: dict[str, object]) -> dict[str, object]:
         given[_RENAMED[0]] = gather
     if pin is not None:
         for block in _OFFLOAD.values():
+            # Pinning without offload pins nothing.
             if given.get(block) is not None:
                 given[block] = _pinned(block, given[block], pin)
     return given
@@ -46,6 +48,7 @@ def _taken(given: dict[str, object], old: str, *new: str) -> bool | None:
         raise ValueError(f"{old} is the old form of {clash[0]} and both are given; keep only {clash[0]}")
     if not isinstance(value, bool) and not is_auto(value):
         raise ValueError(f"{old}: got {value!r}, expected a boolean; set {REPLACEMENTS[old]} instead")
+    # FutureWarning, since Python hides DeprecationWarning outside of __main__.
     notify(f"zero_optimization.{old} is deprecated; set {REPLACEMENTS[old]} instead", FutureWarning)
     return value if isinstance(value, bool) else None
 

@@ -34,13 +34,16 @@ def value_text(value: object) -> str:
     """A value as JSON shows it, large integers with separators, `sys.maxsize` and infinity by name."""
     if isinstance(value, BaseModel):
         return value_text(value.model_dump(mode="json"))
+    # Before integers, which booleans are to Python.
     if isinstance(value, bool) or value is None:
         return json.dumps(value)
     if isinstance(value, int):
+        # The default that stands for no bound; as digits it would say nothing.
         return "sys.maxsize" if value == sys.maxsize else f"{value:,}"
     if isinstance(value, float):
         return "infinity" if value == math.inf else repr(value)
     if isinstance(value, str | dict | list | tuple):
+        # For messages: whatever was given must have some text.
         return json.dumps(value, default=repr, ensure_ascii=False)
     return repr(value)
 
@@ -50,6 +53,7 @@ def type_text(annotation: object, block_name: BlockNamer) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
         return type_text(get_args(annotation)[0], block_name)
+    # Optional[int] and int | None differ in their origin.
     if origin in (Union, UnionType):
         return " or ".join(type_text(arg, block_name) for arg in get_args(annotation))
     if origin is Literal:
@@ -57,9 +61,11 @@ def type_text(annotation: object, block_name: BlockNamer) -> str:
     if origin is dict:
         return "object"
     if origin is tuple:
+        # All tuples here are of one type and any length.
         return f"list of {type_text(get_args(annotation)[0], block_name)}s"
     if isinstance(annotation, type) and issubclass(annotation, Block):
         return block_name(annotation)
+    # A type that has no words yet fails here, before a page without them is written.
     return _PLAIN[annotation]
 
 
@@ -74,7 +80,9 @@ def _metadata(annotation: object) -> Iterator[object]:
 def bounds_text(field: FieldInfo) -> str:
     """The bounds of a number, such as `>= 0, <= 1`; empty where there are none."""
     found = []
+    # Pydantic moves the bounds of a plain type to the field; in a union they stay with its member.
     for item in [*field.metadata, *_metadata(field.annotation)]:
+        # Among them are validators and other metadata, which have no sign.
         if type(item) in _SIGNS:
             sign, attribute = _SIGNS[type(item)]
             found.append(f"{sign} {value_text(getattr(item, attribute))}")
@@ -90,12 +98,14 @@ def shortened(value: object) -> str:
 def expected_text(field: FieldInfo) -> str:
     """What a field takes, for an error message: type, bounds, default."""
     bounds = bounds_text(field)
+    # A whole block is no help in an error message.
     default = "" if isinstance(field.default, BaseModel) else f" (default {shortened(field.default)})"
     return type_text(field.annotation, lambda _: "an object") + (f" {bounds}" if bounds else "") + default
 
 
 def nested_block(field: FieldInfo) -> type[Block] | None:
     """The block that a field holds, if it holds one."""
+    # A block that may be null is among the members of a union.
     for candidate in (field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Block):
             return candidate

@@ -27,9 +27,11 @@ def _problem(details: ErrorDetails, model: type[Block]) -> str:
     if details["type"] == "extra_forbidden":
         return f"{path}: unknown key; {_suggestion(details['loc'], model)}"
     if details["type"] == "value_error":
+        # The validator's own words; pydantic's text puts its own in front.
         message = str(details["ctx"]["error"])
         return f"{path}: {message}" if path else message
     field = _field(details["loc"], model)
+    # A rule about a whole block, or about the top level.
     if field is None:
         return f"{path}: {details['msg']}, got {shortened(details['input'])}"
     return f"{path}: got {shortened(details['input'])}; expected {expected_text(field)}"
@@ -60,6 +62,7 @@ def _field(path: Location, model: type[Block]) -> FieldInfo | None:
         if field is None:
             break
         found = field
+        # Behind a field that is no block come indices of a list or keys of the user's own.
         model = nested_block(field) or model
     return found
 
@@ -67,13 +70,17 @@ def _field(path: Location, model: type[Block]) -> FieldInfo | None:
 def _suggestion(path: Location, model: type[Block]) -> str:
     """The same key in another block, the nearest key of this block, or all keys of this block."""
     key = str(path[-1])
+    # First of all: no likeness of names finds a right key that stands in the wrong block.
     homes = [".".join((*where, key)) for where, block in blocks(model) if _by_key(block, key) is not None]
+    # Of several homes none can be recommended.
     if len(homes) == 1:
         return f"it belongs elsewhere, as {homes[0]}"
     here = _block(path[:-1], model)
     keys = [spellings(name, field) for name, field in here.model_fields.items()]
+    # Deprecated keys, too: they work, and their warning names the new one.
     near = difflib.get_close_matches(key, [*itertools.chain.from_iterable(keys), *here.retired], n=1)
     if near:
         return f"did you mean {near[0]!r}?"
+    # Keys of other features are accepted, but not worth recommending.
     known = [first for first, *_ in keys if first not in OutsideKeys.model_fields]
     return f"remove it, or use one of: {', '.join(known)}"

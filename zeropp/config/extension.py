@@ -12,7 +12,8 @@ from zeropp.config.base import Block, Count, Positive, PositiveReal, integer
 # older pydantic does not find 8.0 among the choices
 Bits = Annotated[Literal[4, 8, 16, 32], BeforeValidator(integer)]
 
-LONGEST_TIMEOUT = 100_000_000  # seconds; backends count nanoseconds in 64 bits
+# Seconds; backends count nanoseconds in 64 bits, which hold about 9e9 seconds.
+LONGEST_TIMEOUT = 100_000_000
 Seconds = Annotated[PositiveReal, Le(LONGEST_TIMEOUT)]
 
 
@@ -52,6 +53,7 @@ class ExtensionConfig(Block):
     cast_inputs: bool = True
     """Casts floating inputs of the root module to the compute type when `bf16` or `fp16` is enabled."""
 
+    # Null and not a block of defaults: to set it without zero_quantized_gradients is worth a warning.
     gradient_bits: GradientBitsConfig | None = None
     """Bits of a gradient element on each hop, in place of what `zero_quantized_gradients` stands for."""
 

@@ -38,18 +38,23 @@ def parse(text: str, origin: str) -> object:
 def _plain(text: str, origin: str) -> str:
     """Blanks out comments and trailing commas, leaving every other character at its line and column."""
     out: list[str] = []
-    before = ""  # the last token that counts
-    comma = -1  # where in `out` it is, if it is a comma that follows a value
+    # The last token that counts: comments and spaces do not.
+    before = ""
+    # Where in ``out`` the last token is, if it is a comma that follows a value.
+    comma = -1
     for match in _TOKEN.finditer(text):
         kind, token = match.lastgroup, match.group()
+        # A comment that ends matches before, so this one does not.
         if kind == "open":
             line = text.count("\n", 0, match.start()) + 1
             raise ConfigError(f"{origin}: line {line}: this comment has no end; close it with */")
         if kind == "close" and comma >= 0:
             out[comma] = " "
         if kind not in ("comment", "space"):
+            # In [,] and {"a": ,} the comma follows no value, and stays for json to refuse.
             comma = len(out) if token == "," and before not in ("", ",", ":", "[", "{") else -1
             before = token
+        # Newlines stay, so that json's errors have the line of the file.
         out.append(re.sub(r"[^\n]", " ", token) if kind == "comment" else token)
     return "".join(out)
 
@@ -57,6 +62,7 @@ def _plain(text: str, origin: str) -> str:
 def _unique(pairs: list[tuple[str, object]], origin: str) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, value in pairs:
+        # json itself would take the last one, silently.
         if key in result:
             raise ConfigError(f"{origin}: the key {key!r} is given twice, as {result[key]!r} and {value!r}; keep one")
         result[key] = value

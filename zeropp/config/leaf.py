@@ -10,6 +10,7 @@ from zeropp.config.base import Block
 
 
 def _listed(value: object) -> object:
+    # A string is a sequence, too, of its letters.
     return (value,) if isinstance(value, str) else value
 
 
@@ -17,6 +18,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 
 # Sparse expert blocks run a different subset of their experts on each rank, so per-expert units would ask for
 # collectives that other ranks do not join.
+# By name, since transformers need not be there.
 SPARSE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",

@@ -30,15 +30,18 @@ def load_config(source: ConfigSource = None) -> Config:
     Raises ConfigError listing every problem found. Whether this version has what is asked for is a separate
     question, which `require_supported` answers.
     """
+    # Checked when it was made.
     if isinstance(source, Config):
         return source
     given = {"zero_optimization": {"stage": 3}} if source is None else _read(source)
     if not isinstance(given, Mapping):
+        # Base64 has no name, and may be long.
         name = source if isinstance(source, str | os.PathLike) and os.path.exists(source) else _shortened(str(source))
         raise ConfigError(f"{name}: got {value_text(given):.80}; expected a JSON object at the top level")
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
+        # Without pydantic's own error, which repeats all of it in other words.
         raise ConfigError(problems(error, Config)) from None
     named = isinstance(source, str | os.PathLike) and os.path.exists(source)
     name = str(source) if named else "the configuration"
@@ -55,9 +58,11 @@ def _read(source: object) -> object:
             f"got {type(source).__name__} {source!r:.80}; expected a dict, a path, base64 of JSON, or None"
         )
     path = os.fspath(source)
+    # A path object is meant as a path, also where nothing is there.
     if isinstance(source, str) and not os.path.exists(path):
         return parse(_decoded(source), "base64 configuration")
     try:
+        # Some editors put a byte order mark in front, which json refuses.
         with open(path, encoding="utf-8-sig") as file:
             return parse(file.read(), path)
     except (OSError, UnicodeDecodeError) as error:
@@ -67,6 +72,8 @@ def _read(source: object) -> object:
 def _decoded(text: str) -> str:
     """The text behind url-safe base64, with or without its padding."""
     try:
+        # Padding may have been stripped. Without validate, foreign characters would be skipped, and many paths would
+        # pass for base64.
         decoded = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True).decode("utf-8")
     except ValueError:
         decoded = ""

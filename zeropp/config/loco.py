@@ -13,6 +13,7 @@ class LocoConfig(Block):
     """Carries what quantizing a gradient lost over to the next step (LoCo). It acts on quantized
     gradients."""
 
+    # 1 would keep the old error for ever and take nothing new in. The default is DeepSpeed's.
     err_beta: Annotated[NonNegative, Lt(1)] = 0.8
     """Share of the carried error that is kept at each step, below 1; the newest error gets the rest. 0.5
     leaves less than DeepSpeed's 0.8 in Adam's averages, see docs/convergence.md."""

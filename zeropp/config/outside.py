@@ -11,6 +11,7 @@ class OutsideKeys(Block):
     """Configurations written for DeepSpeed may carry these keys, so they are accepted whatever their value.
     They have no effect; one warning names those that are not plainly switched off."""
 
+    # Any JSON for all of them: nothing here reads the values, so nothing is checked.
     amp: JsonValue = None
     """Mixed precision through Apex."""
 

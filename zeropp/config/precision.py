@@ -17,6 +17,7 @@ _SPELLINGS = {
 
 def _canonical(value: object) -> object:
     """Accepts `float32`, `torch.float32` (string or dtype object) and the like beside `fp32`."""
+    # str() of a dtype object is "torch.float32". What is not known goes on, for pydantic to refuse as it was given.
     return _SPELLINGS.get(str(value).lower().removeprefix("torch."), value)
 
 
@@ -57,6 +58,7 @@ class Fp16Config(Block):
 
     @model_validator(mode="after")
     def _dynamic_scale_can_move(self) -> Fp16Config:
+        # 0 means dynamic. Halving has to end above 0, and 0 steps say nothing of when to double.
         if self.loss_scale == 0 and (self.loss_scale_window == 0 or self.min_loss_scale == 0):
             raise ValueError(
                 "a dynamic loss scale (loss_scale 0) needs loss_scale_window and min_loss_scale above 0, got "

@@ -15,6 +15,7 @@ from zeropp.config.outside import OutsideKeys
 from zeropp.config.support import SUPPORT, Kind, Support, accepted_values
 from zeropp.config.top import Config
 
+# In a checkout; an installed package has no docs.
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TOP = "Top level"
 OUTSIDE = "Keys of other DeepSpeed features"
@@ -68,6 +69,7 @@ window cut short, with a warning.
 
 def page() -> str:
     """The whole reference page, one section a block."""
+    # Config inherits the keys of other features, which have a section of their own.
     own = [name for name in Config.model_fields if name not in OutsideKeys.model_fields]
     sections = [_INTRODUCTION]
     for path, model in blocks(Config):
@@ -83,6 +85,7 @@ def _title(path: Sequence[str]) -> str:
 
 def anchor(title: str) -> str:
     """The fragment that a Markdown renderer gives a heading."""
+    # GitHub's rule: letters, digits, hyphens and underscores stay, spaces become hyphens.
     kept = "".join(char for char in title.lower() if char.isalnum() or char in " -_")
     return kept.replace(" ", "-")
 
@@ -113,13 +116,16 @@ def _row(model: type[Block], name: str) -> str:
         type_text(field.annotation, _link),
         _default(field),
         bounds_text(field),
+        # A row of a table is one line.
         " ".join((field.description or "").split()),
         _status(owner, name, SUPPORT[owner][name]),
     )
+    # A bar would end the cell, inside of code, too.
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _link(block: type[Block]) -> str:
+    # The first place: a block that is used twice has a section for each.
     title = next(_title(path) for path, model in blocks(Config) if model is block)
     return f"[{title}](#{anchor(title)})"
 

@@ -141,6 +141,7 @@ class CompileConfig(Block):
 class NamedBlock(Block):
     """An object to make: its class and the arguments."""
 
+    # Pydantic copies such a default for each object.
     params: dict[str, JsonValue] = Field(default={})
     """Keyword arguments of its constructor."""
 

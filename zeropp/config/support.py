@@ -52,6 +52,7 @@ class Support:
 
 
 EFFECT, IDLE, UNREAD, BLOCK = (Support(k) for k in (Kind.EFFECT, Kind.IDLE, Kind.UNREAD, Kind.BLOCK))
+# Only the default is accepted, and it is the remedy as well.
 LATER = Support(Kind.LIMITED)
 
 
@@ -71,6 +72,7 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
     return _all(model, Support(Kind.GOVERNED, governor=governor)) | own
 
 
+# Every field has an entry, those without effect as well: a test fails for a field that is forgotten here.
 _ZERO = {
     **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
     **_each(
@@ -122,6 +124,7 @@ _TOP = {
 SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     Config: _TOP,
     ZeroConfig: _ZERO,
+    # Its other keys matter with a device only, and "none" is the one that is accepted.
     OffloadParamConfig: _governed(OffloadParamConfig, "device", device=LATER),
     OffloadOptimizerConfig: _governed(OffloadOptimizerConfig, "device", device=LATER),
     LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
@@ -172,12 +175,16 @@ def require_supported(config: Config) -> None:
 def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
     model = type(block)
     for name, support in SUPPORT[model].items():
+        # By field and not by what was given: a default that is not honoured would show, too.
         value = getattr(block, name)
+        # The documented spelling, whichever was used.
         here = (*path, spellings(name, model.model_fields[name])[0])
+        # A block that is null asks for nothing.
         if support.kind is Kind.BLOCK and isinstance(value, Block):
             yield from _refused(value, here)
         elif support.kind is Kind.LIMITED and value not in accepted_values(model, name):
             remedy = support.remedy or f"leave it at {value_text(model.model_fields[name].default)}"
+            # The remedy is to make it in code, where no "auto" is filled in.
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
@@ -187,6 +194,7 @@ def warn_without_effect(config: Config, name: str) -> None:
     """Warns once, naming all keys that are set but that nothing reads in what was loaded from `name`."""
     keys = [
         key
+        # The top level alone has keys of this kind.
         for key, support in SUPPORT[Config].items()
         if support.kind is Kind.UNREAD and not _switched_off(getattr(config, key))
     ]
@@ -203,14 +211,17 @@ def _without_company(config: Config) -> Iterator[str]:
         if zero.stage < 3 and getattr(zero, key) > 1:
             yield f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
     quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
+    # A secondary shard of frozen weights can keep codes, too.
     quantized |= zero.zero_quantized_nontrainable_weights
     if (quantized or own.weight_codec is not None) and zero.stage == 0:
         yield "weights are not encoded in stage 0, where they are never sent; set stage 1, 2 or 3"
+    # Codes are kept where there are both: codes that arrive, and a secondary shard to keep them in.
     if own.secondary == "codes" and not (quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1):
         yield (
             'zeropp.secondary "codes" has no effect; it needs stage 3, zero_quantized_weights and '
             "zero_hpz_partition_size"
         )
+    # These only say how gradients are quantized, not that they are.
     if not zero.zero_quantized_gradients:
         given = {
             "zero_optimization.zeropp_loco_param": zero.zeropp_loco_param is not None,
@@ -225,12 +236,15 @@ def _without_company(config: Config) -> Iterator[str]:
 
 def _switched_off(value: object) -> bool:
     if isinstance(value, Mapping):
+        # Files carry whole blocks that are switched off; to warn of them would be noise.
         return not value or value.get("enabled") is False
+    # Infinite steps between two messages are none.
     return not value or value == math.inf
 
 
 def uncovered(model: type[Block]) -> list[str]:
     """Fields without an entry, or entries without a field, of a block and of all blocks below it."""
+    # Both ways: an entry that outlives its field says something untrue.
     wrong = set(model.model_fields) ^ set(SUPPORT.get(model, {}))
     found = [f"{model.__name__}.{name}" for name in sorted(wrong)]
     for field in model.model_fields.values():

@@ -26,6 +26,7 @@ from zeropp.config.zero import ZeroConfig
 Steps = Annotated[float, AllowInfNan(True), BeforeValidator(number), Ge(0)]
 
 
+# Those keys stand at the top level of a file, so they are inherited and not a block.
 class Config(OutsideKeys):
     """Keys at the top level, and the blocks below it."""
 
@@ -160,6 +161,7 @@ class Config(OutsideKeys):
     @classmethod
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
         """Rewrites a boolean zero block."""
+        # The form as it was given: below it has been rewritten.
         zero = given.get("zero_optimization")
         if isinstance(zero, bool):
             notify(
@@ -168,8 +170,10 @@ class Config(OutsideKeys):
                 FutureWarning,
             )
             given["zero_optimization"] = {"stage": int(zero)}
+        # Null and absent alike ask for nothing.
         if given.get("allgather_size") is None:
             return given
+        # Read with the old form only, as DeepSpeed does; a block has a key of its own for it.
         if zero is True:
             given["zero_optimization"] = {"stage": 1, "allgather_bucket_size": given["allgather_size"]}
         else:
@@ -183,6 +187,7 @@ class Config(OutsideKeys):
     @model_validator(mode="after")
     def _one_compute_type(self) -> Config:
         if self.fp16.enabled and self.bf16.enabled:
+            # Neither could win by a rule that a reader of the file would guess.
             raise ValueError("fp16.enabled and bf16.enabled are both true; enable one of them")
         return self
 
@@ -199,6 +204,7 @@ class Config(OutsideKeys):
                 f'{key} sends differences to the weights that are kept, and zeropp.secondary "codes" keeps none; leave '
                 'secondary at "weights"'
             )
+        # 0 and 1 make no second copy; whether a size makes one on so many ranks, choose_groups tells.
         if zero.stage == 3 and zero.zero_hpz_partition_size < 2:
             raise ValueError(
                 f"{key} sends differences to weights that are kept between steps, and stage 3 keeps none; set "

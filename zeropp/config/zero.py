@@ -16,11 +16,13 @@ from zeropp.config.loco import LocoConfig
 from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 
 Stage = Annotated[Integer, Ge(0), Le(3)]
+# DeepSpeed writes -1 for no MiCS.
 ShardSize = Annotated[Integer, Ge(-1)]
 
 
 def stage3(name: str) -> AliasChoices:
     """Keys of a stage 3 setting: DeepSpeed's prefixed form, and the plain name."""
+    # The documented one first, which is what files have.
     return alias(f"stage3_{name}", name)
 
 
@@ -29,6 +31,7 @@ class ZeroConfig(Block):
 
     retired: ClassVar[Mapping[str, str]] = REPLACEMENTS
 
+    # DeepSpeed's default for a file that does not say. Without any file load_config sets 3.
     stage: Stage = 0
     """What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights. Without a
     configuration the stage is 3. In stages 0 and 1 gradients of several micro-batches are summed on each rank before
@@ -58,6 +61,7 @@ class ZeroConfig(Block):
     """Elements of updated weights gathered at a time after a step in stages 1 and 2. Nothing is left to do:
     weights are gathered unit by unit."""
 
+    # Absent and null mean the same, so the default goes through the validator, too.
     overlap_comm: bool | None = Field(default=None, validate_default=True)
     """Runs gathers and reductions beside the computation, on a GPU on streams of their own, on CPU on threads. False
     runs each of them in its turn, which gives the same bits more slowly (close ones where gradients are quantized and
@@ -91,6 +95,7 @@ class ZeroConfig(Block):
     """Elements up to which a parameter is persistent: its full weights stay gathered between uses and are
     refreshed after each step. Its optimizer states are partitioned all the same."""
 
+    # sys.maxsize stands for no bound, as in DeepSpeed.
     model_persistence_threshold: Count = Field(
         default=sys.maxsize, validation_alias=stage3("model_persistence_threshold")
     )
@@ -194,11 +199,13 @@ class ZeroConfig(Block):
     @field_validator("overlap_comm")
     @classmethod
     def _overlap_follows_stage(cls, value: bool | None, info: ValidationInfo) -> bool:
+        # Fields are validated in the order of the class, and the stage stands above. One that is wrong is not there.
         return info.data.get("stage") == 3 if value is None else value
 
     @field_validator("elastic_checkpoint")
     @classmethod
     def _no_elastic_checkpoint(cls, value: bool) -> bool:
+        # An error when loading already: there is nothing that a later version could add.
         if value:
             raise ValueError("true is refused; remove the key: checkpoints load at any world size without it")
         return value
@@ -213,6 +220,7 @@ class ZeroConfig(Block):
     @model_validator(mode="after")
     def _ratio_needs_stage_3(self) -> ZeroConfig:
         offload = self.offload_optimizer
+        # Checked here, since a block does not see the stage beside it.
         if offload is not None and offload.ratio < 1 and self.stage != 3:
             raise ValueError(
                 f"offload_optimizer.ratio {offload.ratio:g} needs stage 3, got stage {self.stage}; "

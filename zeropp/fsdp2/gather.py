@@ -42,11 +42,15 @@ class GatherRoute:
             self.hops[0].all_gather(whole, own, unit, name)
             return
         cross, local = self.hops
+        # FSDP2's order is that of ranks, and the ranks of a node follow each other: [nodes, ranks of a node, n].
         grid = whole.view(cross.size, local.size, -1)
-        column = grid.new_empty(cross.size, grid.size(2))  # a collective cannot write where others' parts lie between
+        # What comes from other nodes belongs a node apart in the grid, and a collective writes to one range.
+        column = grid.new_empty(cross.size, grid.size(2))
         column[cross.index].copy_(own)
         cross.all_gather(column.view(-1), column[cross.index], unit, name)
         grid[:, local.index].copy_(column)
+        # One call a node: one for all would bring the parts of one rank together, and they would have to be put in
+        # order.
         for node in grid.unbind():
             local.all_gather(node.view(-1), node[local.index], unit, name)
 
@@ -68,6 +72,7 @@ class GatherComm(AllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a result."""
+        # What FSDP2's own does. It takes the whole result here, writes this rank's part into it, and hands over both.
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -80,12 +85,16 @@ class GatherComm(AllGather):
         Raises:
             RuntimeError: values of several dtypes, which the unit did not have when the hooks were installed.
         """
+        # FSDP2 passes the group over which the parameters are sharded just now: the smaller one after forward, if there
+        # is one.
         route = self.routes[group]
+        # FSDP2 pads shards to one size, so this is so on every rank or on none.
         if not input_tensor.numel():
             return None
         if route.codec is None:
             route.run(output_tensor, input_tensor, self.unit)
             return None
+        # FSDP2 looks at dtypes at each gather, and sends bytes (uint8) where they differ.
         if not input_tensor.is_floating_point():
             raise RuntimeError(
                 f"{self.unit}: FSDP2 sends {input_tensor.dtype}, since its parameters have had several dtypes since "
@@ -95,9 +104,11 @@ class GatherComm(AllGather):
         codec, world = route.codec, group.size()
         messages = codec.empty(input_tensor.numel(), world, input_tensor.device)
         own = messages.view(world, -1)[group.rank()]
+        # The input lies in the output, which decoding overwrites, so it is read before.
         codec.encode_(own, input_tensor)
         route.run(messages, own, self.unit)
         _decode_(codec, messages, output_tensor, world)
+        # FSDP2 records an event behind this call, and waits for work only where some was returned.
         return None
 
 
@@ -105,6 +116,7 @@ def _name_of(codec: BlockCodec | None, dtype: torch.dtype) -> str:
     """In the ledger. FSDP2 sends bytes where one buffer has parameters of several dtypes."""
     if codec is not None:
         return codec.name
+    # Without a codec bytes are as good as numbers, so they are not refused.
     return dtype_name(dtype) if dtype.is_floating_point else "bytes"
 
 
@@ -121,7 +133,8 @@ def _decode_(codec: BlockCodec, messages: Tensor, out: Tensor, count: int) -> No
         for message, part in zip(messages.view(count, -1).unbind(), out.view(count, -1).unbind(), strict=True):
             codec.decode_(message, part, count=1)
     else:
-        padded = -(-numel // BLOCK) * BLOCK  # a message of n elements is one of n filled up with zeros
+        # A message of n elements is one of n filled up with zeros, so it can be read as one of whole blocks.
+        padded = -(-numel // BLOCK) * BLOCK
         whole = torch.empty(count * padded, dtype=out.dtype, device=out.device)
         codec.decode_(messages, whole, count=count)
         out.view(count, numel).copy_(whole.view(count, padded)[:, :numel])

@@ -27,7 +27,8 @@ from zeropp.wire.encoding import Encoding
 
 __all__ = ["Adapter", "apply"]
 
-_BETA = 0.8  # DeepSpeed's
+# The default of the configuration, too.
+_BETA = 0.8
 
 
 class Adapter:
@@ -52,8 +53,10 @@ class Adapter:
 
     def _feedbacks(self) -> dict[str, Feedback]:
         return {
+            # With the codec's name, so that errors of other codecs are not taken over.
             f"{comm.unit} {leg.hop.spec.inner}->{leg.hop.spec.outer} {leg.codec.name}": leg.feedback
             for comm in self._reduces
+            # The dtype is that of hops without codes, which keep no errors.
             for leg in comm.legs(torch.float32)
             if leg.feedback is not None
         }
@@ -74,15 +77,18 @@ class Adapter:
             ValueError: other units, hops or sizes.
         """
         own = {name: feedback.state for name, feedback in self._feedbacks().items()}
+        # Compared as a whole before anything is copied.
         given, expected = ({name: each.numel() for name, each in some.items()} for some in (state, own))
         if given != expected:
             raise ValueError(f"errors have bytes {given}; expected {expected}: the same model, ranks and settings")
         for name, feedback in self._feedbacks().items():
             feedback.state.copy_(state[name])
+            # What has been loaded counts, though a reset was asked for before.
             feedback.fresh = False
 
     def remove(self) -> None:
         """Give FSDP2 its own communication back, and destroy the process groups made for it. All ranks."""
+        # Hooks first: nothing may call into a group that is gone.
         for unit in self._units:
             unit.restore()
         for routes in self._routes:
@@ -146,15 +152,21 @@ def apply(
     options = Options(
         weights, secondary, gradient_bits, hadamard, feedback, beta, gather_hops, local_world_size, hang_timeout
     )
+    # Local: before a model has been looked at there is no group to tell others over.
     units = find_units(model)
+    # In order of modules and not as a set: collectives need one order on all ranks.
     meshes = list(dict.fromkeys(unit.group for unit in units))
     hosts: dict[int, str] = {}
     for mesh in meshes:
+        # Names of hosts have to be known before nodes can be checked. A fake group has nobody to ask.
         hosts.update([whereabouts()] if is_fake(mesh) else gather_objects(whereabouts(), mesh))
     for mesh in meshes:
+        # All units on each mesh, so that a refusal reaches everyone before groups are made.
         on_all_ranks(mesh, "zeropp.fsdp2.apply", partial(_check, units, options, hosts), same=True)
     ledger = Ledger()
+    # Makes process groups: from here on all members must come along.
     routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts) for mesh in meshes}
+    # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
     comms = _all_comms(routes)
     for unit in units:
         unit.install(*comms[unit])
@@ -167,6 +179,7 @@ def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit,
     try:
         for mesh, route in routes.items():
             comms |= on_all_ranks(mesh, "zeropp.fsdp2.apply", route.comms)
+    # An interrupt leaves no groups behind, either.
     except BaseException:
         for route in routes.values():
             route.close()
@@ -176,12 +189,14 @@ def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit,
 
 def _check(units: Sequence[ShardedUnit], options: Options, hosts: Mapping[int, str]) -> list[object]:
     """Everything that can be refused before anyone has to wait; what all ranks must agree on."""
+    # Not earlier: an error before the exchange would leave the others waiting.
     options.check()
     if options.secondary == "codes" and all(unit.secondary is None for unit in units):
         raise ValueError(
             "secondary is 'codes', and backward gathers nothing a second time; give fully_shard "
             "reshard_after_forward=<ranks per node>, or leave secondary out"
         )
+    # Compared by repr, so what is in it must look the same on all ranks: no tensors, no groups.
     account: list[object] = [options]
     for unit in units:
         if options.weights is not None:
@@ -219,11 +234,13 @@ class _Routes:
         self.hosts = hosts
         self.units = units
         self.ledger = ledger
+        # Of groups made here; FSDP2's own keep theirs.
         self.timeout = timedelta(seconds=options.hang_timeout)
         self.groups: list[dist.ProcessGroup] = []
         self.job = _agreed_name(mesh)
         device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
         self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
+        # By size alone: FSDP2 cuts the ranks of a mesh into runs of that size, the same for each call.
         self._by_size: dict[int, GatherRoute] = {}
         for unit in units:
             if unit.secondary is not None:
@@ -249,6 +266,7 @@ class _Routes:
         """FSDP2 makes a group for each call of ``fully_shard``; one of each size is enough."""
         size = group.size()
         if size not in self._by_size:
+            # What FSDP2 keeps after forward is decoded already; sent as values it is forward's to the bit.
             codec = codec if self.options.secondary == "codes" else None
             self._by_size[size] = GatherRoute(self._gather_hops(group, device, "second"), codec)
         return self._by_size[size]
@@ -258,7 +276,8 @@ class _Routes:
         specs = placement.gather_path(len(members.ranks), 1)
         if len(specs) > 1 and self.options.gather_hops == 1:
             world = len(members.ranks)
-            specs = (HopSpec(world, 1, tuple(range(world)), "cross"),)  # FSDP2's order: by rank
+            # FSDP2's order: by rank.
+            specs = (HopSpec(world, 1, tuple(range(world)), "cross"),)
         return [self._hop(spec, group, members, placement.rank, kind) for spec in specs]
 
     def _reduce_route(self, group: dist.ProcessGroup, device: torch.device) -> ReduceRoute:
@@ -275,13 +294,16 @@ class _Routes:
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
         members = _members(group, device, self.options.local_world_size, self.hosts)
         world = len(members.ranks)
+        # As in stage 3: shards over all ranks, nothing cached. Of the mode only the paths between levels are used.
         mode = Mode(build_chain(world, [members.local]), states=world, cached=None, gradients=world)
         return members, Placement(mode, group.rank(), members.local)
 
     def _hop(self, spec: HopSpec, group: dist.ProcessGroup, members: Members, rank: int, kind: str) -> Hop:
         """A hop over all ranks uses FSDP2's own group; others get one of their own, in the order of their pieces."""
+        # FSDP2's group has all ranks in this order already.
         if len(spec.ranks) < len(members.ranks):
             ranks = [members.ranks[each] for each in spec.ranks]
+            # The first rank tells groups of one kind apart, which exist side by side.
             name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
             group = new_group(ranks, members.backend, self.timeout, name)
             self.groups.append(group)
@@ -293,4 +315,5 @@ def _agreed_name(group: dist.ProcessGroup) -> str:
     name = f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}"
     if group.size() == 1 or is_fake(group):
         return name
+    # That of the first rank; a count of calls could differ between ranks with different histories.
     return gather_objects(name, group)[0]

@@ -42,6 +42,7 @@ class Options:
             raise ValueError("secondary is 'codes' and weights is None; codes need weights='int8'")
         if self.beta is not None and not 0.0 <= self.beta < 1.0:
             raise ValueError(f"beta is {self.beta}; expected 0 <= beta < 1, the part of the old error that is kept")
+        # Refused and not ignored, like every setting that another one leaves nothing to do.
         if self.beta is not None and self.feedback is None:
             raise ValueError(f"beta is {self.beta} and feedback is None; give feedback='cross' or 'both', or no beta")
         if not 0.0 < self.hang_timeout <= LONGEST_TIMEOUT:
@@ -49,6 +50,7 @@ class Options:
                 f"hang_timeout is {self.hang_timeout}; expected seconds, more than 0 and at most {LONGEST_TIMEOUT}"
             )
         local = self.local_world_size
+        # By type: True is an int to isinstance.
         if local is not None and (type(local) is not int or local < 1):
             raise ValueError(f"local_world_size is {local!r}; expected ranks per node, 1 or more, or None")
 
@@ -60,9 +62,11 @@ class Options:
             raise ValueError(
                 f"gradient_bits is {bits!r}; expected None or (inside a node, between nodes), each one of {_WIDTHS}"
             )
+        # None sends values, as 32 does.
         local, cross = bits or (32, 32)
         if self.hadamard and local not in _CODES and cross not in _CODES:
             raise ValueError(f"hadamard rotates what is encoded, and gradient_bits={bits} encodes nothing; give 8 or 4")
+        # A single hop takes the second number, so "cross" serves it, too.
         needed = {"cross": (cross,), "both": (local, cross)}.get(self.feedback or "", ())
         if any(each not in _CODES for each in needed):
             raise ValueError(
@@ -72,5 +76,6 @@ class Options:
 
     @staticmethod
     def _one_of(name: str, value: object, expected: tuple[object, ...]) -> None:
+        # Types are compared as well: True equals 1, and 1.0 does.
         if not any(value is each or (type(value) is type(each) and value == each) for each in expected):
             raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, expected))}")

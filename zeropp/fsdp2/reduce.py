@@ -48,7 +48,9 @@ class ReduceRoute:
         """What each hop carries over, of buffers of [numel] as they lie in messages; None where it carries nothing."""
         specs = [hop.spec for hop in self.hops]
         found: list[Feedback | None] = []
+        # Which hops have codes does not depend on the dtype that is given here.
         for hop, codec in zip(self.hops, self.codecs(torch.float32), strict=True):
+            # Each hop leaves a part; its messages are of that size, one for each member.
             numel //= hop.size
             kept = None
             if isinstance(codec, BlockCodec) and self.encoding.feeds_back(specs, hop.spec):
@@ -74,15 +76,21 @@ class _Packing:
     def __init__(self, route: ReduceRoute, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         world, codecs = route.world, route.codecs(dtype)
         self.piece = numel // world
+        # Of any hop: what the first one leaves is cut again by the second.
         coded = any(isinstance(codec, BlockCodec) for codec in codecs)
         self.padded = -(-self.piece // BLOCK) * BLOCK if coded else self.piece
         self.numel = world * self.padded
+        # Pieces lie in the order in which hops cut a buffer, FSDP2's in order of ranks. With one hop these are the
+        # same.
         self.owners = [route.placement.chain.owner(piece) for piece in range(world)]
         self.in_place = self.padded == self.piece and self.owners == list(range(world))
+        # Then FSDP2's buffer is a message already, and no copy is made.
         self.as_it_is = self.in_place and codecs[0] == PlainCodec(dtype)
+        # A piece is to the layout what a parameter is in the engine: its own place, and padding behind it.
         slots = (Slot(f"piece {rank}", (self.piece,), (1,), at * self.padded) for at, rank in enumerate(self.owners))
         self.layout = BufferLayout(tuple(slots), self.numel, world)
         self.table: BlockTable | None = None
+        # Only a kernel that encodes reads through a table; values are copied piece by piece.
         if isinstance(codecs[0], BlockCodec) and not self.in_place:
             offsets = [slot.offset for slot in self.layout.slots]
             self.table = block_table([self.piece] * world, offsets, self.numel, device=device)
@@ -90,11 +98,13 @@ class _Packing:
     def message(self, path: ReducePath, buffer: Tensor) -> Tensor:
         """The buffer [world * piece] as the path wants it."""
         if self.as_it_is:
+            # FSDP2 holds its buffer until the reduction is over.
             return buffer
         message = path.empty(self.numel, buffer.device)
         if self.in_place:
             path.encode_(message, buffer)
         else:
+            # Put in order and padded on the way into the message.
             pieces = buffer.view(-1, self.piece).unbind()
             path.pack_(message, [pieces[rank] for rank in self.owners], self.layout, self.table)
         return message
@@ -119,8 +129,10 @@ class ReduceComm(ReduceScatter):
         self.numel = numel
         self.feedbacks: list[Feedback | None] = [None] * len(route.hops)
         if route.hops and route.encoding.feedback is not None and numel:
+            # Errors are laid out like messages, padding included.
             packed = _Packing(route, numel, torch.float32, device).numel
             self.feedbacks = route.feedbacks(packed, device)
+        # FSDP2 leaves parameters without a gradient out of its buffer, so sizes can vary from step to step.
         self._prepared: dict[tuple[int, torch.dtype], tuple[_Packing, ReducePath]] = {}
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -144,13 +156,17 @@ class ReduceComm(ReduceScatter):
             ValueError: a reduction that is no sum or mean.
         """
         scale = factor_of(op, self.route.world)
+        # Equal on all ranks, as shards are.
         if not output_tensor.numel():
             return None
         packing, path = self._prepare(input_tensor)
+        # Float64 is summed in float64, everything else in float32, whatever dtype FSDP2 reduces in.
         exact = torch.float64 if output_tensor.dtype == torch.float64 else torch.float32
+        # Then the last sum goes straight to where FSDP2 wants it.
         fits = output_tensor.dtype == exact and packing.padded == packing.piece
         total = output_tensor if fits else torch.empty(packing.padded, dtype=exact, device=output_tensor.device)
         message = packing.message(path, input_tensor)
+        # FSDP2 adds to the gradients that are there by itself, hence never accumulated here.
         path.run(message, packing.numel, total, scale=scale, accumulate=False, unit=self.unit)
         if not fits:
             output_tensor.copy_(total[: packing.piece])
@@ -166,6 +182,8 @@ class ReduceComm(ReduceScatter):
     def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[_Packing, ReducePath]:
         route = self.route
         packing = _Packing(route, numel, dtype, device)
+        # Of another set of parameters the same place is another element's, and its error would be added to the wrong
+        # one.
         if route.encoding.feedback is not None and numel != self.numel:
             raise RuntimeError(
                 f"{self.unit}: gradients of {numel} elements are to be reduced; errors are fed back for {self.numel}, "

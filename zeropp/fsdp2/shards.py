@@ -53,17 +53,20 @@ class ShardedUnit:
 
     def describe(self) -> tuple[object, ...]:
         """What must be the same on every rank."""
+        # Sizes and names: groups and modules of different ranks cannot be compared.
         kept = None if self.secondary is None else self.secondary.size()
         dtypes = tuple((name, str(dtype)) for name, dtype in self.gathered.items())
         return (self.name, kept, dtypes, sorted(map(str, self.reduced)), self.trained_numel)
 
     def install(self, gather: AllGather, reduce: ReduceScatter) -> None:
         """Use these from now on."""
+        # Sets it for the state, which all modules of one fully_shard call share; the first of them is enough.
         self.module.set_custom_all_gather(gather)
         self.module.set_custom_reduce_scatter(reduce)
 
     def restore(self) -> None:
         """Use FSDP2's own again."""
+        # There is no public way back; _unit has made sure that these are what was there.
         self.install(DefaultAllGather(), DefaultReduceScatter())
 
     def check_weights(self) -> None:
@@ -121,7 +124,8 @@ def factor_of(op: ReduceOp, world: int) -> float:
     if op == dist.ReduceOp.AVG:
         return 1.0 / world
     if op == dist.ReduceOp.PREMUL_SUM:
-        return float(cast(Any, op).__getstate__()[1])  # as it would be pickled; torch shows the factor nowhere else
+        # As it would be pickled; torch shows the factor nowhere else.
+        return float(cast(Any, op).__getstate__()[1])
     raise ValueError(f"reduction is {op}; expected SUM, AVG or PREMUL_SUM, the ones that FSDP2 asks for")
 
 
@@ -135,23 +139,27 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module sharded with fully_shard")
     states: dict[int, Any] = {}
-    owners: dict[int, list[str]] = defaultdict(list)  # one call of fully_shard can be given several modules
+    # One call of fully_shard can be given several modules, which then share one state.
+    owners: dict[int, list[str]] = defaultdict(list)
     modules: dict[int, FSDPModule] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             states[id(state)] = state
             owners[id(state)].append(name or "(root)")
+            # Modules come in the model's order, so this is the first.
             modules.setdefault(id(state), module)
     if not states:
         raise TypeError(
             f"no module of this {type(model).__name__} has been sharded; call torch.distributed.fsdp.fully_shard on "
             "its blocks and on itself first"
         )
+    # Parameters hash by identity, DTensors included.
     names = {parameter: name for name, parameter in model.named_parameters()}
     units: list[ShardedUnit] = []
     for key, state in states.items():
         unit, groups = ", ".join(owners[key]), _groups(state)
+        # FSDP2's setters raise for these, but only after other units would have been changed.
         if len(groups) > 1:
             raise ValueError(
                 f"{unit}: shard_placement_fn puts its parameters on {len(groups)} meshes, and FSDP2 then takes no "
@@ -163,6 +171,7 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
 
 def _groups(state: Any) -> list[Any]:
     """FSDP2's parameter groups; torch 2.11 has one at most."""
+    # A list in later versions, empty where the call found no parameters of its own.
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
@@ -171,6 +180,7 @@ def _groups(state: Any) -> list[Any]:
 
 def _unit(name: str, module: FSDPModule, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
     mesh = group.mesh_info
+    # HSDP's info is of both classes; one that only replicates is no FSDPMeshInfo.
     if isinstance(mesh, DDPMeshInfo) or not isinstance(mesh, FSDPMeshInfo):
         raise ValueError(
             f"{name}: its mesh {mesh.mesh} replicates (HSDP), and FSDP2 sums over replicas with an all-reduce of its "
@@ -182,16 +192,20 @@ def _unit(name: str, module: FSDPModule, group: Any, names: dict[nn.Parameter, s
         (group._all_gather_comm, DefaultAllGather),
         (group._reduce_scatter_comm, DefaultReduceScatter),
     ):
+        # By type and not by isinstance: a class derived from the default is somebody's hook.
         if type(comm) is not default:
             raise ValueError(
                 f"{name}: has a {type(comm).__name__} already; expected FSDP2's {default.__name__}. Undo "
                 "set_custom_..., set_symm_mem_for_comm or set_allocate_memory_from_process_group_for_comm; what "
                 "zeropp.fsdp2.apply returned has remove()"
             )
+    # None where parameters stay gathered, the mesh itself where they are sharded again; for a number a mesh of its own,
+    # of which only the sharding dimension gathers.
     after = group.post_forward_mesh_info
     secondary = None
     if after is not None and after.shard_process_group.size() != mesh.shard_process_group.size():
         secondary = after.shard_process_group
+    # Parameters that are gathered just now are not registered in their sharded form, and have no name.
     params = {names.get(p.sharded_param, f"parameter {at}"): p for at, p in enumerate(group.fsdp_params)}
     trained = [param for param in params.values() if param.sharded_param.requires_grad]
     policy = group.mp_policy
@@ -202,8 +216,11 @@ def _unit(name: str, module: FSDPModule, group: Any, names: dict[nn.Parameter, s
         secondary=secondary,
         device=group.device,
         gathered={key: _dtype(param, policy.param_dtype) for key, param in params.items()},
+        # By the attribute that FSDP2 itself goes by.
         extended=tuple(key for key, p in params.items() if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")),
+        # Without a dtype of the policy FSDP2 reduces in the one that gradients come in.
         reduced=frozenset(policy.reduce_dtype or _dtype(param, policy.param_dtype) for param in trained),
+        # FSDP2 pads each parameter until all ranks have the same of it.
         trained_numel=sum(param.padded_sharded_param_size.numel() for param in trained) * mesh.shard_mesh_size,
     )
 
@@ -211,4 +228,5 @@ def _unit(name: str, module: FSDPModule, group: Any, names: dict[nn.Parameter, s
 def _dtype(param: Any, wanted: torch.dtype | None) -> torch.dtype:
     """Dtype in which a parameter is gathered and its gradient computed."""
     own: torch.dtype = param.sharded_param.dtype
+    # FSDP2 casts floating parameters only.
     return wanted if wanted is not None and own.is_floating_point else own

@@ -83,6 +83,7 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
     units = []
     for unit in planned.units:
         gathered = message = held = 0
+        # Of the unit: persistent ones are cached whole in any stage.
         own = unit.placement.mode
         path = unit.placement.reduce_path(1, world)
         for key, layout in unit.buffers:
@@ -90,15 +91,20 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
             if key.trainable:
                 terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
                 terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
+                # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
                 held += layout.numel // own.held * key.main_dtype.itemsize if own.sums else 0
+                # Of the first hop, the largest of its path.
                 message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
                 terms["feedback"] += encoding.feedback_nbytes(path, layout.numel)
             else:
                 numel = layout.numel // own.states
+                # Frozen weights in codes have no other form between uses.
                 coded = encoding.frozen
                 terms["frozen_weights"] += coded.nbytes(numel) if coded else numel * key.main_dtype.itemsize
+            # One copy can be both main weights and what modules see; with a codec modules see decoded values.
             if own.cached == 1 and not (key.shares(own) and encoding.weight_codec(key.trainable) is None):
                 terms["persistent_weights"] += layout.numel * key.dtype.itemsize
+            # A secondary shard (hpZ).
             elif own.cached is not None and own.cached > 1:
                 terms["secondary_weights"] += encoding.secondary_nbytes(
                     layout.numel, own, key.dtype, trainable=key.trainable

@@ -47,12 +47,14 @@ def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | 
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
     settings = load_config(config)
     parameters = dict(model.named_parameters())
+    # Without a number one node, whatever LOCAL_WORLD_SIZE says: the plan is for a machine that need not be this one.
     local = ranks_per_node(range(world), local or world)
     mode = choose_groups(settings, world, local)
     check_dtypes(model, settings)
     units = []
     for spec in form_units(model, world, unit_options(settings)):
         buffers = planned_buffers(parameters, spec, settings, world)
+        # That of rank 0; sizes are the same on all ranks.
         placement = Placement(mode.of(spec.persistent), 0, local)
         units.append(PlannedUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
     return Planned(settings, choose_encoding(settings), local, tuple(units))

@@ -20,7 +20,9 @@ from zeropp.wire.encoding import Encoding
 
 __all__ = ["TrafficPlan", "TrafficRow", "traffic"]
 
-_LOSSLESS_BITS = 4.9  # an element, the mean over 1500 steps (docs/convergence.md); the size depends on the weights
+# An element, the mean over 1500 steps (docs/convergence.md); the size depends on the weights.
+_LOSSLESS_BITS = 4.9
+# What a device really achieves, and what a node can send: the examples of the README, and one between them.
 _FLOPS = 4e14
 _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 
@@ -77,7 +79,10 @@ class TrafficPlan:
             bandwidth: bytes per second that a node can send.
         """
         every, trained = self.numel
-        work = {"forward": 2 * every, "backward": 2 * (every + trained)}  # operations a token
+        # Operations a token: a product and a sum for each weight in forward. Backward takes as many again for the
+        # inputs of all weights, and for the gradients of those that are trained.
+        work = {"forward": 2 * every, "backward": 2 * (every + trained)}
+        # A phase hides its own messages only, so the worse of the two counts.
         return max(
             self.local * self.sent("cross", phase) / bandwidth * flops / (work[phase] * self.micro_batches)
             for phase in work
@@ -112,6 +117,7 @@ def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | Non
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
     planned = plan_units(model, config, world, local)
+    # One where the configuration leaves it open.
     micro_batches = planned.settings.resolve_batch(world)[2] or 1
     rows: list[TrafficRow] = []
     for unit in planned.units:
@@ -131,6 +137,7 @@ def _weights(
     piece = layout.numel // states
     codec: Codec = encoding.weight_codec(key.trainable) or PlainCodec(key.dtype)
     name, nbytes = codec.name, codec.nbytes(piece)
+    # Only what a step changes is refreshed.
     if cached is not None and key.trainable:
         if encoding.differences == "lossless":
             yield from _hops(unit, "refresh", "lossless", placement.gather_path(states, cached), states,
@@ -142,7 +149,9 @@ def _weights(
             )
         else:
             yield from _hops(unit, "refresh", name, placement.gather_path(states, cached), states, nbytes, 1)
+    # What is cached whole is not gathered between refreshes.
     if cached != 1:
+        # From a secondary shard of values, values travel, whatever the refresh has brought.
         if cached is not None and not encoding.cache_codes:
             name, nbytes = PlainCodec(key.dtype).name, PlainCodec(key.dtype).nbytes(piece)
         path = placement.gather_path(cached or states, 1)
@@ -157,6 +166,7 @@ def _hops(
     """Messages of a piece of the states each, brought together hop by hop."""
     for hop in path:
         way = TrafficKey(unit, kind, f"{hop.outer}->{hop.inner}", hop.link, len(hop.ranks), codec)
+        # Before the hop a rank has this many pieces of the states together, and sends all of them to each other member.
         yield TrafficRow(way, (len(hop.ranks) - 1) * (states // hop.outer) * nbytes, times, phase)
 
 
@@ -169,13 +179,14 @@ def _gradients(
         coded = isinstance(codec, BlockCodec)
         name = f"feedback({codec.name})" if coded and encoding.feeds_back(path, hop) else codec.name
         way = TrafficKey(unit, "reduce", f"{hop.inner}->{hop.outer}", hop.link, len(hop.ranks), name)
+        # Up to the level where gradients wait, every micro-batch's travel; beyond it their sum.
         once = mode.sums and hop.outer > mode.held
         nbytes = (len(hop.ranks) - 1) * codec.nbytes(layout.numel // hop.outer)
         yield TrafficRow(way, nbytes, 1 if once else micro_batches, "backward")
+    # States have replicas, so what was reduced to a piece for each rank is gathered back.
     if mode.states != world:
         back = encoding.return_codec(encoding.gradient_codecs(path, key.wire_dtype))
         nbytes = back.nbytes(layout.numel // world)
         replicas = placement.gather_path(world, mode.states)
         times = 1 if mode.sums else micro_batches
         yield from _hops(unit, "reduce", back.name, replicas, world, nbytes, times, "backward")
-

@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--only {given.only}: no kernel has that in its name")
     targets = list(dict.fromkeys(given.targets))
     jobs = [Job(given.cover, index, target) for index in chosen for target in targets]
+    # On AMD each once more, with buffers that may pass 2 GiB.
     jobs += [
         Job(given.cover, job.index, job.target, near=False) for job in jobs if TARGETS[job.target].backend == "hip"
     ]

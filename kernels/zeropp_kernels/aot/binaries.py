@@ -16,6 +16,7 @@ import triton
 __all__ = ["Facts", "inspect"]
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# An opcode behind its address and, if there is one, the predicate it runs under.
 _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 
 
@@ -59,6 +60,7 @@ def _run(tool: str, *arguments: str) -> str:
 def _nvidia(kernel: Any) -> Facts:
     handle, name = tempfile.mkstemp(suffix=".cubin")
     try:
+        # The tools read files only.
         with os.fdopen(handle, "wb") as file:
             file.write(kernel.asm["cubin"])
         code = Counter(_SASS.findall(_run("nvdisasm", "-c", name)))
@@ -69,6 +71,7 @@ def _nvidia(kernel: Any) -> Facts:
     def count(pattern: str) -> int:
         return sum(number for opcode, number in code.items() if re.match(pattern, opcode))
 
+    # A tool that has changed its words must not count as no registers and no spills.
     def resource(key: str) -> int:
         found = re.search(rf"{key}:(\d+)", usage)
         if found is None:
@@ -76,6 +79,7 @@ def _nvidia(kernel: Any) -> Facts:
         return int(found.group(1))
 
     return Facts(
+        # Code is padded with NOP.
         instructions=sum(code.values()) - code["NOP"],
         registers=resource("REG"),
         spilled=resource("STACK") + resource("LOCAL") + count(r"LDL|STL"),
@@ -83,6 +87,7 @@ def _nvidia(kernel: Any) -> Facts:
         wide_stores=count(r"STG\..*\b128"),
         narrow_loads=count(r"LDG\..*\b[US](8|16)\b"),
         narrow_stores=count(r"STG\..*\b[US](8|16)\b"),
+        # In PTX, where what ptxas makes of a division is not yet spelled out in multiply-adds.
         fused=sum(2 if packed else 1 for packed in re.findall(r"\bfma\.rn\S*\.f32(x2)?", kernel.asm["ptx"])),
         shared=kernel.metadata.shared,
     )
@@ -102,6 +107,7 @@ def _amd(kernel: Any) -> Facts:
         return int(found.group(1))
 
     # A division is exact by itself: five multiply-adds before each v_div_fmas.
+    # A packed instruction has two.
     fused = count(r"v_(fma|fmac|mad)_f32(_e32|_e64)?") + 2 * count(r"v_pk_(fma|fmac|mad)_f32(_e32|_e64)?")
     fused -= 5 * count(r"v_div_fmas_f32(_e64)?")
     return Facts(

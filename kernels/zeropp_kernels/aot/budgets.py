@@ -10,8 +10,10 @@ from .cases import Case
 
 __all__ = ["REGISTERS", "check"]
 
-REGISTERS = {True: 128, False: 168}  # of a thread: room for four programs on a multiprocessor; three if not even
-_ELEMENTS = ROWS  # of a thread: 128 threads share ROWS rows of 128
+# Of a thread: room for four programs on a multiprocessor; three if not even.
+REGISTERS = {True: 128, False: 168}
+# Of a thread: 128 threads share ROWS rows of 128.
+_ELEMENTS = ROWS
 
 
 def _codes(case: Case, key: str = "BITS") -> int:
@@ -31,6 +33,7 @@ def _quantize_moves(case: Case, name: str) -> tuple[int, int]:
 
 
 def _requantize_moves(case: Case) -> tuple[int, int]:
+    # The first message is decoded before the loop, the others in it: two loads in the code.
     return 2 * _codes(case, "SOURCE_BITS") + _error(case), _codes(case) + _error(case)
 
 
@@ -45,7 +48,8 @@ def _delta_moves(case: Case) -> tuple[int, int]:
 
 
 def _block_values(case: Case, name: str) -> int:
-    return 2 * int(str(case.constants["TILE"])) * (4 if case.pointers[name] == "fp32" else 2)  # 256 among 128 threads
+    # 256 elements of a block among 128 threads.
+    return 2 * int(str(case.constants["TILE"])) * (4 if case.pointers[name] == "fp32" else 2)
 
 
 # Bytes of values, codes and errors that a thread (loads, stores). Of n messages two are in the code, one in a loop.
@@ -77,10 +81,12 @@ def check(case: Case, facts: Facts) -> list[str]:
         wrong.append(f"{facts.spilled} spilled or on the stack")
     if facts.registers > REGISTERS[case.even]:
         wrong.append(f"{facts.registers} registers, more than {REGISTERS[case.even]}")
+    # One for each element in the loop's body; the first message opens the sum without.
     fused = _ELEMENTS if case.name in _SUMS else 0
     if facts.fused != fused:
         wrong.append(f"{facts.fused} fused multiply-adds, not {fused}")
     if case.even and case.name in _MOVED:
+        # Equal and not at least: more loads than bytes need are as suspicious as fewer.
         expected = tuple(nbytes // 16 for nbytes in _MOVED[case.name](case))
         if (facts.wide_loads, facts.wide_stores) != expected:
             found = f"{facts.wide_loads} loads and {facts.wide_stores} stores"

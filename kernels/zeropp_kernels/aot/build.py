@@ -60,6 +60,8 @@ def build_all(jobs: Sequence[Job], processes: int) -> Iterator[tuple[Job, Facts]
     if processes == 1:
         yield from ((job, _facts(job)) for job in jobs)
         return
-    context = multiprocessing.get_context("spawn")  # a fork would take Triton's threads along half alive
+    # A fork would take Triton's threads along half alive.
+    context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context) as pool:
+        # A job is sent, not a case: each process makes the same list and finds its case by number.
         yield from zip(jobs, pool.map(_facts, jobs, chunksize=4), strict=True)

@@ -35,7 +35,8 @@ class Case:
     constants: Mapping[str, object]
     pointers: Mapping[str, str]
     misaligned: tuple[str, ...] = ()
-    near: bool = True  # the callers' buffers are below 2 GiB; Triton has other instructions for those on AMD
+    # The callers' buffers are below 2 GiB; Triton has other instructions for those on AMD.
+    near: bool = True
 
     @property
     def name(self) -> str:
@@ -62,12 +63,15 @@ class Case:
             name, place = parameter.name, (parameter.num,)
             if name in self.constants:
                 signature[name], constants[place] = "constexpr", self.constants[name]
+            # The launcher takes the width from there, and specialises none of them: see launched.
             elif parameter.annotation_type:
                 signature[name] = parameter.annotation_type
             else:
                 signature[name] = "*" + (self.pointers.get(name) or _POINTERS[name])
+                # What the launcher would find in the address of a pointer, said here for one that does not exist.
                 if not parameter.do_not_specialize_on_alignment and name not in self.misaligned:
                     attributes[place] = [["tt.divisibility", 16]]
+                # Tables and norms pass 2 GiB for no buffer that a GPU holds; only the other pointers have a far form.
                 if target.backend == "hip" and (self.near or name in _SMALL):
                     attributes[place] = [*attributes.get(place, []), ["tt.pointer_range", 32]]
         return ASTSource(self.kernel, signature, constants, attributes)
@@ -99,6 +103,7 @@ def _quantize() -> Iterator[Case]:
 def _reduce() -> Iterator[Case]:
     for row in _product(dtype=tuple(_DTYPES), BITS=(8, 4), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
         dtype = row.pop("dtype")
+        # 16-bit outputs are refused where sums are added to: see dispatch.
         if dtype == "fp32" or not row["ACCUMULATE"]:
             yield Case(reduce.reduce_kernel, {**row, "TILE": _tile(row["BITS"])}, {"out": dtype})
 
@@ -127,7 +132,8 @@ def _copy() -> Iterator[Case]:
     dtypes = tuple(_DTYPES)
     for row in _product(dtype=dtypes, flat=dtypes, EVEN=_BOTH, FLAT_EVEN=_BOTH, norms=_BOTH, flag=_BOTH):
         dtype, flat = row.pop("dtype"), row.pop("flat")
-        row.update({name: None for name in _OPTIONAL if not row.pop(name)})  # what is not given is a constant
+        # What is not given is a constant.
+        row.update({name: None for name in _OPTIONAL if not row.pop(name)})
         row.update(DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
         yield Case(copy.gather_kernel, row, {"": dtype, "flat": flat})
         yield Case(copy.scatter_kernel, row, {"": dtype, "flat": flat})
@@ -149,6 +155,7 @@ def _covering(every: Sequence[Case], size: int) -> list[Case]:
         has = {id(case): _combinations(case, size) for case in own}
         left = set().union(*has.values())
         while left:
+            # Greedy: the case that has most of what is still missing.
             best = max(own, key=lambda case: len(has[id(case)] & left))
             left -= has[id(best)]
             chosen.append(best)
@@ -160,6 +167,7 @@ def _combinations(case: Case, size: int) -> set[object]:
     items += [(f"{name} aligned", str(name not in case.misaligned)) for name in case.pointers]
     items += [(name, "given") for name in _OPTIONAL if name in case.kernel.arg_names and name not in case.constants]
     items.append(("even", str(case.even)))
+    # A kernel with fewer settings than ``size`` still needs one case.
     return set(itertools.combinations(items, size)) or {()}
 
 

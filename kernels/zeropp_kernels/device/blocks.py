@@ -43,6 +43,7 @@ __all__ = [
     "widen",
 ]
 
+# Read once: Triton decides when a kernel is decorated whether it is compiled or interpreted.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Rows of 128 elements in a tile. The interpreter's time is that of programs, whatever they hold; bits are the same.
 ROWS = 256 if INTERPRETED else 32
@@ -80,6 +81,7 @@ def launched(*scattered: str, registers: int = 168) -> Callable[[Callable[..., N
     """
 
     def decorate(function: Callable[..., None]) -> Any:
+        # Annotations are postponed in these files, so they are text.
         integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
         kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(scattered))
         kernel.registers, kernel.options = registers, launch_options(_BACKEND, registers)
@@ -88,23 +90,31 @@ def launched(*scattered: str, registers: int = 168) -> Callable[[Callable[..., N
     return decorate
 
 
-_MAGIC = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding it rounds to the nearest integer, halves to even
-_EXPONENT = tl.constexpr(0x7F800000)  # all ones: Inf or NaN
+# 1.5 * 2**23. Between 2**23 and 2**24 neighbours are 1 apart, so adding it rounds to the nearest integer, halves to
+# even; the half on top leaves room for negative numbers.
+_MAGIC = tl.constexpr(12582912.0)
+# Bits of Inf: the exponent all ones. Magnitudes with more bits than that are NaN.
+_EXPONENT = tl.constexpr(0x7F800000)
 _NAN_SCALE = tl.constexpr(0x7FC0)
-_SMALLEST_SCALE = tl.constexpr(0x0080)  # 2**-126
-_LARGEST_SCALE_4 = tl.constexpr(0x7E12)  # the largest bfloat16 of which 7 times is finite in float32
+# 2**-126, with the inverse 2**126. A group of zeros would have the scale 0, whose inverse is Inf, and 0 * Inf is NaN.
+_SMALLEST_SCALE = tl.constexpr(0x0080)
+# The largest bfloat16 of which 7 times is finite in float32. int8 needs no such limit: where 127 times the scale would
+# be infinite, rounding up has made the largest code 126.
+_LARGEST_SCALE_4 = tl.constexpr(0x7E12)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def whole(size, MULTIPLE: tl.constexpr):
     """``size``, a multiple of MULTIPLE, in a form that shows it to the compiler: wide access rests on that."""
+    # Integers are not specialised, so nothing else tells the compiler that rows stay aligned.
     return size // MULTIPLE * MULTIPLE
 
 
 @triton.jit
 def half_rows(STRIDE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
     """[TILE, K, 64]: offsets of the first 64 places of each row, where rows are STRIDE apart."""
+    # Offsets in a tile fit 32 bits; where the tile begins is in the pointer, which callers move by 64-bit numbers.
     group = tl.arange(0, TILE)[:, None, None]
     row = tl.arange(0, K)[None, :, None]
     column = tl.arange(0, 64)[None, None, :]
@@ -115,6 +125,7 @@ def half_rows(STRIDE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
 def widen(x):
     """float32 of 16-bit or float32 values."""
     if x.dtype == tl.bfloat16 and _INTERPRETED:
+        # A bfloat16 is the upper half of a float32. The interpreter's own cast flushes what is subnormal.
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
@@ -124,6 +135,7 @@ def load_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.
     """A tile of values in float32; zeros where ``live`` [TILE] is false, or from element ``left`` on if not EVEN."""
     at = half_rows(128, TILE, K)
     live = live[:, None, None]
+    # One mask for a whole row leaves the 16 elements of a thread in one access; a comparison with ``left`` splits it.
     if EVEN:
         lower = tl.load(source + at, mask=live, other=0.0)
         upper = tl.load(source + at + 64, mask=live, other=0.0)
@@ -136,12 +148,14 @@ def load_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.
 @triton.jit
 def saturate(x, dtype: tl.constexpr):
     """What passes the largest finite value of ``dtype`` becomes that value; NaN stays NaN."""
+    # The numbers of torch.finfo, which a kernel cannot ask.
     if dtype == tl.float32:
         limit = 3.4028234663852886e38
     elif dtype == tl.bfloat16:
         limit = 3.3895313892515355e38
     else:
         limit = 65504.0
+    # By default the operand that is no NaN wins, and a NaN would turn into the limit.
     x = tl.maximum(x, -limit, propagate_nan=tl.PropagateNan.ALL)
     return tl.minimum(x, limit, propagate_nan=tl.PropagateNan.ALL)
 
@@ -150,7 +164,10 @@ def saturate(x, dtype: tl.constexpr):
 def bfloat16_bits(x):
     """int32 in [0, 65536): float32 rounded to bfloat16, halves to even, and one NaN for all."""
     bits = x.to(tl.int32, bitcast=True)
+    # Adds just less than half of what is cut off, and 1 more where the last bit that stays is odd: halves go to even.
+    # The shift drags the sign along, hence the mask.
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    # The addition can carry a NaN over into the sign; all become the one that the reference writes.
     return tl.where((bits & 0x7FFFFFFF) > _EXPONENT, 0x7FC0, rounded)
 
 
@@ -198,13 +215,17 @@ def scale_of(peak, BITS: tl.constexpr):
     The scale is peak / 127 or peak / 7 rounded up to bfloat16, so that no code passes the ends and none is clamped.
     A group that is not finite gets a NaN scale, and mask 0: its codes are zeros on every machine.
     """
+    # ``/`` would be an approximate division on NVIDIA; div_rn is rounded once, like torch's.
     levels: tl.constexpr = 127.0 if BITS == 8 else 7.0
     scale = tl.div_rn(peak.to(tl.float32, bitcast=True), tl.full(peak.shape, levels, tl.float32))
+    # Carries into the upper half unless the lower one is zero: rounded up. Bits of positive numbers are in the order of
+    # the numbers, so the bounds are compared as integers.
     bits = tl.maximum((scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SMALLEST_SCALE)
     if BITS == 4:
         bits = tl.minimum(bits, _LARGEST_SCALE_4)
     finite = peak < _EXPONENT
     bits = tl.where(finite, bits, _NAN_SCALE)
+    # Of the scale as it is sent. One division a group, a product for each element.
     inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale_value(bits))
     return bits, inverse, tl.where(finite, (1 << BITS) - 1, 0)
 
@@ -217,10 +238,12 @@ def encode_pair(lower, upper, inverse, mask):
     """
     inverse = inverse[:, None, None]
     mask = mask[:, None, None]
+    # Two roundings, as torch has them: fused into one, some products next to a tie would get another code.
     lower = lower * inverse + _MAGIC
     upper = upper * inverse + _MAGIC
     lower_code = lower.to(tl.int32, bitcast=True) & mask
     upper_code = upper.to(tl.int32, bitcast=True) & mask
+    # These differences are exact.
     return lower_code, upper_code, lower - _MAGIC, upper - _MAGIC
 
 
@@ -228,7 +251,10 @@ def encode_pair(lower, upper, inverse, mask):
 def _code_value(code, BITS: tl.constexpr):
     """float32 value of a code: its bits set below those of 2**23, which takes no conversion from an integer."""
     if BITS == 8:
+        # 0x4B000000 is 2**23, whose last mantissa bit counts ones. The XOR turns the code's sign bit round, which adds
+        # 128 to its value: the bits of 2**23 + 128 + code.
         return (code ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
+    # The same with 8 for 128.
     return (code ^ 0x4B000008).to(tl.float32, bitcast=True) - 8388616.0
 
 
@@ -240,6 +266,8 @@ def code_values(lower, upper, scale, BITS: tl.constexpr):
     """
     if BITS == 8:
         return _code_value(lower, 8), _code_value(upper, 8), scale, scale
+    # Read as 8 bits, a nibble in the upper half is 16 times its value. A sixteenth of the smallest scale is subnormal
+    # and still exact.
     return _code_value(lower, 4), _code_value(upper, 8), scale, scale * 0.0625
 
 
@@ -257,12 +285,14 @@ def value_pair(lower, upper, scale, BITS: tl.constexpr):
 @triton.jit
 def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
     """Write a tile's codes at ``base``. int4: byte j of a row holds element j, and element j + 64 above it."""
+    # A row of 128 codes takes 16 * BITS bytes: two half rows in 8 bits, one in 4.
     at = half_rows(16 * BITS, TILE, K)
     live = live[:, None, None]
     if BITS == 8:
         tl.store(base + at, lower.to(tl.uint8), mask=live)
         tl.store(base + at + 64, upper.to(tl.uint8), mask=live)
     else:
+        # Codes come without sign extension, so the two do not overlap.
         tl.store(base + at, (lower | (upper << 4)).to(tl.uint8), mask=live)
 
 
@@ -279,6 +309,7 @@ def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constex
     else:
         packed = tl.load(base + at, mask=live, other=0).to(tl.int32)
         lower = packed & 15
+        # Not shifted down: see code_values.
         upper = packed & 0xF0
     return lower, upper
 
@@ -286,7 +317,9 @@ def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constex
 @triton.jit
 def store_scales(base, bits, first, groups, slots, TILE: tl.constexpr):
     """Write a tile's scales at ``base``, and zeros in the places after the last group."""
+    # Slots go on to the end of the message, so that no byte of it is left as it was in memory.
     group = first + tl.arange(0, TILE)
+    # As bits, so that no machine's own rounding to bfloat16 has a say.
     scales = base.to(tl.pointer_type(tl.int16)) + first
     tl.store(scales + tl.arange(0, TILE), tl.where(group < groups, bits, 0).to(tl.int16), mask=group < slots)
 
@@ -296,6 +329,8 @@ def _halve(x):
     """One step of the transform in runs of 16: sums of neighbours come first, their differences after them."""
     tile: tl.constexpr = x.shape[0]
     k: tl.constexpr = x.shape[1]
+    # Four runs of 8 pairs. join puts each sum beside its difference; the permutation takes them apart again, so that a
+    # run has its 8 sums first.
     even, odd = tl.split(tl.reshape(x, [tile, k, 4, 8, 2]))
     return tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 1, 2, 4, 3]), [tile, k, 64])
 
@@ -310,6 +345,7 @@ def rotate(lower, upper):
     upper = upper * 0.03125
     total = lower + upper
     difference = lower - upper
+    # With the step between the halves above, five of them: 2**5 elements. Runs of 16 lie in one thread.
     for _ in tl.static_range(4):
         total = _halve(total)
         difference = _halve(difference)

@@ -15,15 +15,20 @@ from .places import load_blocks, store_blocks, triton_dtype
 
 __all__ = ["gather_", "scatter_"]
 
+# Blocks; one is two rows.
 _TILE = ROWS * 128 // BLOCK
 
 
 @triton.jit
 def _block_norm(lower, upper, TILE: tl.constexpr):
     """[TILE]: sum of squares of each block; always two terms at a time, so that every machine adds in one order."""
+    # Rounded three times, never fused. The order below is that of ``_block_norms`` in the reference.
     total = lower * lower + upper * upper
-    for step in tl.static_range(4):  # in runs of 16, what is 8, 4, 2 and 1 apart
+    # In runs of 16, what is 8, 4, 2 and 1 apart. A reduction over two elements has one order; over more, it would be
+    # the compiler's.
+    for step in tl.static_range(4):
         total = tl.sum(tl.reshape(total, [TILE, 2, 4, 2, 8 >> step]), axis=3)
+    # Then the four runs of a half row, first with third and second with fourth, their sums, and last the two rows.
     total = tl.sum(tl.reshape(total, [TILE, 2, 2, 2]), axis=2)
     return tl.sum(tl.sum(total, axis=2), axis=1)
 
@@ -47,6 +52,7 @@ def _report(lower, upper, norms, flag, first, live, dtype: tl.constexpr, TILE: t
         lower = lower.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         upper = upper.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         bad = tl.max(tl.max(tl.maximum(lower, upper), axis=2), axis=1) >= limit
+        # Without atomics: whoever writes, writes 1.
         tl.store(flag + tl.zeros([TILE], tl.int32), tl.full([TILE], 1, tl.int32), mask=live & bad)
 
 
@@ -56,10 +62,12 @@ def gather_kernel(
     DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
+    # Blocks fit 32 bits, elements need not: 2**31 blocks are 2**39 elements.
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
     lower, upper = load_blocks(entries, size, owners, start, live, scale, DTYPE, EVEN, TILE, 2)
+    # The flag is that of the dtype that is written, here and below: 70000 is Inf in float16 only.
     _report(lower, upper, norms, flag, first, live, flat.dtype.element_ty, TILE)
     store_pair(flat + start, lower, upper, numel - start, live, FLAT_EVEN, TILE, 2)
 
@@ -73,6 +81,7 @@ def scatter_kernel(
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
+    # ``flat`` is read where no tensor lies, too: norms and flag are those of all of it.
     lower, upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
     lower *= scale
     upper *= scale
@@ -96,6 +105,8 @@ def _launch(
         return
     kernel[(triton.cdiv(blocks, _TILE),)](
         entries, len(tensors), owners, flat, flat.numel(), blocks, scale, norms, flag,
+        # locate sends addresses on this stream, so the kernel finds them. FLAT_EVEN: the buffer ends with a block, and
+        # masks need not look at elements.
         DTYPE=triton_dtype(tensors), EVEN=locate(tensors, host, entries), FLAT_EVEN=flat.numel() % BLOCK == 0,
         TILE=_TILE, **kernel.options,
     )  # fmt: skip

@@ -33,6 +33,7 @@ def _advance(
 ):
     """Add a tile of decoded differences to the reference; owner and receivers run these same lines."""
     dtype: tl.constexpr = reference.dtype.element_ty
+    # One sum, rounded once, then the cast: the value is an exact product already, wherever it was made.
     lower = saturate(lower + lower_value, dtype)
     upper = saturate(upper + upper_value, dtype)
     store_pair(reference, lower, upper, left, live, EVEN, TILE, 1)
@@ -45,9 +46,11 @@ def delta_encode_kernel(
 ):  # fmt: skip
     """A tile of one shard. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
+    # Groups of 128, so K is 1 throughout.
     start = first.to(tl.int64) * 128
     left = numel - start
     live = first + tl.arange(0, TILE) < groups
+    # Missing elements are zeros in both, and so is their difference.
     lower, upper = load_pair(shard + start, left, live, EVEN, TILE, 1)
     old_lower, old_upper = load_pair(reference + start, left, live, EVEN, TILE, 1)
     lower -= old_lower
@@ -56,6 +59,8 @@ def delta_encode_kernel(
     lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse, mask)
     store_codes(message + first.to(tl.int64) * 64, lower_code, upper_code, live, 4, TILE, 1)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
+    # What receivers will decode, without reading it back. Where a group is not finite the scale is NaN, and makes NaN
+    # of any code here as it does there.
     if UPDATE:
         scale = scale_value(bits)[:, None, None]
         _advance(
@@ -73,8 +78,10 @@ def delta_apply_kernel(
     start = first.to(tl.int64) * 128
     left = numel - start
     live = first + tl.arange(0, TILE) < groups
+    # In 64 bits: the product of two numbers that fit 32 need not fit.
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     target = reference + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + start)
+    # In place: a program reads and writes its own tile alone.
     lower, upper = load_pair(target, left, live, EVEN, TILE, 1)
     lower_code, upper_code = load_codes(message + first.to(tl.int64) * 64, live[:, None, None], 4, TILE, 1)
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16)) + first
@@ -88,6 +95,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
     layout = message_layout(shard.numel(), 4)
     if layout.groups == 0:
         return
+    # Slots, not groups: the zeros behind the last scale may take a tile of their own.
     delta_encode_kernel[(triton.cdiv(layout.slots, ROWS),)](
         shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
         UPDATE=update, EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_encode_kernel.options,
@@ -99,6 +107,7 @@ def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
     layout = message_layout(reference.numel() // count, 4)
     if layout.groups == 0:
         return
+    # Decoding reads no slot behind the last group.
     delta_apply_kernel[triton.cdiv(layout.groups, ROWS), count](
         messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
         EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_apply_kernel.options,

@@ -16,10 +16,12 @@ __all__ = ["keep_error", "load_error"]
 @triton.jit
 def load_error(state, scales_offset, first, live, reset, TILE: tl.constexpr, K: tl.constexpr):
     """The error kept for a tile, in float32; zeros (of any sign) after a reset, whatever the state holds."""
+    # A state has 8-bit codes whatever the message has, in the message's groups: 128 * K bytes each.
     codes = state + first.to(tl.int64) * (128 * K)
     lower, upper = load_codes(codes, live[:, None, None], 8, TILE, K)
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first
     scale = scale_value(tl.load(scales + tl.arange(0, TILE), mask=live, other=0))
+    # Codes are finite, so clearing the scale is enough. Chosen, not multiplied: 0 * NaN is NaN.
     scale = tl.where(reset != 0, 0.0, scale)
     return value_pair(lower, upper, scale[:, None, None], 8)
 
@@ -33,11 +35,14 @@ def keep_error(
 
     What is not finite counts as nothing lost: zeros, as the state was at first.
     """
+    # Two products and a sum, each rounded, as in the reference. ``rest`` is 1 - beta, rounded on the host.
     lower = old_lower * beta + lost_lower * rest
     upper = old_upper * beta + lost_upper * rest
     bits, inverse, mask = scale_of(group_peak(lower, upper), 8)
+    # No NaN may get into a state, where it would spoil the group for ever.
     bits = tl.where(mask != 0, bits, 0)
     lower, upper, _, _ = encode_pair(lower, upper, inverse, mask)
     store_codes(state + first.to(tl.int64) * (128 * K), lower, upper, live, 8, TILE, K)
+    # Without the zeros that store_scales writes behind the last group: they are there from the beginning.
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first
     tl.store(scales + tl.arange(0, TILE), bits.to(tl.int16), mask=live)

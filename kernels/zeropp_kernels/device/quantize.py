@@ -36,11 +36,14 @@ def _encode(
     beta, rest, reset, BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The second half of every kernel here: rotate, add the error, encode, keep the new error."""
+    # Rows of 128 elements in a group: one in int4, two in int8.
     K: tl.constexpr = BITS // 4
+    # Messages are multiples of 128 bytes, which keeps rows aligned. 64 bits: many messages together pass 2**31 bytes.
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     live = first + tl.arange(0, TILE) < groups
     if ROTATE:
         lower, upper = rotate(lower, upper)
+    # After the rotation: what is lost, is lost of rotated values, and is kept as such.
     if FEEDBACK:
         state += tl.program_id(1).to(tl.int64) * whole(state_nbytes, 128)
         old_lower, old_upper = load_error(state, state_scales_offset, first, live, reset, TILE, K)
@@ -48,10 +51,12 @@ def _encode(
         upper += old_upper
     bits, inverse, mask = scale_of(group_peak(lower, upper), BITS)
     lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse, mask)
+    # A group has K rows of 16 * BITS bytes.
     store_codes(message + first.to(tl.int64) * (16 * BITS * K), lower_code, upper_code, live, BITS, TILE, K)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     if FEEDBACK:
         scale = scale_value(bits)[:, None, None]
+        # Where a group is not finite (mask 0) what it lost is not known: the error stays, unless a reset clears it.
         written = live & ((mask | reset) != 0)
         keep_error(
             state, state_scales_offset, first, written, old_lower, old_upper,
@@ -70,6 +75,7 @@ def quantize_kernel(
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * (128 * K)
     live = first + tl.arange(0, TILE) < groups
+    # Several messages of odd lengths begin anywhere; then nothing may be promised of where.
     source = tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + start
     lower, upper = load_pair(x + source, numel - start, live, EVEN, TILE, K)
     _encode(
@@ -89,7 +95,9 @@ def quantize_tensors_kernel(
     K: tl.constexpr = BITS // 4
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < groups
+    # Elements of the flat buffer that does not exist; each message begins on a block (check_blocks).
     start = tl.program_id(1).to(tl.int64) * numel + first.to(tl.int64) * (128 * K)
+    # Read as the flat buffer would be; the rest of the kernel does not know of tensors.
     lower, upper = load_blocks(entries, size, owners, start, live, 1.0, DTYPE, EVEN, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
@@ -108,6 +116,7 @@ def reduce_quantize_kernel(
     """A tile of the scaled sum of ``count`` messages. Grid: (tiles of an outgoing message, outgoing messages)."""
     K: tl.constexpr = BITS // 4
     first = tl.program_id(0) * TILE
+    # Rows, in which both the incoming and the outgoing groups count; outgoing messages begin on a block.
     row = (tl.program_id(1).to(tl.int64) * numel) // 128 + first.to(tl.int64) * K
     lower, upper = sum_pair(
         sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, TILE, K
@@ -137,9 +146,13 @@ def _launch(
     tile = ROWS * 128 // layout.group
     if layout.slots == 0 or count == 0:
         return
+    # Slots, not groups: zeros behind the last scale are part of the message.
     kernel[triton.cdiv(layout.slots, tile), count](
+        # Without a state no code reads one, but a pointer must be given: one that is aligned and of bytes like a
+        # state's, so that it compiles nothing anew.
         *source, messages, state if state is not None else messages,
         layout.groups, layout.slots, layout.nbytes, layout.scales_offset, kept.nbytes, kept.scales_offset,
+        # Subtracted in float64 and rounded once, as torch does with a Python number.
         beta, 1.0 - beta, int(reset),
         BITS=bits, ROTATE=rotate, FEEDBACK=state is not None, TILE=tile, **constants, **kernel.options,
     )  # fmt: skip
@@ -172,6 +185,7 @@ def reduce_quantize_(
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_quantize_`."""
     source = message_layout(numel, source_bits)
+    # Elements of an outgoing message; a source has all of them.
     part = numel // out_count
     arguments = (sources, count, source.groups, source.nbytes, source.scales_offset, scale, part)
     _launch(

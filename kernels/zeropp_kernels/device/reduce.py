@@ -30,10 +30,12 @@ def _message_pair(message, scales_offset, row, groups, BITS: tl.constexpr, TILE:
     K need not be that of the message's groups.
     """
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
+    # By row, since these groups can be twice or half as long as those of the tile.
     group = rows // (BITS // 4)
     live = group < groups
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
     scale = scale_value(tl.load(scales + group, mask=live, other=0))
+    # A row of 128 codes takes 16 * BITS bytes.
     lower, upper = load_codes(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
     return code_values(lower, upper, scale[:, :, None], BITS)
 
@@ -49,11 +51,13 @@ def sum_pair(
     lower, upper, lower_scale, upper_scale = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
     lower *= lower_scale
     upper *= upper_scale
+    # In this order on every machine, since float32 sums depend on it.
     for _ in range(1, count):
         messages += whole(nbytes, 128)
         lower_code, upper_code, lower_scale, upper_scale = _message_pair(
             messages, scales_offset, row, groups, BITS, TILE, K
         )
+        # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
         lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
         upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
     return lower, upper
@@ -62,6 +66,7 @@ def sum_pair(
 @triton.jit
 def _spoil_infinite(x):
     """NaN for what has passed the largest float32: rotated back it would be a sum that is clamped, and look finite."""
+    # NaN compares unequal and stays.
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
@@ -77,16 +82,20 @@ def reduce_kernel(
     row = first.to(tl.int64) * K
     left = numel - row * 128
     live = first + tl.arange(0, TILE) < groups
+    # ``parts`` of out have ``count`` messages each, part by part.
     messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
     lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, TILE, K)
+    # Before the way back, and once: the reference does it in this order.
     lower *= scale
     upper *= scale
     if ROTATE:
         lower, upper = rotate(_spoil_infinite(lower), _spoil_infinite(upper))
+        # Rotating twice is 2**-5 times the input.
         lower *= 32.0
         upper *= 32.0
     target = out + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + row * 128)
-    if ROTATE or out.dtype.element_ty != tl.float32:  # a value of its own, not rotated, is finite in float32
+    # A single value that is not rotated is finite in float32, and a sum that is not must show as Inf.
+    if ROTATE or out.dtype.element_ty != tl.float32:
         lower = saturate(lower, out.dtype.element_ty)
         upper = saturate(upper, out.dtype.element_ty)
     if ACCUMULATE:
@@ -101,6 +110,7 @@ def _launch(
 ) -> None:
     numel = out.numel() // parts
     layout = message_layout(numel, bits)
+    # Decoding reads no slots behind the last group, so groups make the grid.
     if layout.groups == 0:
         return
     tile = ROWS * 128 // layout.group
@@ -113,6 +123,7 @@ def _launch(
 
 def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
     """See :func:`zeropp_kernels.dequantize_`."""
+    # Each message is a sum of one.
     _launch(messages, out, count, 1, bits, rotate, 1.0, False)
 
 

@@ -20,10 +20,13 @@ __all__ = [
     "unrotate_",
 ]  # fmt: skip
 
-TILE = 1 << 17  # elements: 512 KiB of float32, so that a tile and its scratch stay in a core's cache
+# Elements: 512 KiB of float32, so that a tile and its scratch stay in a core's cache.
+TILE = 1 << 17
+# The device is named here and below, since torch may have another default.
 _LEVELS = {8: torch.tensor(127.0, device="cpu"), 4: torch.tensor(7.0, device="cpu")}
 _ONE = torch.tensor(1.0, device="cpu")
-_SMALLEST_SCALE = 0x0080  # 2**-126 in bfloat16
+# 2**-126 in bfloat16: a smaller scale could have an infinite inverse, and a group of zeros would become NaN.
+_SMALLEST_SCALE = 0x0080
 # Of int4, the largest bfloat16 of which 7 times is finite in float32. int8 needs no such limit: where rounding up gets
 # so far that 127 times the scale would be infinite, the largest code is 126.
 _LARGEST_SCALE = {8: 0x7F7F, 4: 0x7E12}
@@ -44,8 +47,10 @@ def scratch(name: str, rows: int, columns: int, dtype: torch.dtype = torch.float
     """[rows, columns] of this thread's buffer of that name."""
     buffer = _scratch.buffers.get((name, dtype))
     if buffer is None:
-        with torch.inference_mode(False):  # a tensor of that mode could not be written to outside it
+        # A tensor of that mode could not be written to outside it, and these stay.
+        with torch.inference_mode(False):
             buffer = _scratch.buffers[(name, dtype)] = torch.empty(TILE, dtype=dtype, device="cpu")
+    # One buffer for a name: whoever asks for it again overwrites what the last one had.
     return buffer[: rows * columns].view(rows, columns)
 
 
@@ -66,7 +71,8 @@ def parts(messages: Tensor, layout: MessageLayout, count: int) -> list[Part]:
     for index in range(count):
         message = messages[index * layout.nbytes : (index + 1) * layout.nbytes]
         if not layout.groups:
-            message = messages.new_empty(0)  # an empty tensor may have any stride, and views only some
+            # An empty tensor may have any stride, and views only some.
+            message = messages.new_empty(0)
         codes = message[: layout.codes_nbytes].view(layout.groups, layout.group * layout.bits // 8)
         found.append(Part(codes, message[layout.scales_offset :].view(torch.int16)))
     return found
@@ -74,6 +80,7 @@ def parts(messages: Tensor, layout: MessageLayout, count: int) -> list[Part]:
 
 def tiles(layout: MessageLayout) -> Iterator[tuple[int, int]]:
     """(first group, last group) of each tile of a message."""
+    # Whole groups: a scale is that of all of them.
     step = TILE // layout.group
     for first in range(0, layout.groups, step):
         yield first, min(first + step, layout.groups)
@@ -81,6 +88,8 @@ def tiles(layout: MessageLayout) -> Iterator[tuple[int, int]]:
 
 def _scale_bits(peak: Tensor, bits: int) -> Tensor:
     """int32 [rows]: bfloat16 bits of peak / levels rounded up."""
+    # The addition carries into the upper half unless the lower one is zero. What NaN and Inf become here is overwritten
+    # by the caller.
     rounded_up = torch.div(peak, _LEVELS[bits]).view(torch.int32).add_(0xFFFF).bitwise_right_shift_(16)
     return rounded_up.clamp_(_SMALLEST_SCALE, _LARGEST_SCALE[bits])
 
@@ -94,6 +103,7 @@ def encode_(values: Tensor, part: Part, bits: int) -> Tensor | None:
     """Write a tile as codes and scales; returns which groups are not finite, bool [rows], or None if all are."""
     rows, group = values.shape
     work = scratch("encode", rows, group)
+    # amax passes NaN on, and NaN is not below Inf.
     peak = torch.amax(torch.abs(values, out=work), 1)
     finite = peak < math.inf
     spoilt = None if finite.all() else ~finite
@@ -101,8 +111,10 @@ def encode_(values: Tensor, part: Part, bits: int) -> Tensor | None:
     if spoilt is not None:
         scales.masked_fill_(spoilt, _NAN_SCALE)
     part.scales.copy_(scales)
+    # By the inverse of the scale as it is sent, rounded; round_ takes halves to even. Kernels round in the same places.
     torch.mul(values, torch.div(_ONE, scale_values(scales)), out=work).round_()
     if spoilt is not None:
+        # What a machine makes of NaN as an integer is its own business.
         work.masked_fill_(spoilt.unsqueeze(1), 0.0)
     if bits == 8:
         part.codes.view(torch.int8).copy_(work)
@@ -110,6 +122,7 @@ def encode_(values: Tensor, part: Part, bits: int) -> Tensor | None:
     codes = scratch("codes", rows, group, torch.int8).copy_(work)
     half = group // 2
     packed = part.codes.view(torch.int8)
+    # The shift drops the upper bits of the upper code; of the lower one the mask drops the sign extension.
     torch.bitwise_left_shift(codes[:, half:], 4, out=packed)
     packed.bitwise_or_(codes[:, :half].bitwise_and_(15))
     return spoilt
@@ -123,10 +136,12 @@ def decode_(part: Part, out: Tensor, bits: int, *, add: bool = False) -> None:
     if bits == 4:
         half = group // 2
         packed, codes = codes, scratch("codes", rows, group, torch.int8)
+        # Up and down again extends the sign of the lower code; the upper one comes down with its own.
         torch.bitwise_left_shift(packed, 4, out=codes[:, :half])
         torch.bitwise_right_shift(codes[:, :half], 4, out=codes[:, :half])
         torch.bitwise_right_shift(packed, 4, out=codes[:, half:])
     if add:
+        # May be fused or not: the product is exact.
         out.addcmul_(scratch("decode", rows, group).copy_(codes), scale)
     else:
         out.copy_(codes).mul_(scale)
@@ -145,8 +160,10 @@ def rotate_(values: Tensor) -> None:
     SDP4Bit (arXiv 2410.15526). The orthonormal one has the factor 2**-2.5, which no float holds; 2**-5 is exact, keeps
     sums finite, and the scale of a group takes up the difference.
     """
+    # [rows of 128, halves, runs, 16].
     lower, upper = values.mul_(0.03125).view(-1, 2, 4, 16).unbind(1)
     pair = torch.stack((lower + upper, lower - upper), dim=1)
+    # Four steps in runs of 16, after the one between the halves: 2**5 elements.
     for _ in range(4):
         pair = _halve(pair)
     values.copy_(pair.view(values.shape))
@@ -160,5 +177,6 @@ def unrotate_(values: Tensor) -> None:
 
 def saturate_(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What passes the largest finite value of ``dtype`` becomes that value; NaN stays NaN. In place."""
+    # clamp_ passes NaN on.
     limit = torch.finfo(dtype).max
     return values.clamp_(-limit, limit)

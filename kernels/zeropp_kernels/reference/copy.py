@@ -16,10 +16,12 @@ __all__ = ["gather_", "scatter_"]
 
 def _block_norms(values: Tensor) -> Tensor:
     """Sums of squares of blocks [blocks, 256], two terms at a time in the order that the kernels keep too."""
+    # [blocks, rows, halves, runs, 16]. Sums depend on their order, so each is spelled out.
     total = values.square().view(-1, 2, 2, 4, 16)
     total = total[:, :, 0] + total[:, :, 1]
     for width in (8, 4, 2, 1):
         total = total[..., :width] + total[..., width:]
+    # [blocks, rows, runs].
     total = total.view(-1, 2, 4)
     total = total[..., :2] + total[..., 2:]
     total = total[..., 0] + total[..., 1]
@@ -42,6 +44,7 @@ def _scaled(source: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
 
 def _report(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | None, dtype: torch.dtype) -> None:
     """Norms of a tile that starts at block ``first``; the flag is set if a value is not finite in ``dtype``."""
+    # In the dtype that is written: rounding to it can make Inf.
     if flag is not None and not values.to(dtype).isfinite().all():
         flag.fill_(1)
     if norms is not None:
@@ -54,11 +57,14 @@ def gather_(
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.gather_`."""
     end = 0
+    # Then torch's own copy does all of it, and no tile has to be gone through.
     plain = scale == 1.0 and norms is None and flag is None
     if norms is not None:
+        # Blocks where no tensor lies have no other chance to get their zero.
         norms.zero_()
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):
         if end < offset:
+            # Between tensors, and from a tensor's end to the next block.
             flat[end:offset].zero_()
         end = offset + tensor.numel()
         if plain:
@@ -67,6 +73,7 @@ def gather_(
         for start, values in _scaled(in_memory_order(tensor), scale):
             begin, stop = offset + start, min(offset + start + TILE, end)
             flat[begin:stop].copy_(values.view(-1)[: stop - begin])
+            # A tensor begins on a block and a tile is whole blocks, so no block is reported in parts.
             _report(values, begin // BLOCK, norms, flag, flat.dtype)
     flat[end:].zero_()
 
@@ -78,6 +85,7 @@ def scatter_(
     """See :func:`zeropp_kernels.scatter_`."""
     if norms is not None or flag is not None:
         dtype = tensors[0].dtype if tensors else torch.float32
+        # A walk of its own: blocks can lie where no tensor does, and count all the same.
         for start, values in _scaled(flat, scale):
             _report(values, start // BLOCK, norms, flag, dtype)
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):

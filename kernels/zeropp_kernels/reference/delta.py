@@ -12,10 +12,12 @@ __all__ = ["delta_apply_", "delta_encode_"]
 
 def _advance(reference: Tensor, part: Part, group: int) -> None:
     """Add a tile of decoded differences to its part of the reference; owner and receivers run these same lines."""
+    # Decoded from the message, by the owner, too: what it adds is what receivers add.
     rows = part.scales.numel()
     difference = scratch("decoded", rows, group)
     decode_(part, difference, 4)
     flat = difference.view(-1)[: reference.numel()]
+    # The tile that was encoded lies there, and is not needed any more.
     old = scratch("values", 1, reference.numel()).view(-1).copy_(reference)
     reference.copy_(saturate_(old.add_(flat), reference.dtype))
 
@@ -28,6 +30,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
         start, stop = first * layout.group, min(last * layout.group, layout.numel)
         values = scratch("values", last - first, layout.group)
         flat = values.view(-1)
+        # The end of the last group; old contents of the scratch would count in its scale.
         flat[stop - start :].zero_()
         flat = flat[: stop - start]
         flat.copy_(shard[start:stop])
@@ -36,6 +39,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
         encode_(values, part, 4)
         if update:
             _advance(reference[start:stop], part, layout.group)
+    # Slots behind the last group travel, too.
     whole.scales[layout.groups :].zero_()
 
 

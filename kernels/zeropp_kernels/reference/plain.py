@@ -12,7 +12,8 @@ from torch import Tensor
 
 __all__ = ["pack_", "squared_norm", "sum_messages_"]
 
-_NORM_BLOCK = 256  # elements whose squares are summed in their own dtype
+# Elements whose squares are summed in their own dtype.
+_NORM_BLOCK = 256
 
 
 def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> None:
@@ -22,6 +23,7 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> N
         destinations: n views of one flat buffer, any floating dtype, any strides.
         sources: n tensors of the same shapes, or None where there is nothing to send.
     """
+    # One call for all tensors: with many small ones a call costs more than its copy.
     present = [(d, s) for d, s in zip(destinations, sources, strict=True) if s is not None]
     if present:
         torch._foreach_copy_([d for d, _ in present], [s for _, s in present])
@@ -44,15 +46,18 @@ def sum_messages_(
     """
     count = len(messages)
     if accumulate:
+        # A message that is in that dtype already would be its own copy, and be added to below.
         total = messages[0].to(out.dtype, copy=count > 1)
     else:
         total = out
+        # In one pass, but of one dtype only: two 16-bit messages would be added in 16 bits.
         if count > 1 and messages[0].dtype == out.dtype:
             torch.add(messages[0], messages[1], out=total)
         else:
             total.copy_(messages[0])
             if count > 1:
                 total.add_(messages[1])
+    # Those that are not in the total yet.
     for index in range(1 if accumulate else 2, count):
         total.add_(messages[index])
     if accumulate:

@@ -21,10 +21,12 @@ Fill = Callable[[Tensor, int, int], int]
 
 def _keep_error(part: Part, error: Tensor, lost: Tensor, spoilt: Tensor | None, beta: float, reset: bool) -> None:
     """Average what was lost into the error, and keep that as int8; ``spoilt`` groups keep theirs, or zeros."""
+    # Three roundings, in this order; 1 - beta is a Python float, rounded once.
     error.mul_(beta).add_(lost.mul_(1.0 - beta))
     if spoilt is None:
         encode_(error, part, 8)
         return
+    # Copies, since the encoding below overwrites every group. A reset leaves zeros of them.
     codes, scales = (each[spoilt].mul_(not reset) for each in (part.codes, part.scales))
     encode_(error, part, 8)
     part.codes[spoilt] = codes
@@ -37,6 +39,7 @@ def _encode_tile(values: Tensor, message: Part, bits: int, state: Part | None, b
         encode_(values, message, bits)
         return
     error = scratch("error", *values.shape)
+    # Not decoded: a state may hold anything then.
     if reset:
         error.zero_()
     else:
@@ -44,6 +47,7 @@ def _encode_tile(values: Tensor, message: Part, bits: int, state: Part | None, b
     values.add_(error)
     spoilt = encode_(values, message, bits)
     decoded = scratch("decoded", *values.shape)
+    # What receivers will have, from the codes themselves.
     decode_(message, decoded, bits)
     _keep_error(state, error, values.sub_(decoded), spoilt, beta, reset)
 
@@ -53,6 +57,7 @@ def _encode_all(
     reset: bool,
 ) -> None:  # fmt: skip
     """Walk over ``count`` messages tile by tile; ``fill`` gives the values."""
+    # 8-bit codes, in groups of the message: a tile of one is a tile of the other.
     kept = state_layout(layout.numel, layout.bits)
     states = parts(state, kept, count) if state is not None else [None] * count
     for index, (message, error) in enumerate(zip(parts(messages, layout, count), states, strict=True)):
@@ -61,11 +66,14 @@ def _encode_all(
             flat = values.view(-1)
             present = fill(flat, index * layout.numel + first * layout.group, (index + 1) * layout.numel)
             if present < flat.numel():
+                # What is missing of the last group must not raise its scale.
                 flat[present:].zero_()
             if rotate:
                 rotate_(values)
+            # After the rotation: errors are those of rotated values.
             tile_error = error.rows(first, last) if error is not None else None
             _encode_tile(values, message.rows(first, last), layout.bits, tile_error, beta, reset)
+        # Slots behind the last group travel, too.
         message.scales[layout.groups :].zero_()
 
 
@@ -89,11 +97,14 @@ def quantize_tensors_(
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.quantize_tensors_`."""
     flat = [in_memory_order(tensor) for tensor in tensors]
+    # ``entries`` and ``owners`` are for kernels, which have no list to search.
     offsets = host[2].tolist()
 
     def fill(values: Tensor, start: int, stop: int) -> int:
+        # Gaps between tensors count as zeros.
         values.zero_()
         stop = min(stop, start + values.numel())
+        # The tensor in which the tile begins, or which ends before it; the loop skips what it does not meet.
         index = max(bisect_right(offsets, start) - 1, 0)
         while index < len(flat) and offsets[index] < stop:
             begin = max(start, offsets[index])
@@ -121,6 +132,7 @@ def reduce_quantize_(
         total = scratch("sum", last - first, source.group)
         sum_tile_(incoming, first, last, source_bits, total)
         present = total.view(-1)[start - first * source.group :][: values.numel()]
+        # Once, after the sum.
         torch.mul(present, scale, out=values[: present.numel()])
         return present.numel()
 

@@ -16,6 +16,7 @@ __all__ = ["dequantize_", "reduce_", "sum_tile_"]
 def sum_tile_(messages: Sequence[Part], first: int, last: int, bits: int, out: Tensor) -> None:
     """Float32 sum of groups [first, last) of the messages, in their order, into ``out`` [last - first, group]."""
     for index, message in enumerate(messages):
+        # The first overwrites, the others are added, one after the other: order decides the bits.
         decode_(message.rows(first, last), out, bits, add=index > 0)
 
 
@@ -28,10 +29,13 @@ def _sum(messages: Sequence[Part], out: Tensor, bits: int, rotate: bool, scale: 
             total.mul_(scale)
         if rotate:
             if not torch.isfinite(torch.stack(torch.aminmax(total))).all():
-                total.masked_fill_(total.isinf(), torch.nan)  # rotated back it would be clamped, and look finite
+                # Rotated back it would be clamped, and look finite.
+                total.masked_fill_(total.isinf(), torch.nan)
             unrotate_(total)
+        # The last group may go on past the end of ``out``.
         start, stop = first * layout.group, min(last * layout.group, layout.numel)
-        if rotate or out.dtype != torch.float32:  # a value of its own, not rotated, is finite in float32
+        # A value of its own, not rotated, is finite in float32, and a sum that is not must show.
+        if rotate or out.dtype != torch.float32:
             saturate_(total, out.dtype)
         present = total.view(-1)[: stop - start]
         if accumulate:
@@ -44,6 +48,7 @@ def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
     """See :func:`zeropp_kernels.dequantize_`."""
     numel = out.numel() // count
     for index, message in enumerate(parts(messages, message_layout(numel, bits), count)):
+        # Each message is a sum of one.
         _sum([message], out[index * numel : (index + 1) * numel], bits, rotate, 1.0, False)
 
 
