@@ -90,15 +90,9 @@ class Engine:
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)
         self.hooks = ModuleHooks(self)
         self.schedule = Schedule(
-            self.units,
-            self.gather_lanes,
-            self.reductions,
-            self.agreement,
-            self.issued,
-            limits,
-            self.hooks.reach,
+            self.units, self.gather_lanes, self.reductions, self.agreement, self.issued, limits, self.hooks.reach,
             log_relearning=log_relearning,
-        )
+        )  # fmt: skip
         self.refresh = Refresh(self.units, lanes("refresh"), self.schedule, self.agreement, self.issued, comm)
         self.note_storages()
         self.input_dtype = input_dtype

@@ -110,7 +110,7 @@ class Refresh:
         return differs
 
     def distrust(self) -> None:
-        """Ranks that cache the same weights have other bits of them: renew them from main weights alone, at the next chance."""
+        """Ranks that cache the same weights have other bits: renew them from main weights alone, at the next chance."""
         for unit in self._units:
             for buffer in unit.buffers:
                 if buffer.paths.differences is not None:

@@ -202,7 +202,7 @@ class FlatBuffer:
         return self.paths.differences.counted.count(self.shard, self._difference_places[0])
 
     def take_room(self, room8: int, room16: int) -> bool:
-        """Set the message size from the largest counts of any rank; whether differences take fewer bytes than weights."""
+        """Size messages for the largest counts of any rank; whether differences take fewer bytes than weights."""
         assert self.paths.differences is not None and self.paths.differences.counted is not None
         numel = self.shard.numel()
         return self.paths.differences.counted.take_room((room8, room16), numel, numel * self.compute_dtype.itemsize)

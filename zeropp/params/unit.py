@@ -93,7 +93,7 @@ class Unit:
 
     @property
     def version(self) -> int:
-        """Version of the weights, the newest of any buffer: steps change trainable ones, loads and edits frozen ones, too."""
+        """Newest version of any buffer: steps change trainable weights, loads and edits frozen ones, too."""
         # Frozen buffers stay behind, since an optimizer step gives versions to the trainable ones only.
         return max(buffer.version for buffer in self.buffers)
 

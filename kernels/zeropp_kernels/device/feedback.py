@@ -33,7 +33,7 @@ def keep_error(
 ):  # fmt: skip
     """Average what was lost now into the state; groups out of ``live`` keep theirs to the bit.
 
-    What is not finite counts as nothing lost: zeros, as the state was at first.
+    A group in ``live`` whose new error is not finite gets zeros, as at first.
     """
     # Two products and a sum, each rounded, as in the reference. ``rest`` is 1 - beta, rounded on the host.
     lower = old_lower * beta + lost_lower * rest
