@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeropp.config import Config, ConfigError, load_config
-from zeropp.config.outside import OutsideKeys
+from zeropp.config.inert import OutsideKeys
 
 STAGE = {"zero_optimization": {"stage": 3}}
 # what is tested here seldom depends on the stage

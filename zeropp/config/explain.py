@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from zeropp.config.base import Block, spellings
 from zeropp.config.describe import blocks, expected_text, nested_block, shortened
-from zeropp.config.outside import OutsideKeys
+from zeropp.config.inert import OutsideKeys
 
 Location = Sequence[int | str]
 

@@ -114,3 +114,6 @@ class DataTypesConfig(Block):
 
     buffer_dtype: Dtype | None = None
     """Type that floating module buffers are converted to; `null` leaves each as it is."""
+
+    keep_in_fp32_modules: tuple[str, ...] | None = None
+    """Modules, by parts of their names, whose parameters are computed with in fp32 though `bf16` is enabled."""

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from zeropp.config.base import Block, spellings
 from zeropp.config.describe import blocks, bounds_text, type_text, value_text
-from zeropp.config.outside import OutsideKeys
+from zeropp.config.inert import OutsideKeys
 from zeropp.config.support import SUPPORT, Kind, Support, accepted_values
 from zeropp.config.top import Config
 
@@ -19,6 +19,8 @@ from zeropp.config.top import Config
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 TOP = "Top level"
 OUTSIDE = "Keys of other DeepSpeed features"
+
+_ORDER = {Kind.EFFECT: 0, Kind.BLOCK: 0, Kind.IDLE: 1, Kind.UNREAD: 1, Kind.LIMITED: 2, Kind.GOVERNED: 2}
 
 _INTRODUCTION = """\
 # Configuration
@@ -99,7 +101,9 @@ def _section(title: str, model: type[Block], names: Sequence[str]) -> str:
         "| key | type | default | bounds | description | this version |",
         "|---|---|---|---|---|---|",
     ]
-    rows.extend(_row(model, name) for name in names)
+    # What works first, then what changes nothing, then what is refused; as they were defined among each.
+    owner = Config if model is OutsideKeys else model
+    rows.extend(_row(model, name) for name in sorted(names, key=lambda name: _ORDER[SUPPORT[owner][name].kind]))
     if model.retired:
         rows.extend(["", "Deprecated keys, each accepted with one warning:", ""])
         rows.extend(f"- `{old}`: now {new}" for old, new in model.retired.items())

@@ -11,19 +11,16 @@ from zeropp.config.base import Block, notify, spellings
 from zeropp.config.describe import nested_block, value_text
 from zeropp.config.errors import UnsupportedConfigError
 from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
+from zeropp.config.inert import CheckpointConfig, CompileConfig, OutsideKeys, ParallelWriteConfig
 from zeropp.config.leaf import LeafModuleConfig
 from zeropp.config.loco import LocoConfig
 from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
-from zeropp.config.outside import OutsideKeys
 from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Fp16Config
 from zeropp.config.runtime import (
     ActivationCheckpointingConfig,
     AioConfig,
-    CheckpointConfig,
-    CompileConfig,
     NamedBlock,
     OptimizerConfig,
-    ParallelWriteConfig,
     SchedulerConfig,
 )
 from zeropp.config.top import Config
@@ -87,7 +84,7 @@ _ZERO = {
         "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
         "allgather_partitions allgather_bucket_size sub_group_size allgather_sequential "
         "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params round_robin_gradients "
-        "memory_efficient_linear enable_sanity_checks",
+        "memory_efficient_linear enable_sanity_checks compute_grad_norm parameter_alignment",
     ),
     # The last two are errors already when the configuration is loaded.
     **_each(
@@ -140,6 +137,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "grad_accum_dtype": _only(None, "fp32", remedy='set "fp32"'),
         "param_dtype": LATER,
         "buffer_dtype": EFFECT,
+        "keep_in_fp32_modules": _only(None, remedy="build those modules in fp32 without the bf16 block"),
     },
     ExtensionConfig: {
         **_each(

@@ -10,13 +10,11 @@ from pydantic import AllowInfNan, BeforeValidator, Field, model_validator
 from zeropp.config.base import Count, NonNegative, Positive, PositiveReal, alias, notify, number
 from zeropp.config.batch import Triple, resolve_batch
 from zeropp.config.extension import ExtensionConfig
-from zeropp.config.outside import OutsideKeys
+from zeropp.config.inert import CheckpointConfig, CompileConfig, OutsideKeys
 from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Dtype, Fp16Config
 from zeropp.config.runtime import (
     ActivationCheckpointingConfig,
     AioConfig,
-    CheckpointConfig,
-    CompileConfig,
     OptimizerConfig,
     SchedulerConfig,
 )

@@ -137,6 +137,14 @@ class ZeroConfig(Block):
     legacy_stage1: bool = False
     """An old implementation of stage 1. True is an error."""
 
+    compute_grad_norm: bool = True
+    """Asks for the norm of gradients where clipping does not. Nothing is left to do: the vector by which ranks agree on
+    a step carries it anyway."""
+
+    parameter_alignment: Count | None = None
+    """Elements to a multiple of which parameters are padded in a buffer. Nothing is left to do: each begins on a block
+    of 256."""
+
     round_robin_gradients: bool = False
     """Asks to deal gradients out to ranks in turn, so that all ranks copy at once. Nothing is left to do:
     each rank owns a piece of every unit."""
