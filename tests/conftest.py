@@ -29,13 +29,53 @@ with contextlib.suppress(ImportError):  # bench/gpu.sh needs no hypothesis
     hypothesis.settings.load_profile("patient")
 
 
+# Beginnings of names of tests that tell most of each room in two minutes: `pytest -m fast`.
+FAST = (
+    "tests/unit/test_house.py::test_dependencies",
+    "tests/unit/test_house.py::test_rooms",
+    "tests/unit/test_house.py::test_modules",
+    "tests/unit/test_house.py::test_ruff",
+    # partition, config, plan
+    "tests/unit/test_topology.py",
+    "tests/unit/test_layout.py",
+    "tests/unit/test_units.py",
+    "tests/unit/test_config_load.py",
+    "tests/unit/test_config_rules.py",
+    "tests/unit/test_config_support.py",
+    "tests/unit/test_plan_memory.py",
+    # comm, wire, kernels
+    "tests/unit/test_streams.py",
+    "tests/unit/test_ledger.py",
+    "tests/unit/test_accounts.py",
+    "tests/unit/test_encoding.py",
+    "tests/kernels/test_statement.py",
+    "tests/distributed/test_quantized.py::test_every_rank_computes_with_the_decoded_weights[1-stage 3]",
+    # order, engine, params
+    "tests/unit/test_prefetch.py",
+    "tests/unit/test_window.py",
+    "tests/order/test_order.py::test_equal",
+    "tests/order/test_order.py::test_two_ranks_two_steps[first0]",
+    "tests/order/test_programs.py",
+    "tests/distributed/test_walk.py::test_the_way_from_a_hook_to_a_collective_is_short[stage 3]",
+    "tests/distributed/test_golden.py::test_configurations",
+    # optimizer, access, setup, fsdp2
+    "tests/distributed/test_parity_steps.py::test_optimizers[AdamW]",
+    "tests/distributed/test_gathered.py::test_values_are_those_of_the_main_weights",
+    "tests/distributed/test_recipes.py",
+    "tests/distributed/test_warnings.py",
+    "tests/distributed/test_fsdp2.py::test_the_divide_factor_replaces_the_mean",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run."""
+    """Skip, with the reason, what this machine cannot run; mark what is fast."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
     not_root = pytest.mark.skip(reason="needs root (network namespaces)")
     has_gpu = torch.cuda.is_available()
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
     for item in items:
+        if item.nodeid.startswith(FAST) and not item.get_closest_marker("campaign"):
+            item.add_marker(pytest.mark.fast)
         if item.get_closest_marker("gpu") and not has_gpu:
             item.add_marker(no_gpu)
         if item.get_closest_marker("root") and not is_root:

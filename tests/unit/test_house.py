@@ -214,6 +214,16 @@ def test_every_argument_is_annotated() -> None:
     assert missing == []
 
 
+def test_fast_tests_exist() -> None:
+    """Each beginning in the list of conftest.py is of a file, and of a test in it."""
+    from tests.conftest import FAST
+
+    for beginning in FAST:
+        file, _, name = beginning.partition("::")
+        text = (ROOT / file).read_text()
+        assert re.search(rf"^def {re.escape(name.partition('[')[0])}", text, re.MULTILINE), f"{beginning} is no test"
+
+
 def run_tool(name: str, *arguments: str) -> None:
     """Run `python -m name`; its findings become the failure message."""
     if importlib.util.find_spec(name) is None:
