@@ -221,5 +221,5 @@ def gathers(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
 def live(units: Sequence[Unit], *, held: bool) -> int:
     """Elements of gathered units that the call stack or an unfinished gradient holds, or of the others."""
     return sum(
-        u.numel for u in units if not u.persistent and u.state is not UnitState.SHARDED and (u.holds > 0) is held
+        u.numel for u in units if not u.persistent and u.state is not UnitState.SHARDED and (u.users > 0) is held
     )

@@ -129,7 +129,7 @@ RECIPE = Recipe("gpt", torch.float32, steps=3, accumulation=2, how="no_sync", ze
 
 @pytest.mark.parametrize("place", PLACES)
 def test_one_place_on_one_rank(place: str) -> None:
-    world, nodes = (4, 2) if place == "after a stage" else (2, 1)  # one node has one kind of link, and one stage
+    world, nodes = (4, 2) if place == "between links" else (2, 1)  # one node has one kind of link
     check_delays(world, nodes, RECIPE, [([place], [0], 0), ([place], [1], 1)], budget=0.3)
 
 
@@ -155,7 +155,8 @@ def test_weights_renewed_by_differences(codec: str, zero: dict[str, object]) -> 
     extension, top = {"weight_codec": codec}, {"bf16": {"enabled": True}}
     settings: dict[str, object] = {**zero, "zero_quantized_gradients": True, "zeropp_loco_param": {}}
     recipe = Recipe("gpt", torch.float32, steps=4, evaluate=True, zero=settings, extension=extension, top=top)
-    places = ["reduce hop", "gather hop", "boundary sum", "refresh copy", "after a stage", "queueing", "wait", "step"]
+    places = ["reduce hop", "gather hop", "boundary sum", "queueing a refresh", "between links", "queueing", "wait"]
+    places.append("step")
     places += ["counting", "agreeing on sizes"] if codec == "lossless" else []
     check_delays(4, 2, recipe, [(places, [0, 1, 2, 3], 2), (places, [0], 3), (places, [3], 4)])
 
@@ -172,9 +173,9 @@ def test_every_place_everywhere(model: str, place: str) -> None:
         threshold = zero.get("stage3_param_persistence_threshold", 0)
         if threshold == 10**6 and place in ("freeing", "agreement", "gather copy"):
             continue  # all weights are whole: nothing is freed or fetched
-        if threshold == 0 and place == "refresh copy":
+        if threshold == 0 and place == "queueing a refresh":
             continue  # no weights are kept: nothing is refreshed
-        if place != "after a stage":  # one node has one kind of link, and one stage
+        if place != "between links":  # one node has one kind of link
             check_delays(2, 1, recipe, [([place], [0], 4), ([place], [1], 5), ([place], [0, 1], 6)], budget=1.0)
         check_delays(4, 2, recipe, [([place], [seed % 4], seed) for seed in range(4)], budget=1.0)
 
@@ -186,8 +187,8 @@ def train_impatiently(recipe: Recipe) -> list[str]:
     base = train_zero(recipe)
     original = streams.ThreadStream.run
 
-    def run(self: streams.ThreadStream, work: Callable[[], None]) -> Any:
-        event = original(self, work)
+    def run(self: streams.ThreadStream, *works: Callable[[], object], **more: Any) -> Any:
+        event = original(self, *works, **more)
         if self._thread.name.startswith("zeropp reduce"):
             return streams._DONE  # sabotage: as if the reduction had been waited for
         return event
