@@ -19,36 +19,36 @@ class Run:
 
     gathers: int  # units issued, in total
     demanded: int  # of these, issued at the very use that needs them
-    most_held: int  # elements held beside the unit in use, at the worst moment
+    most_held: int  # elements live beside the unit in use, at the worst moment
     most_ahead: int  # elements issued and not yet used
-    held: frozenset[int]
+    live: frozenset[int]
 
 
 def carry_out(plan: Plan, uses: list[int], live: frozenset[int], numel: list[int]) -> Run:
     """Follow a plan as the schedule does; any disorder is an assertion."""
-    held, ahead = set(live), set()
+    live, ahead = set(live), set()
     gathers = demanded = most_held = most_ahead = 0
     assert len(plan.issue) == len(plan.drop) == len(uses)
     for use, issue, drop in zip(uses, plan.issue, plan.drop, strict=True):
         for position, unit in enumerate(issue):
-            assert unit not in held, f"unit {unit} is issued while it is held"
+            assert unit not in live, f"unit {unit} is issued while it is live"
             assert unit != use or position == 0, "the unit in use is not the first to be issued"
-            held.add(unit)
+            live.add(unit)
             if unit != use:
                 ahead.add(unit)
             gathers += 1
             demanded += unit == use
-        assert use in held, f"unit {use} is used and was never issued"
+        assert use in live, f"unit {use} is used and was never issued"
         ahead.discard(use)
         most_ahead = max(most_ahead, sum(numel[unit] for unit in ahead))
         # What gives way to a unit fetched ahead does so at this use; the unit in use comes on top until it is over.
         for unit in drop:
-            assert unit in held, f"unit {unit} is dropped and not held"
+            assert unit in live, f"unit {unit} is dropped and not live"
             assert unit not in ahead, f"unit {unit} is dropped before the use it was fetched for"
-            held.remove(unit)
-        most_held = max(most_held, sum(numel[unit] for unit in held - {use}), sum(numel[unit] for unit in held))
-    assert plan.held == held
-    return Run(gathers, demanded, most_held, most_ahead, plan.held)
+            live.remove(unit)
+        most_held = max(most_held, sum(numel[unit] for unit in live - {use}), sum(numel[unit] for unit in live))
+    assert plan.live == live
+    return Run(gathers, demanded, most_held, most_ahead, plan.live)
 
 
 @dataclass
@@ -116,7 +116,7 @@ def test_limits_of_zero(case: Case) -> None:
     """Any single limit of 0 turns off what it bounds; all of them leave gathers at the moment of need."""
     uses, ahead, numel = case.uses, case.lookahead, case.numel
     none = make_plan(uses, ahead, frozenset(), numel, Limits(0, 0, 0))
-    assert none.issue == tuple((unit,) for unit in uses) == none.drop and none.held == frozenset()
+    assert none.issue == tuple((unit,) for unit in uses) == none.drop and none.live == frozenset()
     assert make_plan(uses, ahead, frozenset(), numel, Limits(HUGE, 0, HUGE)) == none
     no_prefetch = make_plan(uses, ahead, frozenset(), numel, Limits(0, case.limits.live, case.limits.reuse))
     assert all(set(issue) <= {unit} for unit, issue in zip(uses, no_prefetch.issue, strict=True))
@@ -134,16 +134,16 @@ def test_without_limits_each_unit_is_fetched_once(case: Case) -> None:
     needed = (set(case.uses) | set(case.lookahead) if case.uses else set()) - case.live
     assert run.gathers == len(needed)
     assert run.demanded <= 1, "only the first use can find its unit missing"
-    assert run.held - case.live <= set(case.lookahead), "held for nothing"
+    assert run.live - case.live <= set(case.lookahead), "kept for nothing"
 
 
 @given(cases(start_empty=True))
 @settings(max_examples=200)
 def test_nothing_is_held_for_a_use_that_never_comes(case: Case) -> None:
     run = case.run()
-    assert run.held <= set(case.lookahead)
+    assert run.live <= set(case.lookahead)
     case.lookahead = []
-    assert case.run().held == frozenset()
+    assert case.run().live == frozenset()
 
 
 @given(cases())
@@ -152,8 +152,8 @@ def test_nothing_is_held_for_a_use_that_never_comes(case: Case) -> None:
 def test_the_lookahead_never_costs_a_gather(case: Case) -> None:
     """Gathers of this phase and, on demand, the next, with and without looking ahead to it."""
     seen = case.run()
-    after = make_plan(case.lookahead, [], seen.held, case.numel, case.limits)
-    with_it = seen.gathers + carry_out(after, case.lookahead, seen.held, case.numel).gathers
+    after = make_plan(case.lookahead, [], seen.live, case.numel, case.limits)
+    with_it = seen.gathers + carry_out(after, case.lookahead, seen.live, case.numel).gathers
     most = len(case.uses) + len(case.lookahead)
     assert with_it <= most + len(case.live)
 
@@ -165,7 +165,7 @@ def test_prefetch_hides_every_gather_but_the_first() -> None:
     forward, backward = gpt(6)
     run = Case(forward, backward, frozenset(), [10] * 6, Limits(10, 20, 0)).run()
     assert (run.demanded, run.most_ahead) == (1, 10)
-    assert run.held == frozenset({4}), "the gather of backward's second unit starts at forward's last use"
+    assert run.live == frozenset({4}), "the gather of backward's second unit starts at forward's last use"
 
 
 @pytest.mark.parametrize(("prefetch", "ahead"), [(19, (0, 1)), (20, (0, 1, 2)), (21, (0, 1, 2))])
@@ -178,9 +178,9 @@ def test_one_unit_at_most_overtakes_the_one_in_use() -> None:
     """Backward begins with the unit that forward has just let go: its gather must not wait behind all the others."""
     forward, backward = gpt(6)
     plan = Case(forward, backward, frozenset(), [10] * 6, Limits(HUGE, HUGE, 0)).plan()
-    assert plan.issue[-1] == (4,) and plan.held == frozenset({4})
+    assert plan.issue[-1] == (4,) and plan.live == frozenset({4})
     kept = Case(forward, backward, frozenset(), [10] * 6, Limits(HUGE, HUGE, HUGE)).plan()
-    assert kept.held == frozenset(range(6)), "a unit that is kept keeps no one waiting"
+    assert kept.live == frozenset(range(6)), "a unit that is kept keeps no one waiting"
 
 
 def test_reuse_is_bounded_by_distance() -> None:
@@ -201,8 +201,8 @@ def test_a_nearer_reuse_wins() -> None:
 def test_forward_keeps_its_last_units_for_backward() -> None:
     forward, backward = gpt(6)
     plan = make_plan(forward, backward, frozenset(), [10] * 6, Limits(0, 30, HUGE))
-    assert plan.held == frozenset({3, 4, 5})
-    second = make_plan(backward, [], plan.held, [10] * 6, Limits(0, 30, HUGE))
+    assert plan.live == frozenset({3, 4, 5})
+    second = make_plan(backward, [], plan.live, [10] * 6, Limits(0, 30, HUGE))
     assert [unit for issue in second.issue for unit in issue] == [2, 1, 0]
 
 
@@ -213,8 +213,8 @@ def test_forward_keeps_its_last_units_for_backward_with_prefetch() -> None:
     limits = Limits(HUGE, 10 * room, HUGE)
     plan = make_plan(forward, backward, frozenset(), [10] * layers, limits)
     first = carry_out(plan, forward, frozenset(), [10] * layers)
-    second = Case(backward, [], plan.held, [10] * layers, limits).run()
-    assert second.demanded == 0, f"backward waits for a gather that forward could have spared: it held {plan.held}"
+    second = Case(backward, [], plan.live, [10] * layers, limits).run()
+    assert second.demanded == 0, f"backward waits for a gather that forward could have spared: it kept {plan.live}"
     assert first.gathers + second.gathers == 2 * layers - room
 
 
@@ -229,7 +229,7 @@ def test_prefetch_costs_a_stack_of_layers_no_reuse(layers: int, room: int, ahead
         limits = Limits(prefetch, 10 * room, HUGE)
         plan = make_plan(forward, backward, frozenset(), numel, limits)
         first = carry_out(plan, forward, frozenset(), numel)
-        return first.gathers + Case(backward, [], plan.held, numel, limits).run().gathers
+        return first.gathers + Case(backward, [], plan.live, numel, limits).run().gathers
 
     assert gathers(10 * min(ahead, room)) <= gathers(0)
 

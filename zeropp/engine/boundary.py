@@ -132,8 +132,8 @@ class Boundary:
         """
         if self._verdict is None:
             values = self._exchange()
-            # Each turn sends, on every rank, what some rank still had. The norm counts only once nothing is left to
-            # send.
+            # Each turn sends, on every rank, what some rank still had: see [Note: late gradients]. The norm counts only
+            # once nothing is left to send.
             spoiled = False
             while late := self._late(values):
                 # Asked before anything is sent: sending changes the shards, and what was in them could not be compared

@@ -337,7 +337,7 @@ class Engine:
             if not stepped:
                 buffer.invalidate_cache()
         self._backward.forget_whole()
-        self.hooks.forget_graphs()  # of older weights
+        self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
         self.schedule.release_planned()
         (self.refresh.put_off if for_now else self.refresh.start)()
 

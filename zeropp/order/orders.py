@@ -95,8 +95,10 @@ class _Variants:
 
     def add(self, sequence: CollectiveOrder) -> None:
         sequence = next((other for other in self.known if other == sequence), sequence)
+        # A second order of one kind: the third may be yet another.
         self.varies |= bool(self.known) and sequence not in self.known
         self.known = [sequence, *(other for other in self.known if other is not sequence)][:_VARIANTS]
+        # One successor each: what came after it the last time is the best guess there is.
         if self.last is not None:
             kept = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
             self.successors = [*kept, (self.last, sequence)]
@@ -126,6 +128,7 @@ class KnownOrders:
         Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
         to use more units; or there are modules that have not been used yet, and any rank's data may call for them.
         """
+        # See [Note: how ranks may diverge].
         if self._known[key].varies or not self._units[key[0]].issubset(sequence.uses):
             return True
         if key[0] == "forward":
@@ -134,6 +137,7 @@ class KnownOrders:
 
     def note_silent(self, key: PhaseKey) -> None:
         """Note that nothing is gathered in this kind of phase: there is nothing to learn; a rank may run it alone."""
+        # Remembered as empty, it is followed from the first time on, and following says nothing.
         if key not in self._known:
             self.remember(key, CollectiveOrder())
 
@@ -161,6 +165,7 @@ class KnownOrders:
 
     def postpone(self, key: PhaseKey, units: dict[int, int]) -> None:
         """Gradients of ``units`` (with how many parameters each) came late: expect them at the end, from now on."""
+        # See [Note: late gradients].
         if key in self._known:
             self._known[key].replace(lambda sequence: sequence.postpone(units))
 

@@ -15,7 +15,7 @@ class Limits:
 
     Attributes:
         prefetch: fetched ahead of use at any time (``stage3_prefetch_bucket_size``); one unit may be larger.
-        live: held beside the unit in use, fetched ahead or kept for reuse (``stage3_max_live_parameters``).
+        live: elements beside the unit in use, fetched ahead or kept for reuse (``stage3_max_live_parameters``).
         reuse: a unit is kept if it is used again within this many elements of uses, its own included
             (``stage3_max_reuse_distance``).
     """
@@ -32,12 +32,12 @@ class Plan:
     Attributes:
         issue: units whose gather starts at this use, in order; the used unit first if it must be fetched.
         drop: units the plan no longer holds after this use.
-        held: units the plan still holds at the end of the sequence.
+        live: units that stay gathered at the end of the sequence.
     """
 
     issue: tuple[tuple[int, ...], ...]
     drop: tuple[tuple[int, ...], ...]
-    held: frozenset[int]
+    live: frozenset[int]
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Walk:
     horizon: Sequence[int]
     numel: Sequence[int]
     limits: Limits
-    held: set[int]  # live by the plan's will, the unit in use aside
+    live: set[int]  # gathered by the plan's will, the unit in use aside
     ahead: set[int]  # of these, fetched and not yet used
 
     def __post_init__(self) -> None:
@@ -63,15 +63,15 @@ class _Walk:
         index = bisect_right(places, after)
         return places[index] if index < len(places) else None
 
-    def held_numel(self) -> int:
-        return sum(self.numel[unit] for unit in self.held)
+    def live_numel(self) -> int:
+        return sum(self.numel[unit] for unit in self.live)
 
     def make_room(self, numel: int, needed_at: int, now: int) -> list[int] | None:
         """Units kept for a use later than ``needed_at`` to let go, furthest first; None if that is not enough."""
-        excess = self.held_numel() + numel - self.limits.live
+        excess = self.live_numel() + numel - self.limits.live
         if excess <= 0:
             return []
-        later = [(self.next_use(unit, now), unit) for unit in self.held - self.ahead]
+        later = [(self.next_use(unit, now), unit) for unit in self.live - self.ahead]
         victims = []
         for use, unit in sorted(((len(self.horizon) if u is None else u, unit) for u, unit in later), reverse=True):
             if excess <= 0 or use <= needed_at:
@@ -100,7 +100,7 @@ class _Walk:
                 if position > now + 1:
                     break
                 overtaking = True
-            if unit == current or unit in self.held:
+            if unit == current or unit in self.live:
                 continue
             numel = self.numel[unit]
             # One unit may pass the limit alone, or large units would never overlap; 0 still means none.
@@ -110,9 +110,9 @@ class _Walk:
             victims = self.make_room(numel + (self.numel[current] if sooner else 0), position, now)
             if victims is None:
                 break
-            self.held.difference_update(victims)
+            self.live.difference_update(victims)
             dropped += victims
-            self.held.add(unit)
+            self.live.add(unit)
             self.ahead.add(unit)
             fetched.append(unit)
             outstanding += numel
@@ -129,8 +129,8 @@ class _Walk:
         victims = self.make_room(self.numel[unit], again, now)
         if victims is None:
             return []
-        self.held.difference_update(victims)
-        self.held.add(unit)
+        self.live.difference_update(victims)
+        self.live.add(unit)
         return victims
 
 
@@ -142,19 +142,19 @@ def make_plan(
     Args:
         uses: units in agreed order of use.
         lookahead: uses expected in the phase after this one.
-        live: units held from before.
+        live: units live from before.
         numel: elements of each unit.
         limits: bounds.
     """
     walk = _Walk([*uses, *lookahead], numel, limits, set(live), set())
     issue, drop = [], []
     for step, unit in enumerate(uses):
-        issued = [] if unit in walk.held else [unit]
-        walk.held.discard(unit)
+        issued = [] if unit in walk.live else [unit]
+        walk.live.discard(unit)
         walk.ahead.discard(unit)
         fetched, dropped = walk.prefetch(step)
         victims = walk.keep(step)
         issue.append((*issued, *fetched))
         gone = [other for other in (*victims, *dropped) if other != unit]
-        drop.append((*gone, *(() if unit in walk.held else (unit,))))
-    return Plan(tuple(issue), tuple(drop), frozenset(walk.held))
+        drop.append((*gone, *(() if unit in walk.live else (unit,))))
+    return Plan(tuple(issue), tuple(drop), frozenset(walk.live))

@@ -1,9 +1,11 @@
 """When gradients are sent: in the agreed order, each as soon as it is complete and its turn has come.
 
 [Note: one order] Every rank issues the same gathers and reductions in one order, or ranks whose devices run them in
-another would wait for each other for ever. So a reduction has its place among the uses of units. A rank that comes to
-the next use first sends what is due before it, complete or not: gradients that come later are found at the end of the
-phase or at the boundary, where all ranks send that unit again.
+another would wait for each other for ever. So a reduction has its place among the uses of units.
+
+[Note: late gradients] A rank that comes to the next use first sends what is due before it, complete or not. Gradients
+that come later stay in ``.grad``, and are found at the end of a phase that ends with a round, or at the boundary: all
+ranks send that unit again, and from then on expect it at the end of such phases.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Reductions:
         self._counts: list[list[int]] = []
         self._missing: list[int] = []
         self.update_trained()
+        # Of the order that is followed; None while learning, where each trained parameter is expected once.
         self._expected: dict[int, tuple[int, ...]] | None = None
         self._order: tuple[tuple[int, int], ...] = ()  # see CollectiveOrder.reductions; of these, what is left
         self._turn = 0
@@ -70,6 +73,7 @@ class Reductions:
         """Follow another sequence from here on."""
         self._expected = sequence.fires if sequence is not None else None
         order = sequence.reductions if sequence is not None else ()
+        # What was sent under the order before stays sent: a second message would count it twice.
         self._order = tuple((unit, uses) for unit, uses in order if unit not in self._done)
         self._turn = 0
         for index, counts in enumerate(self._counts):
@@ -85,8 +89,10 @@ class Reductions:
         self._missing[index] -= 1
         if self._missing[index] > 0:
             return False
+        # A unit that forward used twice may have a second gradient to come. While learning nobody knows how many;
+        # at the end of this backward it will be known.
         if self._expected is None and index in self.reused:
-            return True  # there may be more to come; at the end of this backward it will be known
+            return True
         self._ready.append(index)
         if self._expected is not None:
             self._send(self._may_go)
@@ -137,6 +143,7 @@ class Reductions:
 
     def issue_common(self, offers: list[list[int]], uses: int) -> None:
         """Send the units that every rank offers, while a phase is learned, after the gathers of ``uses`` uses."""
+        # In the order of the group's first rank: any would do that all know.
         for index in offers[0]:
             if index >= 0 and all(index in offered for offered in offers):
                 self._ready.remove(index)
@@ -151,9 +158,11 @@ class Reductions:
         if len({hold for hold, _, _ in accounts}) > 1:
             raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
         fires: dict[int, tuple[int, ...]] = {}
+        # The most that any rank had: one with fewer sends when its turn comes at the latest, see `before_use`.
         for _, _, counts in accounts:
             for index, count in counts.items():
                 fires[index] = tuple(map(max, count, fires.get(index, count)))
+        # Whatever any rank has left, in the order of ranks; the others send zeros.
         for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
             self._issue(index, uses)
         self.wait(0)
@@ -201,6 +210,7 @@ class Reductions:
     def _left(self) -> list[int]:
         """Units of which this rank has gradients that this backward should have taken and has not."""
         hold = self.hold
+        # From the last unit to the first, as backward goes: the first wanted by the next forward is sent last.
         return [
             unit.index
             for unit in reversed(self.units)
@@ -232,6 +242,7 @@ class Reductions:
         self._done[index] = uses
         self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
         for gradient in unit.gradients:
+            # Before the next message is made: its memory is what back-pressure is to bound.
             self._make_room()
             with span("pack", unit.name):
                 message = gradient.pack(hold=hold)

@@ -1,4 +1,10 @@
-"""Renewing what is cached between uses, once main weights have changed."""
+"""Renewing what is cached between uses, once main weights have changed.
+
+[Note: cached weights] What is cached carries the version of the main weights it was made of. A step, a load and an edit
+make a new version; `Refresh.start` then queues the renewal of every unit in the order of the next forward, and returns.
+A gather from a secondary shard waits for its unit's refresh on the lane, a first use of a persistent unit on the host;
+and whoever would use an older version is refused (`Unit._check_cached`), since no rank could tell it from the values.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +71,7 @@ class Refresh:
     def start(self) -> None:
         """Start renewing all that is stale, portion by portion; so a rank may start several at once, and others not."""
         self.is_put_off = False
+        # Portions double, so that the first units travel at once and the last cost few agreements.
         position, stale = 0, []
         for unit in self._schedule.in_forward_order():
             if unit.stale:
@@ -85,6 +92,7 @@ class Refresh:
 
     def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
         """Queue the agreement on what is sent; returns what tells of it, on any lane."""
+        # Their messages differ in size from step to step, and ranks must give collectives the same sizes.
         counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
         crowded: set[FlatBuffer] = set()
         agreed: Event | None = None
@@ -96,6 +104,7 @@ class Refresh:
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
+                # On the lane: the host goes on, and refreshes behind it on other lanes wait for the event.
                 agreed = self.lanes.stream("cross").run(agree)
 
         def differs(buffer: FlatBuffer) -> bool:

@@ -4,6 +4,11 @@ While a phase is being *learned*, each need is a round of agreement: ranks say w
 the first one wanted, and a rank goes on when its own has come. The units so gathered are the phase's sequence, the
 union over ranks. While a sequence is *followed*, nothing is said: a rank that uses the unit at position j first issues
 what the plan starts at positions up to j, also for units only others need, and the reductions that lie between.
+
+[Note: how ranks may diverge] A rank may pass over units of the order or come to them in another: what it gathers for
+others it retains. Where it needs a unit that is not to come, it goes through the whole order first, as the others do,
+and asks at the end. They wait for it there in phases that have varied or may (`KnownOrders.vary`); in others nobody
+would hear, and the error names both places. Ranks that come to one new place together leave the order there.
 """
 
 from __future__ import annotations

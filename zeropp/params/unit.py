@@ -153,6 +153,7 @@ class Unit:
         return any(buffer.stale for buffer in self.buffers)
 
     def _check_cached(self) -> None:
+        # See [Note: cached weights].
         if self.stale:
             versions = [(buffer.cached_version, buffer.version) for buffer in self.buffers]
             raise RuntimeError(
