@@ -61,3 +61,21 @@ def test_a_sum_of_backwards_beyond_float16_may_be_held(name: str) -> None:
     for skipped, weight in run_ranks(4, stepped, PLACED[name], 2, False, local_world_size=2):
         assert skipped == 0
         torch.testing.assert_close(weight, expected, rtol=2**-9, atol=0)
+
+
+def many_groups() -> Tensor:
+    """A step of sixteen times two backwards, whose sum, 2^-21, is near the smallest that float16 has."""
+    model = Steep()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=2.0**14), model, make_config())
+    for _ in range(16):
+        with optimizer.no_sync():
+            (model() / SLOPE * 2.0**-22).backward()
+        (model() / SLOPE * 2.0**-22).backward()
+    optimizer.step()
+    return zeropp.full_state(model)["weight"]
+
+
+def test_room_is_kept_for_what_is_sent_together() -> None:
+    """Not for what was sent before, which would make small gradients vanish in time."""
+    for weight in run_ranks(4, many_groups, local_world_size=2):
+        torch.testing.assert_close(weight, torch.full((300,), 1 - 16 * 2.0**-7), rtol=0, atol=2.0**-12)

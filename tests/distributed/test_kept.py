@@ -27,10 +27,10 @@ KEPT: dict[str, dict[str, object]] = {
 
 
 class Stack(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.blocks = nn.ModuleList(Block(16) for _ in range(4))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -443,3 +443,24 @@ def test_first_weights_travel_while_the_last_are_stepped(name: str) -> None:
         assert steps == [0, 2, 4] and done[1] == "refresh blocks.0" and done[3] == "refresh blocks.1", done
         assert len({what for what in done if what.startswith("refresh")}) == 4
         assert whole and all(torch.equal(value, expected[key]) for key, value in weights.items())
+
+
+def long_pieces(settings: dict[str, object], kind: type[Any]) -> tuple[dict[str, Tensor], int]:
+    """Weights after four steps; the most slices of one unit that are on this rank."""
+    model = Stack(64).double()
+    optimizer = zeropp.ZeroOptimizer(kind(model.parameters(), lr=0.1), model, make_config(**settings))
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.full((2, 64), 1.0 + step + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    units = [piece.unit for piece in optimizer._slices.stepped]
+    return zeropp.full_state(model), max(units.count(unit) for unit in units)
+
+
+@pytest.mark.parametrize("name", ["hpz", "stage 2"])
+def test_all_slices_of_a_unit_are_stepped_once(name: str) -> None:
+    results = run_ranks(4, long_pieces, KEPT[name], torch.optim.AdamW, local_world_size=2)
+    others = run_ranks(4, long_pieces, KEPT[name], Unknown, local_world_size=2)
+    assert max(count for _, count in results) > 1
+    for (weights, _), (expected, _) in zip(results, others, strict=True):
+        assert all(torch.equal(value, expected[key]) for key, value in weights.items())

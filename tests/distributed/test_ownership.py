@@ -263,3 +263,18 @@ def test_what_cannot_be_wrapped_again(how: str) -> None:
     for failure in run_ranks(2, refused, how, catch=True, timeout=40):
         assert isinstance(failure, RankFailure) and failure.type_name == "ValueError"
         assert re.search(REFUSED[how], failure.message), failure.message
+
+
+def outlived() -> bool:
+    """A module outside the model that was told to use a parameter of it, after the model has gone."""
+    model, outside, x = nn.Linear(8, 8), nn.Identity(), torch.ones(2, 8)
+    train(model, make_config())
+    zeropp.zero.register_external_parameter(outside, model.weight)
+    outside(x)
+    del model
+    gc.collect()
+    return torch.equal(outside(x), x)
+
+
+def test_a_module_outside_outlives_the_model() -> None:
+    assert all(run_ranks(2, outlived))

@@ -783,6 +783,24 @@ def test_a_group_that_comes_after_backward_has_its_gradients_at_once() -> None:
     check(run_ranks(2, scaled))
 
 
+def added_early() -> list[bool]:
+    """Whether slices of a group that is added where no gradient is have one: at the start, and between two steps."""
+    model = Tower().double()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), model, make_config())
+    shown = []
+    for added in (model.blocks[0], model.blocks[1]):
+        optimizer.add_param_group({"params": added.parameters()})
+        shown += [p.grad is not None for group in optimizer.param_groups for p in group["params"]]
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+    return shown
+
+
+def test_a_group_that_comes_before_backward_has_no_gradients() -> None:
+    for shown in run_ranks(2, added_early):
+        assert shown and not any(shown)
+
+
 def in_inference_mode(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Validation comes first after a block is unfrozen, and a group is added in inference mode."""
     model = Tower().double()

@@ -379,6 +379,15 @@ def test_a_buffer_of_its_own_that_is_too_short_becomes_persistent() -> None:
     assert sorted(n for u in units for n in u.parameters) == sorted(floating(model))
 
 
+def test_buffers_of_several_units_are_each_too_short() -> None:
+    """Together they would be long enough, but no two are gathered together."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(10)))  # one block each
+    model[0].requires_grad_(False)
+    model[5].requires_grad_(False)
+    units = form_units(model, 1, options(unit_min_blocks=2))
+    assert {n for u in units if u.persistent for n in u.parameters} == {"0.weight", "5.weight"}
+
+
 def test_adapters_do_not_make_their_layers_persistent() -> None:
     """A layer is just too short without its adapter and just long enough with it: then neither buffer is."""
     layers = []
