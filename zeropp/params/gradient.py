@@ -202,9 +202,12 @@ class Gradient:
         headroom = path.codec.headroom(self.layout.world)
         yield from path.reduce(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
         yield
+        # Sums end over the links on which the way back begins, so this lane is the last that touches a piece.
         used_here(piece)
         used_here(whole)
         yield from replicas.gather(piece, replicas.places(whole), unit)
+        # The way back may end on a third lane, as where what was held goes on between nodes first.
+        used_here(whole)
         # One message, so this is a cast, a scale and perhaps an addition.
         sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
 
