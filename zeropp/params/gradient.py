@@ -206,7 +206,7 @@ class Gradient:
         used_here(piece)
         used_here(whole)
         yield from replicas.gather(piece, replicas.places(whole), unit)
-        # The way back may end on a third lane, as where what was held goes on between nodes first.
+        # The way back may end on another lane than it began on, as where what was held goes on between nodes first.
         used_here(whole)
         # One message, so this is a cast, a scale and perhaps an addition.
         sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
