@@ -111,12 +111,14 @@ class Rank:
         number: of this one.
         sizes: elements of each unit.
         limits: of the prefetch plan.
+        static: whether phases of a kind are promised to be alike.
     """
 
     world: World
     number: int
     sizes: Sequence[int]
     limits: Limits = ENDLESS
+    static: bool = False
     delivered: Counter[int] = field(default_factory=Counter)
     given: Counter[int] = field(default_factory=Counter)
 
@@ -129,7 +131,7 @@ class Rank:
         self.reductions = Reductions(self.units, lanes, agreement, self.issued, 1.0)
         self.schedule = Schedule(
             self.units, lanes, self.reductions, agreement, self.issued, self.limits,
-            lambda key: frozenset(range(len(self.sizes))), log_relearning=False,
+            lambda key: frozenset(range(len(self.sizes))), static=self.static, log_relearning=False,
         )  # fmt: skip
         self.backward_uses = BackwardUses(self.units, self.schedule, self.reductions)
         self.outstanding: list[PhaseKey] = []

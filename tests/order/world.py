@@ -37,12 +37,6 @@ class _Rank:
 
 
 @dataclass
-class _Meeting:
-    here: int = 0
-    answer: bool | None = None
-
-
-@dataclass
 class World:
     """Ranks and what they have issued and exchanged.
 
@@ -66,7 +60,6 @@ class World:
         self._turn = -1
         self._condition = threading.Condition()
         self._said: list[list[tuple[object, object]]] = [[] for _ in range(self.size)]
-        self._meetings: dict[int, _Meeting] = {}
 
     def run(self, program: Callable[[int], _T]) -> list[_T]:
         """Run a program on every rank; returns what each gave.
@@ -117,15 +110,6 @@ class World:
             self._wait_for_turn(self._ranks[number])
             self._ranks[number].ready = None
 
-    def meet(self, number: int, incident: int) -> bool:
-        """Whether all ranks come here before those that do not stand still; a clock with all the time there is."""
-        meeting = self._meetings.setdefault(incident, _Meeting())
-        meeting.here += 1
-        if meeting.here == self.size and meeting.answer is None:
-            meeting.answer = True
-        self.wait(number, lambda: meeting.answer is not None, f"leaving the order, the {incident}. time")
-        return bool(meeting.answer)
-
     def _wait_for_turn(self, rank: _Rank) -> None:
         while self._turn != rank.number:
             self._condition.wait()
@@ -138,10 +122,6 @@ class World:
             return
         failed = any(rank.error is not None for rank in self._ranks)
         able = [rank.number for rank in left if failed or rank.ready is None or rank.ready()]
-        open_meetings = [meeting for meeting in self._meetings.values() if meeting.answer is None]
-        if not able and open_meetings:  # nobody else will come
-            open_meetings[0].answer = False
-            return self._pass_on()
         if not able:
             places = "; ".join(f"rank {r.number} {'has ended' if r.done else f'is {r.doing}'}" for r in self._ranks)
             self._ranks[left[0].number].error = Deadlock(places)
@@ -221,10 +201,6 @@ class Agreement:
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's object."""
         return self.world.exchange(self.rank, doing, value)
-
-    def all_come(self, incident: int) -> bool:
-        """Whether all ranks leave the order at this place."""
-        return self.world.meet(self.rank, incident)
 
     def wait(self, wait: Callable[[float], bool], doing: str, exposed: object = None) -> None:
         """Wait as long as it takes."""

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import torch
 
-from zeropp._compat import default_store
 from zeropp.comm.accounts import Account, explain
 from zeropp.comm.hops import Comm
 from zeropp.comm.stalls import make_stalls
@@ -31,7 +30,6 @@ _WIDTH = 8  # integers in an exchange
 # Kinds of exchanges between passes; the schedule has its own below 100.
 _MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
 
-_TOGETHER = 0.2  # seconds within which ranks that do the same come to the same place
 _TIMED_OUT = "timed? ?out"  # in the words of backends
 _CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
@@ -134,30 +132,6 @@ class Agreement:
         """Every rank's picklable value; for the end of a learned phase and for reports."""
         with self.watching(doing):
             return self.comm.all_gather_objects(value)
-
-    def all_come(self, incident: int) -> bool:
-        """Whether all ranks call this for the same incident at about the same time; one answer for all that call.
-
-        Args:
-            incident: 0, 1, 2, ...; all ranks have agreed on something between one and the next.
-        """
-        comm = self.comm
-        if comm.world == 1 or comm.backend == "fake":
-            return True
-        store, name = default_store(), f"{comm.job}/leave/{incident}"
-        # All ranks have agreed on something since, so none still looks at these keys.
-        if comm.rank == 0 and incident > 1:
-            for key in ("count", "answer"):
-                store.delete_key(f"{comm.job}/leave/{incident - 2}/{key}")
-        # The last to come says "all", unless one that came before has lost patience. Whoever is first to set the answer
-        # decides: compare_set writes to a missing key only, and returns what stands there.
-        if store.add(f"{name}/count", 1) == comm.world:
-            return store.compare_set(f"{name}/answer", "", "all") == b"all"
-        # Short: a rank that has left alone waits this long for nothing.
-        until = time.monotonic() + _TOGETHER
-        while time.monotonic() < until and not store.check([f"{name}/answer"]):
-            time.sleep(0.001)
-        return store.compare_set(f"{name}/answer", "", "some") == b"all"
 
     def failure(self, doing: str, call: str = "", phase: str = "", *, waited: bool = False) -> RuntimeError:
         """The error to raise when waiting is over: the likely cause, and what each rank was doing.

@@ -50,6 +50,12 @@ class ExtensionConfig(Block):
     """Seconds after which a rank that waits for others logs once who waits where; long before
     `hang_timeout`. `null` never does."""
 
+    static_graph: bool = False
+    """Promises that all passes of a kind (training forwards, their backwards, evaluation) use the same modules in
+    the same order, on every rank and every time. Passes that have varied, or that do not use all modules, then end
+    without a word between ranks, too, and nothing else is ever learned: a pass that needs another module is an error
+    on every rank."""
+
     cast_inputs: bool = True
     """Casts floating inputs of the root module to the compute type when `bf16` or `fp16` is enabled."""
 

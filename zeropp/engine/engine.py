@@ -54,6 +54,7 @@ class Engine:
         hang_timeout: seconds after which waiting for other ranks is an error.
         warn_after: seconds after which it is logged, or None.
         input_dtype: floating inputs of the model are cast to it; None leaves them alone.
+        static_graph: passes of one kind are promised to use the same units, on every rank and every time.
         log_relearning: warn when a known order is given up.
         overlap: let gathers and reductions run beside computing.
     """
@@ -72,6 +73,7 @@ class Engine:
         hang_timeout: float,
         warn_after: float | None,
         input_dtype: torch.dtype | None,
+        static_graph: bool,
         log_relearning: bool,
         overlap: bool,
     ) -> None:
@@ -91,7 +93,7 @@ class Engine:
         self.hooks = ModuleHooks(self)
         self.schedule = Schedule(
             self.units, self.gather_lanes, self.reductions, self.agreement, self.issued, limits, self.hooks.reach,
-            log_relearning=log_relearning,
+            static=static_graph, log_relearning=log_relearning,
         )  # fmt: skip
         self.refresh = Refresh(self.units, lanes("refresh"), self.schedule, self.agreement, self.issued, comm)
         self.note_storages()

@@ -70,10 +70,12 @@ class _Variants:
 
     Attributes:
         varies: whether such phases have been seen to differ, between ranks or from one time to the next.
+        forks: uses up to where a rank once needed what no known order had; the oldest first.
     """
 
     varies: bool = False
     known: list[CollectiveOrder] = field(default_factory=list)
+    forks: list[tuple[int, ...]] = field(default_factory=list)
     last: CollectiveOrder | None = None
     successors: list[tuple[CollectiveOrder, CollectiveOrder]] = field(default_factory=list)
 
@@ -93,6 +95,11 @@ class _Variants:
         self.last = changed.get(id(self.last), self.known[0]) if self.known else None
         self.varies = True
 
+    def add_fork(self, uses: tuple[int, ...]) -> None:
+        """Have ranks say behind these uses what they want next; the followed order stays what comes next."""
+        self.varies = True
+        self.forks = [*(fork for fork in self.forks if fork != uses), uses][-_VARIANTS:]
+
     def add(self, sequence: CollectiveOrder) -> None:
         sequence = next((other for other in self.known if other == sequence), sequence)
         # A second order of one kind: the third may be yet another.
@@ -103,6 +110,11 @@ class _Variants:
             kept = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
             self.successors = [*kept, (self.last, sequence)]
         self.last = sequence
+
+
+def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """How many uses two orders begin with alike."""
+    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 class KnownOrders:
@@ -121,6 +133,28 @@ class KnownOrders:
     def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
         """The order that the next phase of this kind is most likely to have."""
         return self._known[key].expected() if key is not None and key in self._known else None
+
+    def forks(self, key: PhaseKey, order: CollectiveOrder) -> list[int]:
+        """Positions of ``order``, ascending, at which another known order parts from it or a rank once left it."""
+        variants = self._known[key]
+        # An order that only goes on where this one ends is found at the end, as in all phases that vary.
+        places = {_common(order.uses, other.uses) for other in variants.known if other is not order}
+        places |= {len(fork) for fork in variants.forks if order.uses[: len(fork)] == fork}
+        return sorted(place for place in places if place < len(order.uses))
+
+    def branch(self, key: PhaseKey, order: CollectiveOrder, place: int, wants: set[int]) -> CollectiveOrder | None:
+        """The known order that goes on from ``place`` of ``order`` with all that ranks want next, soonest.
+
+        Args:
+            wants: units; none if the phase is to end there.
+        """
+        found = [order, *(other for other in self._known[key].known if other is not order)]
+        found = [each for each in found if each.uses[:place] == order.uses[:place]]
+        if not wants:
+            return next((each for each in found if len(each.uses) == place), None)
+        reaches = [[each.find(unit, place) for unit in wants] for each in found]
+        far = [(max(at for at in reach if at is not None), n) for n, reach in enumerate(reaches) if None not in reach]
+        return found[min(far)[1]] if far else None
 
     def vary(self, key: PhaseKey, sequence: CollectiveOrder) -> bool:
         """Whether a rank that follows ``sequence`` may need what the others do not.
@@ -157,10 +191,27 @@ class KnownOrders:
         """Note that the backward of some rank may use these: which of a forward's outputs it starts at is its own."""
         self._units.setdefault("backward", set()).update(units)
 
-    def remember(self, key: PhaseKey, sequence: CollectiveOrder, *, mixed: bool = False) -> None:
-        """Note that a phase had this order; ``mixed`` if ranks used different units in it."""
-        self._known.setdefault(key, _Variants()).add(sequence)
-        self._known[key].varies |= mixed
+    def remember(
+        self,
+        key: PhaseKey,
+        sequence: CollectiveOrder,
+        *,
+        mixed: bool = False,
+        fork: tuple[int, ...] | None = None,
+    ) -> None:
+        """Note that a phase had this order.
+
+        Args:
+            mixed: whether ranks used different units in it.
+            fork: uses up to where some ranks left alone; known from now on in place of the order, of which the rest
+                is not where they wanted it.
+        """
+        variants = self._known.setdefault(key, _Variants())
+        if fork is None:
+            variants.add(sequence)
+        else:
+            variants.add_fork(fork)
+        variants.varies |= mixed
         self._units.setdefault(key[0], set()).update(sequence.uses)
 
     def postpone(self, key: PhaseKey, units: dict[int, int]) -> None:

@@ -113,11 +113,6 @@ class Reductions:
             return False
         return all(e or not t for e, t in zip(self._expect(index), self._trained[index], strict=True))
 
-    @property
-    def issued_count(self) -> int:
-        """Units sent in this phase so far."""
-        return len(self._done)
-
     def before_use(self, uses: int) -> None:
         """The gathers of one more use than ``uses`` come next: send what is due before them, complete or not."""
         self._send(lambda unit, place: place <= uses)
@@ -128,9 +123,9 @@ class Reductions:
         if self._expected is not None:
             self._send(self._may_go)
 
-    def catch_up(self, count: int) -> None:
-        """Send as many units as the rank that has sent most."""
-        self._send(lambda unit, place: len(self._done) < count)
+    def forget_sent(self, uses: int) -> None:
+        """What was sent behind ``uses`` uses has no place in the order that is learned from here on."""
+        self._done = {unit: place for unit, place in self._done.items() if place <= uses}
 
     def end(self) -> None:
         """Send what is left, in order, with zeros where this rank has nothing."""

@@ -1,21 +1,22 @@
 """Turns uses of units into gathers that every rank issues in the same order.
 
 While a phase is being *learned*, each need is a round of agreement: ranks say which unit they want, all of them gather
-the first one wanted, and a rank goes on when its own has come. The units so gathered are the phase's sequence, the
-union over ranks. While a sequence is *followed*, nothing is said: a rank that uses the unit at position j first issues
+the first one wanted, and a rank goes on when its own has come. The units so gathered are the order of the phase, the
+union over ranks. While an order is *followed*, nothing is said: a rank that uses the unit at position j first issues
 what the plan starts at positions up to j, also for units only others need, and the reductions that lie between.
 
 [Note: how ranks may diverge] A rank may pass over units of the order or come to them in another: what it gathers for
-others it retains. Where it needs a unit that is not to come, it goes through the whole order first, as the others do,
-and asks at the end. They wait for it there in phases that have varied or may (`KnownOrders.vary`); in others nobody
-would hear, and the error names both places. Ranks that come to one new place together leave the order there.
+others it retains. Where known orders of a kind part, there is a *fork*: every rank says what it wants next, and all go
+on with the same order, or learn on from there. Where a rank needs a unit that is not to come, it goes through the rest
+of the order as the others do and asks at the end, and that place is a fork from then on. The others hear it there in
+phases that have varied or may (`KnownOrders.vary`); in others nobody would, and the error names both places. If all
+ranks have left at one place, what they learn behind the end is known from that place on, as if they had said so there.
+Nothing of this depends on a clock: where ranks meet follows from what they have agreed on.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,10 +34,8 @@ __all__ = ["Schedule"]
 
 _log = logging.getLogger("zeropp")
 
-_BEGIN, _ROUND, _LEAVE, _AGAIN = 1, 2, 3, 4  # kinds of exchange
-_DONE = -1  # "I want nothing more in this phase"; less one or both of the following
-_APART = 1  # "and I have left the known order alone"
-_LATE = 2  # "and I have gradients of units that have been sent"
+_BEGIN, _ROUND, _MEET, _AGAIN = 1, 2, 3, 4  # kinds of exchange
+_NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
 _OFFERS = 4  # finished units a rank offers for reduction in one round
 _GATHER = 1  # kind in the issue hash
 
@@ -54,14 +53,17 @@ class Schedule:
         limits: Limits,
         reach: Callable[[PhaseKey], frozenset[int]],
         *,
+        static: bool,
         log_relearning: bool,
     ) -> None:
+        """Know no order yet; ``reach`` as in `KnownOrders`, ``static`` if phases of a kind are promised to be equal."""
         self.units = units
         self.lanes = lanes
         self.reductions = reductions
         self.agreement = agreement
         self.issued = issued
         self.limits = limits
+        self.static = static
         self.log_relearning = log_relearning
         self.sequences = KnownOrders(reach)
         self._silent = all(unit.persistent for unit in units)  # whether forwards gather nothing
@@ -76,14 +78,15 @@ class Schedule:
         self._then: PhaseKey | None = None
         self._forward: PhaseKey | None = None  # kind of the last forward that a backward may follow
         self._sequence: CollectiveOrder | None = None  # followed; None while learning
+        self._forks: list[int] = []  # of its positions, those to come at which known orders part
         self._plan: Plan | None = None
         self._base = 0  # position in the sequence where the plan starts
         self._position = 0  # next use expected
+        self._left = _NONE  # position at which this rank needed what the order did not have
         self._learned: list[int] = []
+        self._kept_out: tuple[int, ...] | None = None  # a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
         self._foreseen: set[int] = set()  # units this rank's next backward may use, by the running forward
-        self._apart = False  # whether this rank has left the known order of the running phase alone
-        self._leaves = 0  # how often ranks have left a known order, so far
         self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
         self.differed = False  # whether this rank has passed over units in one of them
 
@@ -103,7 +106,7 @@ class Schedule:
         self.agreement.phase = phase = describe_phase(key)
         if then is not None:
             self._forward = key
-        self._learned, self._own, self._foreseen, self._apart = [], set(), set(), False
+        self._learned, self._own, self._foreseen, self._kept_out = [], set(), set(), None
         if self._silent and key[0] == "forward":
             self.sequences.note_silent(key)
         elif self._failed:
@@ -119,6 +122,7 @@ class Schedule:
                 raise self.agreement.failure(f"starting {phase}")
         else:
             self._follow(expected, 0)
+            self._forks = [] if self.static else self.sequences.forks(key, expected)
 
     def use(self, unit: Unit) -> None:
         """Have the unit gathered, and what the plan wants fetched with it. The caller holds the unit already."""
@@ -130,15 +134,36 @@ class Schedule:
             self._returns.add(index)
             if self._sequence is None or self._sequence.find(index, self._position) is not None:
                 del self._retained[index]  # else it may be needed once more, and no gather of it is to come
-        elif self._sequence is None:
-            self._agree_on(unit)
         else:
-            position = self._sequence.find(index, self._position)
-            if position is not None:
-                self._advance(position + 1, own=index)
-            elif unit.state is UnitState.SHARDED:
-                self._leave_order(unit)
+            self._come_to(unit)
         self._show(unit)
+
+    def _come_to(self, unit: Unit) -> None:
+        """Go on in the order until the unit is gathered: past forks, and beyond its end if it does not hold the use."""
+        while self._sequence is not None:
+            position = self._sequence.find(unit.index, self._position)
+            stop = self._forks[0] if self._forks else len(self._sequence.uses)
+            if position is not None and position < stop:
+                return self._advance(position + 1, own=unit.index)
+            if position is None:
+                if unit.state is not UnitState.SHARDED:
+                    return None
+                self._leave(unit)
+            self._advance(stop, own=unit.index)
+            self._meet(unit)
+        return self._agree_on(unit)
+
+    def _leave(self, unit: Unit) -> None:
+        """The order does not hold this use."""
+        if self._left != _NONE:
+            return
+        self._left = self._position
+        self._returns.add(unit.index)
+        if self.static:
+            raise self.agreement.failure(
+                f"asking for unit {unit.name!r}, which passes of this kind have not used before, though "
+                '{"zeropp": {"static_graph": true}} promises that they are alike'
+            )
 
     def _show(self, unit: Unit) -> None:
         with span("wait", unit.name):
@@ -177,11 +202,15 @@ class Schedule:
 
     def end(self) -> None:
         """Finish a phase: join what only others needed."""
-        if self._sequence is not None:
-            self._advance(len(self._sequence.uses), own=None)
-        if self._sequence is None or self.sequences.vary(self.key, self._sequence):
-            self._wait_for_others()
+        while self._sequence is not None:
+            fork = bool(self._forks)
+            self._advance(self._forks[0] if fork else len(self._sequence.uses), own=None)
+            if not fork and not self._may_be_asked():
+                break
+            if self._meet(None):
+                break
         if self._sequence is None:
+            self._agree_on(None)
             self._remember_learned()
         else:
             self.differed |= not self._own.issuperset(self._sequence.uses)
@@ -191,26 +220,16 @@ class Schedule:
         self._release_retained()
         self.agreement.phase = ""
 
+    def _may_be_asked(self) -> bool:
+        """Whether a rank may ask for more at the end of the order that is followed."""
+        return self._sequence is not None and not self.static and self.sequences.vary(self.key, self._sequence)
+
     def note_differences(self, differed: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
         for key in self._recent if differed else ():
             self.sequences.note_variation(key)
         self._recent.clear()
         self.differed = False
-
-    def _wait_for_others(self) -> None:
-        """Join what ranks still need that learn, or that have left the known order alone."""
-        if self._sequence is not None:
-            self.reductions.before_use(len(self._sequence.uses))
-            self._learned = list(self._sequence.uses)
-        said = self._agree_on(None)
-        if said & _APART:
-            self._leaves += 1
-            self._stop_following()
-        elif said & _LATE and self._sequence is not None:
-            late = self.reductions.send_late()
-            self.sequences.postpone(self.key, late)
-            self._sequence = self._sequence.postpone(late)
 
     def postpone(self, units: list[int], *, held: bool) -> None:
         """At the boundary: gradients of these units came after they had been sent; or were all ``held`` until then.
@@ -229,7 +248,8 @@ class Schedule:
         else:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.phase}")
-        self.sequences.remember(self.key, sequence, mixed=any(own != accounts[0][0] for own, _ in accounts))
+        mixed = any(own != accounts[0][0] for own, _ in accounts)
+        self.sequences.remember(self.key, sequence, mixed=mixed, fork=self._kept_out)
         for _, foreseen in accounts:
             self.sequences.expect_in_backward(foreseen)
 
@@ -269,15 +289,15 @@ class Schedule:
             self._plans[key] = make_plan(uses, ahead, live, self._numel, self.limits)
         self._sequence, self._plan = sequence, self._plans[key]
         self._base = self._position = position
+        self._left = _NONE
         self.reductions.after_use(position)
 
-    def _advance(self, stop: int, own: int | None, *, eager: bool = True) -> None:
+    def _advance(self, stop: int, own: int | None) -> None:
         """Go through the uses before position ``stop``: gathers that the plan starts there, and reductions among them.
 
         Args:
             stop: where to end.
-            own: the unit this rank uses at the last position; None at the end of a phase, where it uses no more.
-            eager: send complete units as soon as their place has come, and not only what is due.
+            own: the unit this rank uses next, perhaps at the last position; None if it uses no more.
         """
         assert self._plan is not None and self._sequence is not None
         while self._position < stop:
@@ -289,8 +309,7 @@ class Schedule:
             for index in self._plan.issue[position - self._base]:
                 self._issue(index)
             self._position += 1
-            if eager:
-                self.reductions.after_use(self._position)
+            self.reductions.after_use(self._position)
             self.planned.add(used)
             if own is not None and (used != own or self._position < stop):
                 self._retain(used)
@@ -300,10 +319,11 @@ class Schedule:
         """Hold what was gathered for others: this rank may still come to use it, if it runs in another order.
 
         What it has come back for before is kept whatever the limit; everything else only within it. Where phases have
-        not been seen to vary, everything is kept: no rank would hear that it is wanted again.
+        not been seen to vary, everything is kept: no rank would hear that it is wanted again. A rank that has left will ask
+        in any case.
         """
         self._retained[index] = None
-        if self._sequence is not None and not self.sequences.vary(self.key, self._sequence):
+        if self._left == _NONE and not self._may_be_asked():
             return
         live = self.planned.union(self._retained)
         excess = sum(self._numel[other] for other in live) - self.limits.live
@@ -326,84 +346,88 @@ class Schedule:
             unit.note_gather(self.lanes.run(unit.prepare_gather(self.lanes)))
         self.planned.add(index)
 
+    # Where known orders part or end.
+
+    def _meet(self, unit: Unit | None) -> bool:
+        """Say what this rank wants next, None for nothing more, and go on as all ranks want: see the note above.
+
+        Returns:
+            Whether the phase is over.
+        """
+        assert self._sequence is not None
+        order, place = self._sequence, self._position
+        self.reductions.before_use(place)
+        late = unit is None and self.key[0] == "backward" and self.reductions.has_late()
+        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
+        rows = self.agreement.exchange(_MEET, [_NONE if unit is None else unit.index, self._left, late], doing)
+        wants = {row[0] for row in rows} - {_NONE}
+        branch = self.sequences.branch(self.key, order, place, wants)
+        if branch is None:
+            self._learn_on(place, {row[1] for row in rows}, doing)
+            return False
+        if branch is not order:
+            self.reductions.change(branch)
+            self._follow(branch, place)
+        self._left = _NONE
+        self._forks = [fork for fork in self.sequences.forks(self.key, branch) if fork > place]
+        if not wants and any(row[2] for row in rows):
+            self._postpone_late()
+        return not wants
+
+    def _postpone_late(self) -> None:
+        assert self._sequence is not None
+        late = self.reductions.send_late()
+        self.sequences.postpone(self.key, late)
+        self._sequence = self._sequence.postpone(late)
+
+    def _learn_on(self, place: int, left: set[int], doing: str) -> None:
+        """No known order goes on from ``place`` as ranks want, of whom some have ``left`` it before."""
+        assert self._sequence is not None
+        if self.log_relearning:
+            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.phase, self._position)
+        since = min(left) if len(left) == 1 and left != {_NONE} else place
+        self._learned = list(self._sequence.uses[:since])
+        # Ranks that have not left may have used what lies between: the union would have the rest of the phase in the
+        # wrong place. Next time they say there what they want.
+        apart = left - {_NONE} if since == place else set()
+        self._kept_out = self._sequence.uses[: min(apart)] if apart else None
+        self.reductions.forget_sent(since)
+        self._stop_following()
+        if since < place:
+            self._release_retained()  # gathered in vain; what of it is used now is to have its place in the new order
+
     # Learning.
 
     def _stop_following(self) -> None:
         """Go on as if this phase were not known."""
-        self._sequence, self._plan = None, None
+        self._sequence, self._plan, self._forks = None, None, []
+        self._left = _NONE
         self._release_all(self.planned)
         self.reductions.change(None)
 
-    def _agree_on(self, unit: Unit | None) -> int:
-        """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything.
-
-        Returns:
-            With None, what ranks added to that: _APART and _LATE.
-        """
+    def _agree_on(self, unit: Unit | None) -> None:
+        """Take rounds until this rank's unit is gathered, or, with None, until no rank wants anything."""
         if unit is not None and unit.state is not UnitState.SHARDED:
-            return 0
-        late = self.key[0] == "backward" and self.reductions.has_late()
-        want = unit.index if unit is not None else _DONE - _APART * self._apart - _LATE * late
+            return
+        want = unit.index if unit is not None else _NONE
         doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
         while True:
             offers = self.reductions.offers(_OFFERS)
-            rows = self.agreement.exchange(_ROUND, [want, *offers, *[_DONE] * (_OFFERS - len(offers))], doing)
+            rows = self.agreement.exchange(_ROUND, [want, *offers, *[_NONE] * (_OFFERS - len(offers))], doing)
             self.reductions.issue_common([row[1:] for row in rows], len(self._learned))
-            wanted = [row[0] for row in rows if row[0] >= 0]
+            wanted = [row[0] for row in rows if row[0] != _NONE]
             if not wanted:
-                return functools.reduce(operator.or_, (_DONE - row[0] for row in rows))
+                return
             target = min(wanted)
             self._issue(target)
             self.planned.discard(target)
             self._learned.append(target)
             if target == want:
-                return 0
-            if want < 0:
+                return
+            if unit is None:
                 self.release_if_unused(self.units[target])  # gathered for others only
             else:
                 self._retain(target)
-
-    def _leave_order(self, unit: Unit) -> None:
-        """The followed sequence does not hold this use: find another that does, with all ranks, or learn on."""
-        assert self._sequence is not None
-        if not self.agreement.all_come(self._leaves):
-            return self._diverge(unit)
-        self._leaves += 1
-        doing = f"asking for unit {unit.name!r} out of the known order"
-        code = zlib.crc32(repr((self.key, self._sequence)).encode())
-        rows = self.agreement.exchange(_LEAVE, [code, self._position, unit.index], doing)
-        if any(row[0] != code for row in rows):
-            raise self.agreement.failure(doing)
-        current = self._sequence
-        reached = max(row[1] for row in rows)
-        self._advance(reached, own=unit.index, eager=False)  # others do not send yet what is not due
-        counts = self.agreement.exchange(_LEAVE, [self.reductions.issued_count], doing)
-        self.reductions.catch_up(max(row[0] for row in counts))
-        prefix = current.uses[:reached]
-        for other in self.sequences.variants(self.key):
-            if other.uses[:reached] == prefix and all(other.find(row[2], reached) is not None for row in rows):
-                self.reductions.change(other)
-                self._follow(other, reached)
-                return self.use(unit)
-        if self.log_relearning:
-            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.phase, self._position)
-        self._learned = list(prefix)
-        self._stop_following()
-        self._agree_on(unit)
-
-    def _diverge(self, unit: Unit) -> None:
-        """Others still follow: take part in everything they will issue, and ask for more where they wait at the end.
-
-        Gradients that come after their place are sent again there, too.
-        """
-        assert self._sequence is not None
-        self._learned = list(self._sequence.uses)
-        self._advance(len(self._learned), own=unit.index)
-        self.reductions.before_use(len(self._learned))
-        self._apart = True
-        self._returns.add(unit.index)
-        self._stop_following()
-        self._agree_on(unit)
 
     def _release_all(self, indices: set[int]) -> None:
         gone = sorted(indices)

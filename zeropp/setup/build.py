@@ -101,6 +101,7 @@ def build_engine(
         hang_timeout=patience,
         warn_after=extension.warn_after,
         input_dtype=torch.bfloat16 if config.bf16.enabled and extension.cast_inputs else None,
+        static_graph=extension.static_graph,
         log_relearning=zero.log_trace_cache_warnings,
         overlap=bool(zero.overlap_comm),
     )
