@@ -323,10 +323,10 @@ def planned_sizes() -> tuple[list[int], list[int], list[int]]:
     model.blocks.requires_grad_(False)
     optimizer = wrap(model)
     engine = optimizer.engine
-    before = list(engine.schedule._numel)
+    before = list(engine.schedule.holdings.numel)
     model.blocks[2].lin.bias.requires_grad_(True)
     model(batch(0, 0, 0))
-    return before, engine.schedule._numel, [unit.numel for unit in engine.units]
+    return before, engine.schedule.holdings.numel, [unit.numel for unit in engine.units]
 
 
 def test_plans_count_with_the_new_sizes() -> None:
@@ -344,7 +344,7 @@ def order(frozen: bool) -> list[tuple[tuple[int, int], ...]]:
         optimizer.zero_grad()
         model(torch.ones(1, WIDTH)).sum().backward()
         optimizer.step()
-    known = optimizer.engine.schedule.sequences._known
+    known = optimizer.engine.schedule.known._known
     return [variants.last.reductions for key, variants in known.items() if key[0] == "backward"]
 
 

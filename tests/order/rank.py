@@ -168,7 +168,7 @@ class Rank:
         self.schedule.use(unit)
         assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
         unit.users -= 1
-        self.schedule.release_if_unused(unit)
+        self.schedule.holdings.release_if_unused(unit)
 
     def backward(self, uses: Sequence[int], *, last: bool = True, no_sync: bool = False) -> None:
         """Each of ``uses`` is fetched and then has its gradient; a unit that comes again has another."""
@@ -197,7 +197,7 @@ class Rank:
                 self.reductions.send_again(index)
         for unit in self.units:
             unit.version += 1
-        self.schedule.release_planned()
+        self.schedule.holdings.release_planned()
 
     def _late(self) -> list[int]:
         unsent = [any(g.has_unsent() for g in unit.gradients) for unit in self.units]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.order.rank import Rank
 from tests.order.world import Deadlock, World
+from zeropp.order.prefetch import Limits
 
 Uses = tuple[int, ...]
 UNITS = 3
@@ -105,3 +107,71 @@ def test_it_does_not_matter_who_goes_on(number: int) -> None:
     world = World(2, orders(2, 3)[number])
     train(routes, world)
     assert world.issued == expected.issued and world.exchanges == expected.exchanges
+
+
+def experts(step: int, rank: int, layers: int = 3, count: int = 4) -> Uses:
+    """A layer's own unit, then one of its experts, by the rank's data; layer after layer."""
+    draw = random.Random(1000 * step + rank)
+    return tuple(unit for layer in range(layers) for unit in _layer(layer * (count + 1), draw.randrange(count)))
+
+
+def _layer(first: int, expert: int) -> Uses:
+    return (first, first + 1 + expert)
+
+
+@pytest.mark.parametrize("live", [1000, 8], ids=["all may be gathered", "two units may be gathered"])
+@pytest.mark.parametrize("alike", [False, True], ids=["each rank its own", "all ranks the same"])
+def test_experts(live: int, alike: bool) -> None:
+    """Ways through experts are too many to be known: ranks stay in step, and gather little that nobody wants."""
+    world, steps = World(2), 40
+    issued: list[int] = []
+
+    def program(number: int) -> Rank:
+        rank = Rank(world, number, [4] * 15, Limits(4, live, 1000))
+        for step in range(steps):
+            way = experts(step, 0 if alike else number)
+            rank.forward(way)
+            rank.backward(way[::-1])
+            rank.step()
+            if number == 0:
+                issued.append(sum(what[0] == "gather" for what in world.issued[0]))
+        return rank
+
+    check(world.run(program), world)
+    wanted = sum(2 * len(set(experts(step, 0)) | set(experts(step, 0 if alike else 1))) for step in range(20, steps))
+    assert issued[-1] - issued[19] <= 2 * wanted, f"{issued[-1] - issued[19]} gathers where {wanted} are wanted"
+
+
+def static(number: int, world: World, ways: Sequence[Sequence[Uses]]) -> Rank:
+    """Train along a way in each step, all steps promised to be alike."""
+    rank = Rank(world, number, SIZES, static=True)
+    for way in ways:
+        rank.forward(way[number])
+        rank.backward(way[number][::-1])
+        rank.step()
+    return rank
+
+
+def test_a_static_graph_is_silent_though_modules_are_left_out() -> None:
+    """Without the promise a forward that leaves units out ends with a round: another rank may come to want them."""
+    for promised, more in ((True, 0), (False, 1)):
+        world, marks = World(2), []
+
+        def program(number: int, world: World = world, marks: list[int] = marks, promised: bool = promised) -> Rank:
+            rank = Rank(world, number, SIZES, static=promised)
+            for _ in range(5):
+                marks.append(world.exchanges)
+                rank.forward((0, 2))
+                rank.backward((2, 0))
+                rank.step()
+            return rank
+
+        check(world.run(program), world)
+        assert world.exchanges - marks[-1] == 1 + more
+
+
+def test_a_broken_promise_of_a_static_graph_is_named() -> None:
+    for other in ((0, 1), (0, 2, 1)):
+        world = World(2)
+        with pytest.raises(Deadlock, match=r"asking for unit 'unit 1'.*static_graph"):
+            world.run(lambda n, world=world, other=other: static(n, world, [((0, 2), (0, 2)), ((0, 2), other)]))

@@ -75,14 +75,14 @@ class Trainability:
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
             # Gathers and refreshes on their way write to what is about to be freed.
-            engine.schedule.release_planned()
+            engine.schedule.holdings.release_planned()
             engine.refresh.wait()
             for unit, buffer in unfrozen:
                 self._split(unit, buffer, wanted)
         if unfrozen or len(self._numbers) > _SETS:
             self._numbers.clear()
             # Learned for fewer parameters, or for too many sets of them.
-            engine.schedule.sequences.forget_backwards()
+            engine.schedule.known.forget_backwards()
         for _, buffer in changed:
             if buffer.gradient is not None:
                 buffer.gradient.trained = _wanted(buffer, wanted)
@@ -91,7 +91,7 @@ class Trainability:
             self._last += 1
             self._numbers[frozen] = self._last
             # Ranks also learn with a forward where its backward may come back to, and that has changed.
-            engine.schedule.sequences.forget_forwards()
+            engine.schedule.known.forget_forwards()
         self._tell(self._numbers[frozen], dict.fromkeys(unit for unit, _ in changed), split=bool(unfrozen))
         return bool(unfrozen)
 

@@ -1,8 +1,8 @@
 """How ranks agree outside the steady state, and how they tell each other what went wrong.
 
-In the steady state nothing is exchanged beside weights and gradients: every rank follows the sequence it has learned
-together with the others. Messages here are only sent while a sequence is learned, when all ranks leave it together,
-and when a rank gives up waiting.
+In the steady state nothing is exchanged beside weights and gradients: every rank follows the order it has learned
+together with the others. Messages here are only sent while an order is learned, where known orders part, at the end
+of passes that vary, and when a rank gives up waiting.
 """
 
 from __future__ import annotations

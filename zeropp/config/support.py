@@ -142,8 +142,8 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     ExtensionConfig: {
         **_each(
             EFFECT,
-            "local_world_size unit_numel unit_min_blocks hang_timeout warn_after static_graph cast_inputs defer_cross_reduction "
-            "hadamard feedback secondary weight_codec",
+            "local_world_size unit_numel unit_min_blocks hang_timeout warn_after static_graph cast_inputs "
+            "defer_cross_reduction hadamard feedback secondary weight_codec",
         ),
         "gradient_bits": BLOCK,
     },

@@ -150,7 +150,7 @@ class Engine:
                 self.schedule.expect_again(site.units)  # checkpointing has run it again, and its backward follows
             for unit in site.units:
                 unit.users -= 1
-                self.schedule.release_if_unused(unit)
+                self.schedule.holdings.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
                 self._end_forward()
         except BaseException:
@@ -340,7 +340,7 @@ class Engine:
                 buffer.invalidate_cache()
         self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
-        self.schedule.release_planned()
+        self.schedule.holdings.release_planned()
         (self.refresh.put_off if for_now else self.refresh.start)()
 
     def finish_load(self) -> None:

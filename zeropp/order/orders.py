@@ -16,7 +16,6 @@ PhaseKey = tuple[object, ...]
 """What tells kinds of phases apart; equal on every rank, made of plain values."""
 
 
-
 class Phase(Enum):
     """What the model is doing."""
 
@@ -85,8 +84,8 @@ class _Variants:
 
     def replace(self, change: Callable[[CollectiveOrder], CollectiveOrder]) -> None:
         """Change every known order; such phases vary."""
-        changed = {id(sequence): change(sequence) for sequence in self.known}
-        self.known = [changed[id(sequence)] for sequence in self.known]
+        changed = {id(order): change(order) for order in self.known}
+        self.known = [changed[id(order)] for order in self.known]
         self.successors = [
             (changed[id(before)], changed[id(after)])
             for before, after in self.successors
@@ -100,16 +99,16 @@ class _Variants:
         self.varies = True
         self.forks = [*(fork for fork in self.forks if fork != uses), uses][-_VARIANTS:]
 
-    def add(self, sequence: CollectiveOrder) -> None:
-        sequence = next((other for other in self.known if other == sequence), sequence)
+    def add(self, order: CollectiveOrder) -> None:
+        order = next((other for other in self.known if other == order), order)
         # A second order of one kind: the third may be yet another.
-        self.varies |= bool(self.known) and sequence not in self.known
-        self.known = [sequence, *(other for other in self.known if other is not sequence)][:_VARIANTS]
+        self.varies |= bool(self.known) and order not in self.known
+        self.known = [order, *(other for other in self.known if other is not order)][:_VARIANTS]
         # One successor each: what came after it the last time is the best guess there is.
         if self.last is not None:
             kept = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
-            self.successors = [*kept, (self.last, sequence)]
-        self.last = sequence
+            self.successors = [*kept, (self.last, order)]
+        self.last = order
 
 
 def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
@@ -118,7 +117,7 @@ def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
 
 
 class KnownOrders:
-    """Known sequences for each kind of phase; the same on every rank."""
+    """Known orders for each kind of phase; the same on every rank."""
 
     def __init__(self, reach: Callable[[PhaseKey], frozenset[int]]) -> None:
         """Know nothing yet; ``reach`` tells which units a kind of forward may use at all."""
@@ -156,17 +155,17 @@ class KnownOrders:
         far = [(max(at for at in reach if at is not None), n) for n, reach in enumerate(reaches) if None not in reach]
         return found[min(far)[1]] if far else None
 
-    def vary(self, key: PhaseKey, sequence: CollectiveOrder) -> bool:
-        """Whether a rank that follows ``sequence`` may need what the others do not.
+    def vary(self, key: PhaseKey, order: CollectiveOrder) -> bool:
+        """Whether a rank that follows ``order`` may need what the others do not.
 
         Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
         to use more units; or there are modules that have not been used yet, and any rank's data may call for them.
         """
         # See [Note: how ranks may diverge].
-        if self._known[key].varies or not self._units[key[0]].issubset(sequence.uses):
+        if self._known[key].varies or not self._units[key[0]].issubset(order.uses):
             return True
         if key[0] == "forward":
-            return not self._reach(key).issubset(sequence.uses)
+            return not self._reach(key).issubset(order.uses)
         return any(self._known[part].varies for part in key if part in self._known)
 
     def note_silent(self, key: PhaseKey) -> None:
@@ -194,7 +193,7 @@ class KnownOrders:
     def remember(
         self,
         key: PhaseKey,
-        sequence: CollectiveOrder,
+        order: CollectiveOrder,
         *,
         mixed: bool = False,
         fork: tuple[int, ...] | None = None,
@@ -208,17 +207,17 @@ class KnownOrders:
         """
         variants = self._known.setdefault(key, _Variants())
         if fork is None:
-            variants.add(sequence)
+            variants.add(order)
         else:
             variants.add_fork(fork)
         variants.varies |= mixed
-        self._units.setdefault(key[0], set()).update(sequence.uses)
+        self._units.setdefault(key[0], set()).update(order.uses)
 
     def postpone(self, key: PhaseKey, units: dict[int, int]) -> None:
         """Gradients of ``units`` (with how many parameters each) came late: expect them at the end, from now on."""
         # See [Note: late gradients].
         if key in self._known:
-            self._known[key].replace(lambda sequence: sequence.postpone(units))
+            self._known[key].replace(lambda order: order.postpone(units))
 
 
 class IssueHash:

@@ -27,12 +27,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """For each use of a sequence, in order.
+    """For each use of an order.
 
     Attributes:
         issue: units whose gather starts at this use, in order; the used unit first if it must be fetched.
         drop: units the plan no longer holds after this use.
-        live: units that stay gathered at the end of the sequence.
+        live: units that stay gathered at its end.
     """
 
     issue: tuple[tuple[int, ...], ...]
@@ -42,7 +42,7 @@ class Plan:
 
 @dataclass
 class _Walk:
-    """State of the simulation; positions count over the sequence and the look-ahead."""
+    """State of the simulation; positions count over the order and the look-ahead."""
 
     horizon: Sequence[int]
     numel: Sequence[int]

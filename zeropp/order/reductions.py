@@ -61,20 +61,20 @@ class Reductions:
         self._counts = [[0] * len(trained) for trained in self._trained]
         self._missing = [sum(trained) for trained in self._trained]
 
-    def begin(self, sequence: CollectiveOrder | None) -> None:
-        """Start a phase that follows ``sequence``, or learns with None."""
+    def begin(self, order: CollectiveOrder | None) -> None:
+        """Start a phase that follows ``order``, or learns with None."""
         self._uses = 0
         self._ready, self._done = [], {}
         for counts in self._counts:
             counts[:] = [0] * len(counts)
-        self.change(sequence)
+        self.change(order)
 
-    def change(self, sequence: CollectiveOrder | None) -> None:
-        """Follow another sequence from here on."""
-        self._expected = sequence.fires if sequence is not None else None
-        order = sequence.reductions if sequence is not None else ()
+    def change(self, order: CollectiveOrder | None) -> None:
+        """Follow another order from here on."""
+        self._expected = order.fires if order is not None else None
+        reductions = order.reductions if order is not None else ()
         # What was sent under the order before stays sent: a second message would count it twice.
-        self._order = tuple((unit, uses) for unit, uses in order if unit not in self._done)
+        self._order = tuple((unit, uses) for unit, uses in reductions if unit not in self._done)
         self._turn = 0
         for index, counts in enumerate(self._counts):
             expected = self._expect(index)

@@ -239,7 +239,7 @@ class Gradient:
         return self.held is not None or self.has_stray()
 
     def has_stray(self) -> bool:
-        """Whether gradients came that the known sequence did not expect."""
+        """Whether gradients came that the known order did not expect."""
         with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 

@@ -1,0 +1,87 @@
+"""Which units stay gathered while nothing uses them: by the plan's will, or since another rank needed them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from zeropp.comm.agreement import Agreement
+from zeropp.comm.streams import Lanes
+from zeropp.params.unit import Unit, UnitState
+
+__all__ = ["Holdings"]
+
+
+class Holdings:
+    """Gathered units of one engine beside those in use.
+
+    Attributes:
+        planned: by the plan's will; equal on every rank.
+        retained: gathered for others, the oldest first; this rank's own affair.
+        returns: units this rank has used after passing them over.
+        numel: elements of each unit.
+    """
+
+    def __init__(self, units: Sequence[Unit], lanes: Lanes, agreement: Agreement, live: int) -> None:
+        """Hold nothing yet; ``live`` bounds the elements of what is planned and retained."""
+        self.planned: set[int] = set()
+        self.retained: dict[int, None] = {}
+        self.returns: set[int] = set()
+        self.numel: list[int] = []
+        self._units = units
+        self._lanes = lanes
+        self._agreement = agreement
+        self._live = live
+        self.note_sizes()
+
+    def note_sizes(self) -> None:
+        """Look at the sizes of units."""
+        self.numel = [unit.numel for unit in self._units]
+
+    def fit(self, units: Iterable[int]) -> bool:
+        """Whether these may be gathered at once."""
+        return sum(self.numel[index] for index in set(units)) <= self._live
+
+    def retain(self, index: int, *, bounded: bool) -> None:
+        """Keep what was gathered for others: this rank may still come to use it, if it runs in another order.
+
+        What it has come back for before is kept whatever the limit; everything else only within it.
+
+        Args:
+            index: the unit.
+            bounded: whether the limit holds.
+        """
+        self.retained[index] = None
+        if not bounded:
+            return
+        excess = sum(self.numel[other] for other in self.planned.union(self.retained)) - self._live
+        for other in [other for other in self.retained if other not in self.returns]:
+            if excess <= 0:
+                break
+            del self.retained[other]
+            excess -= self.numel[other] if other not in self.planned else 0
+            self.release_if_unused(self._units[other])
+
+    def release_if_unused(self, unit: Unit) -> None:
+        """Release a unit that nothing holds any more."""
+        kept = unit.index in self.planned or unit.index in self.retained or unit.users > 0 or unit.persistent
+        if not kept and unit.state is not UnitState.SHARDED:
+            self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
+            unit.release(self._lanes)
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """The plan wants these no longer."""
+        gone = sorted(indices)
+        self.planned.difference_update(gone)
+        for index in gone:
+            self.release_if_unused(self._units[index])
+
+    def release_planned(self) -> None:
+        """Release what is only kept for reuse; the same on every rank, between phases."""
+        self.drop(set(self.planned))
+
+    def release_retained(self) -> None:
+        """Release what was gathered for others."""
+        gone = sorted(self.retained)
+        self.retained.clear()
+        for index in gone:
+            self.release_if_unused(self._units[index])
