@@ -125,10 +125,6 @@ class KnownOrders:
         self._known: dict[PhaseKey, _Variants] = {}
         self._units: dict[object, set[int]] = {}  # forward or backward -> units ever used in one, or foreseen
 
-    def variants(self, key: PhaseKey) -> list[CollectiveOrder]:
-        """Known orders, the most recently followed first."""
-        return self._known[key].known if key in self._known else []
-
     def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
         """The order that the next phase of this kind is most likely to have."""
         return self._known[key].expected() if key is not None and key in self._known else None

@@ -132,24 +132,22 @@ class Schedule:
             self.holdings.returns.add(index)
             if self._order is None or self._order.find(index, self._position) is not None:
                 del retained[index]  # else it may be needed once more, and no gather of it is to come
-        else:
-            self._come_to(unit)
-        self._show(unit)
-
-    def _come_to(self, unit: Unit) -> None:
-        """Go on in the order until the unit is gathered: past forks, and beyond its end if it does not hold the use."""
+            return self._show(unit)
+        # On in the order, past forks, and beyond its end if it does not hold the use.
         while self._order is not None:
-            position = self._order.find(unit.index, self._position)
+            position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
             if position is not None and position < stop:
-                return self._advance(position + 1, own=unit.index)
+                self._advance(position + 1, own=index)
+                return self._show(unit)
             if position is None:
                 if unit.state is not UnitState.SHARDED:
-                    return None
+                    return self._show(unit)
                 self._leave(unit)
-            self._advance(stop, own=unit.index)
+            self._advance(stop, own=index)
             self._meet(unit)
-        return self._agree_on(unit)
+        self._agree_on(unit)
+        return self._show(unit)
 
     def _leave(self, unit: Unit) -> None:
         """The order does not hold this use."""
