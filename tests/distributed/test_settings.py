@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import Routed, make_config
+from zeropp.optimizer import settings
 from zeropp.optimizer.settings import fold
 
 Group = dict[str, Any]
@@ -132,6 +133,27 @@ def plateau() -> tuple[int, str]:
 def test_a_plateau_on_one_rank() -> None:
     for step, message in run_ranks(2, plateau):
         assert step == 2 and "group 0 lr is" in message
+
+
+def stepped_as_on_a_card(name: str) -> tuple[str, bool, bool]:
+    """The host does not look at settings that are tensors."""
+    plain = settings._numbers_in
+
+    def numbers_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
+        return iter([(name, value)]) if isinstance(value, torch.Tensor) else plain(name, value)
+
+    settings._numbers_in = numbers_in
+    try:
+        return stepped(CHANGES[name][0] if name in CHANGES else SAME[name])
+    finally:
+        settings._numbers_in = plain
+
+
+def test_tensors_that_the_host_does_not_read() -> None:
+    for message, moved, trained in run_ranks(2, stepped_as_on_a_card, "a tensor"):
+        assert re.search("group 1 lr is 0.1.* 1.1", message) and not moved and trained, message
+    for message, moved, _ in run_ranks(2, stepped_as_on_a_card, "tensors"):
+        assert not message and moved
 
 
 def test_hashes_of_tensors() -> None:

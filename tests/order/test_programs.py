@@ -97,7 +97,7 @@ def run(ranks: int, steps: Sequence[Step], limits: Limits, choices: random.Rando
 
         for now, step in enumerate(steps):
             if step.fails is not None:
-                enter(now, "forward", step.fails)
+                there[number] = (now, "forward")  # nothing is remembered of it
                 rank.failing_forward(step.fails)
             for place, part in enumerate(step.passes):
                 last = place + 1 == len(step.passes)

@@ -374,6 +374,7 @@ class Schedule:
         # rank that comes to it early holds all between. Where that is too much, they had better say what they want.
         apart = left - {_NONE} if since == place and not union else set()
         self._kept_out = self._order.uses[: min(apart)] if apart else None
+        self.known.note_variation(self.key)  # also if what is learned turns out to be known
         self.reductions.forget_sent(since)
         self._stop_following()
         if since < place:
