@@ -118,3 +118,16 @@ def test_a_key(model: type[ExtensionConfig | ZeroConfig]) -> None:
         assert re.search(rf"\| `(stage3_)?{name}`", reference), f"{name} is not in docs/configuration.md"
         if SUPPORT[model][name].kind in (Kind.EFFECT, Kind.BLOCK) and not name.startswith("offload_"):
             assert name in read, f"{name} is said to have an effect, and nobody reads it"
+
+
+# A width of codes: what tells one from another is in few files.
+
+_WIDTH = re.compile(r"\b(bits|BITS|source_bits)\b *(==|!=|//|in \()|\bGROUPS\b.* = \{|Literal\[4, 8")
+
+
+def test_few_files_tell_widths_apart() -> None:
+    sources = [path for room in ("zeropp", "kernels") for path in (ROOT / room).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)) for path in sources if _WIDTH.search(path.read_text())}
+    recipe = (ROOT / "CONTRIBUTING.md").read_text().split("### A width of codes")[1].split("###")[0]
+    named = set(re.findall(r"`((?:zeropp|kernels)/[\w/.]+\.py)`", recipe))
+    assert found <= named and len(named) <= 5, f"widths are told apart in {found}, the recipe names {named}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from zeropp_kernels.wire import GROUPS
+
 __all__ = ["BITS", "DEVICE", "DTYPES", "LENGTHS", "poisoned", "same_bits", "values"]
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BITS = (8, 4)
+BITS = tuple(GROUPS)
 LENGTHS = (1, 127, 128, 129, 255, 256, 257, 100_003)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeropp.config.extension import LONGEST_TIMEOUT
+from zeropp_kernels.wire import GROUPS
 
 __all__ = ["Options"]
 
-_CODES = (4, 8)
-_WIDTHS = (4, 8, 16, 32)
+_CODES = tuple(sorted(GROUPS))
+_WIDTHS = (*_CODES, 16, 32)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from ..device import copy, delta, lossless, quantize, reduce
 from ..device.blocks import ROWS
+from ..wire import GROUPS
 
 __all__ = ["Case", "cases"]
 
@@ -83,11 +84,11 @@ def _product(**rows: Sequence[object]) -> Iterator[dict[str, Any]]:
 
 
 _BOTH = (False, True)
-_ENCODING = {"BITS": (8, 4), "ROTATE": _BOTH, "FEEDBACK": _BOTH}
+_ENCODING = {"BITS": tuple(GROUPS), "ROTATE": _BOTH, "FEEDBACK": _BOTH}
 
 
 def _tile(bits: int) -> int:
-    return ROWS * 4 // bits
+    return ROWS * 128 // GROUPS[bits]
 
 
 def _quantize() -> Iterator[Case]:
@@ -96,12 +97,13 @@ def _quantize() -> Iterator[Case]:
         row["TILE"] = _tile(row["BITS"])
         yield Case(quantize.quantize_kernel, row, {"x": dtype})
         yield Case(quantize.quantize_tensors_kernel, {**row, "DTYPE": _DTYPES[dtype]}, {"": dtype})
-    for row in _product(SOURCE_BITS=(8, 4), **_ENCODING):
-        yield Case(quantize.reduce_quantize_kernel, {**row, "TILE": _tile(row["BITS"])}, {})
+    for row in _product(SOURCE_BITS=tuple(GROUPS), **_ENCODING):
+        shape = {"SOURCE_K": GROUPS[row["SOURCE_BITS"]] // 128, "TILE": _tile(row["BITS"])}
+        yield Case(quantize.reduce_quantize_kernel, {**row, **shape}, {})
 
 
 def _reduce() -> Iterator[Case]:
-    for row in _product(dtype=tuple(_DTYPES), BITS=(8, 4), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
+    for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
         dtype = row.pop("dtype")
         # 16-bit outputs are refused where sums are added to: see dispatch.
         if dtype == "fp32" or not row["ACCUMULATE"]:

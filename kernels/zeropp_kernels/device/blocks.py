@@ -21,6 +21,7 @@ import triton.language as tl
 __all__ = [
     "INTERPRETED",
     "ROWS",
+    "TILE_ROWS",
     "bfloat16_bits",
     "cast",
     "code_values",
@@ -102,6 +103,8 @@ _SMALLEST_SCALE = tl.constexpr(0x0080)
 # be infinite, rounding up has made the largest code 126.
 _LARGEST_SCALE_4 = tl.constexpr(0x7E12)
 _INTERPRETED = tl.constexpr(INTERPRETED)
+# A tile is TILE groups of K rows each, so TILE_ROWS // TILE is K, whatever the width of a code.
+TILE_ROWS = tl.constexpr(ROWS)
 
 
 @triton.jit
@@ -216,7 +219,7 @@ def scale_of(peak, BITS: tl.constexpr):
     A group that is not finite gets a NaN scale, and mask 0: its codes are zeros on every machine.
     """
     # ``/`` would be an approximate division on NVIDIA; div_rn is rounded once, like torch's.
-    levels: tl.constexpr = 127.0 if BITS == 8 else 7.0
+    levels: tl.constexpr = (1 << (BITS - 1)) - 1
     scale = tl.div_rn(peak.to(tl.float32, bitcast=True), tl.full(peak.shape, levels, tl.float32))
     # Carries into the upper half unless the lower one is zero: rounded up. Bits of positive numbers are in the order of
     # the numbers, so the bounds are compared as integers.
@@ -250,12 +253,10 @@ def encode_pair(lower, upper, inverse, mask):
 @triton.jit
 def _code_value(code, BITS: tl.constexpr):
     """float32 value of a code: its bits set below those of 2**23, which takes no conversion from an integer."""
-    if BITS == 8:
-        # 0x4B000000 is 2**23, whose last mantissa bit counts ones. The XOR turns the code's sign bit round, which adds
-        # 128 to its value: the bits of 2**23 + 128 + code.
-        return (code ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
-    # The same with 8 for 128.
-    return (code ^ 0x4B000008).to(tl.float32, bitcast=True) - 8388616.0
+    # 0x4B000000 is 2**23, whose last mantissa bit counts ones. The XOR turns the code's sign bit round, which adds half
+    # of its range to its value: the bits of 2**23 + half + code.
+    half: tl.constexpr = 1 << (BITS - 1)
+    return (code ^ (0x4B000000 + half)).to(tl.float32, bitcast=True) - (8388608.0 + half)
 
 
 @triton.jit

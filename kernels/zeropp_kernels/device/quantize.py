@@ -12,6 +12,7 @@ from ..table import locate
 from ..wire import message_layout, state_layout
 from .blocks import (
     ROWS,
+    TILE_ROWS,
     encode_pair,
     group_peak,
     launched,
@@ -36,8 +37,7 @@ def _encode(
     beta, rest, reset, BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The second half of every kernel here: rotate, add the error, encode, keep the new error."""
-    # Rows of 128 elements in a group: one in int4, two in int8.
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = TILE_ROWS // TILE
     # Messages are multiples of 128 bytes, which keeps rows aligned. 64 bits: many messages together pass 2**31 bytes.
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
     live = first + tl.arange(0, TILE) < groups
@@ -71,7 +71,7 @@ def quantize_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of a flat buffer. Grid: (tiles of a message, messages)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * (128 * K)
     live = first + tl.arange(0, TILE) < groups
@@ -92,7 +92,7 @@ def quantize_tensors_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of tensors that lie anywhere. Grid: (tiles of a message, messages)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < groups
     # Elements of the flat buffer that does not exist; each message begins on a block (check_blocks).
@@ -111,15 +111,16 @@ def reduce_quantize_kernel(
     scale: tl.float32, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32, nbytes: tl.int64,
     scales_offset: tl.int64, state_nbytes: tl.int64, state_scales_offset: tl.int64,
     beta: tl.float32, rest: tl.float32, reset: tl.int32,
-    SOURCE_BITS: tl.constexpr, BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
+    SOURCE_BITS: tl.constexpr, SOURCE_K: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of the scaled sum of ``count`` messages. Grid: (tiles of an outgoing message, outgoing messages)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     # Rows, in which both the incoming and the outgoing groups count; outgoing messages begin on a block.
     row = (tl.program_id(1).to(tl.int64) * numel) // 128 + first.to(tl.int64) * K
     lower, upper = sum_pair(
-        sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, TILE, K
+        sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K
     )
     _encode(
         lower * scale, upper * scale, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes,
@@ -190,5 +191,5 @@ def reduce_quantize_(
     arguments = (sources, count, source.groups, source.nbytes, source.scales_offset, scale, part)
     _launch(
         reduce_quantize_kernel, arguments, messages, part, out_count, bits, rotate, state, beta, reset,
-        SOURCE_BITS=source_bits,
+        SOURCE_BITS=source_bits, SOURCE_K=source.group // 128,
     )  # fmt: skip

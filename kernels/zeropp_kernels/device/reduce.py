@@ -9,6 +9,7 @@ from torch import Tensor
 from ..wire import message_layout
 from .blocks import (
     ROWS,
+    TILE_ROWS,
     code_values,
     launched,
     load_codes,
@@ -24,14 +25,17 @@ __all__ = ["dequantize_", "reduce_", "sum_pair"]
 
 
 @triton.jit
-def _message_pair(message, scales_offset, row, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+def _message_pair(
+    message, scales_offset, row, groups, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr,
+):  # fmt: skip
     """As :func:`code_values`, of TILE * K rows of one message from row ``row`` on, with scales [TILE, K, 1].
 
-    K need not be that of the message's groups.
+    The message's groups have GROUP_ROWS rows each, which need not be K.
     """
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
     # By row, since these groups can be twice or half as long as those of the tile.
-    group = rows // (BITS // 4)
+    group = rows // GROUP_ROWS
     live = group < groups
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
     scale = scale_value(tl.load(scales + group, mask=live, other=0))
@@ -42,20 +46,23 @@ def _message_pair(message, scales_offset, row, groups, BITS: tl.constexpr, TILE:
 
 @triton.jit
 def sum_pair(
-    messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
-):
+    messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
     """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on.
 
     Products are exact (8 significant bits times at most 7), so a fused multiply-add rounds as a sum does.
     """
-    lower, upper, lower_scale, upper_scale = _message_pair(messages, scales_offset, row, groups, BITS, TILE, K)
+    lower, upper, lower_scale, upper_scale = _message_pair(
+        messages, scales_offset, row, groups, BITS, GROUP_ROWS, TILE, K
+    )
     lower *= lower_scale
     upper *= upper_scale
     # In this order on every machine, since float32 sums depend on it.
     for _ in range(1, count):
         messages += whole(nbytes, 128)
         lower_code, upper_code, lower_scale, upper_scale = _message_pair(
-            messages, scales_offset, row, groups, BITS, TILE, K
+            messages, scales_offset, row, groups, BITS, GROUP_ROWS, TILE, K
         )
         # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
         lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
@@ -77,14 +84,14 @@ def reduce_kernel(
     BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
-    K: tl.constexpr = BITS // 4
+    K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128
     live = first + tl.arange(0, TILE) < groups
     # ``parts`` of out have ``count`` messages each, part by part.
     messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
-    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, TILE, K)
+    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K)
     # Before the way back, and once: the reference does it in this order.
     lower *= scale
     upper *= scale
