@@ -1,10 +1,11 @@
-"""What a round of agreement costs: ranks tell each other a row of integers, or reduce one, and the host waits.
+"""What a round of agreement costs: ranks tell each other a row of integers, and the host waits.
 
     python -m bench.control_round --ranks 2 4 8
 
-Rounds are made while an order is learned, and at the end of phases that vary. Printed is the least and the median time
-of a round over 300; on a machine with fewer cores than ranks that is the time of its scheduler, too. gloo's all-gather
-is a ring, one hop for each other rank; a reduction by halving and doubling makes two for each doubling of the ranks.
+Rounds are made while an order is learned, at its forks, and at the end of phases that vary. Printed is the least and
+the median time of a round over 300; on a machine with fewer cores than ranks that is the time of its scheduler, too.
+What zeropp does (`zeropp.comm.hops.exchange_rows`) makes one hop for each doubling of the ranks, ten for 1024; gloo's
+all-gather is a ring, one hop for each other rank.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from zeropp._compat import all_gather_single
+from zeropp.comm.hops import exchange_rows
+
 ROUNDS = 300
 
 
@@ -27,11 +31,11 @@ def measure(rank: int, world: int, store: str, result: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
-    row, rows, word = torch.zeros(8, dtype=torch.int64), torch.zeros(8 * world, dtype=torch.int64), torch.zeros(1)
+    row, rows = torch.zeros(8, dtype=torch.int64), torch.zeros(8 * world, dtype=torch.int64)
     lines = []
     for name, call in {
-        "all-gather of 8 integers": lambda: dist.all_gather_into_tensor(rows, row),
-        "all-reduce of 1": lambda: dist.all_reduce(word),
+        "zeropp, 8 integers": lambda: exchange_rows([0] * 8, rank, range(world), None),
+        "gloo's all-gather": lambda: all_gather_single(rows, row),
     }.items():
         taken = []
         for _ in range(ROUNDS):
