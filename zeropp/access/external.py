@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from zeropp.engine.engine import Engine
-from zeropp.params.guard import keeper_of
+from zeropp.params.guard import handler_of
 
 __all__ = ["external_parameters", "register_external_parameter"]
 
@@ -32,7 +32,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     known = module.__dict__.setdefault(_EXTERNAL, [])
     if not any(other is parameter for other in known):
         known.append(parameter)
-        engine = keeper_of(parameter)
+        engine = handler_of(parameter)
         # Before wrapping there is none; hooks are set up from the list then.
         if isinstance(engine, Engine):
             engine.use_in(module, parameter)

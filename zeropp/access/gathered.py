@@ -14,7 +14,7 @@ from zeropp.access.state import gather_main
 from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
-from zeropp.params.guard import is_guarded, keeper_of
+from zeropp.params.guard import handler_of, is_guarded
 
 __all__ = ["GatheredParameters"]
 
@@ -62,7 +62,7 @@ class GatheredParameters:
         # Parameters of several wrapped models may be gathered in one call.
         by_engine: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
         for parameter in parameters if enabled else ():
-            engine = keeper_of(parameter)
+            engine = handler_of(parameter)
             if isinstance(engine, Engine):
                 by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
         self._wanted = list(by_engine.values())

@@ -19,7 +19,7 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.guard import is_managed, keeper_of
+from zeropp.params.guard import handler_of, is_managed
 
 __all__ = ["Former", "former_engines", "give_to_modules"]
 
@@ -45,20 +45,20 @@ def former_engines(model: nn.Module) -> list[Engine]:
     for name, parameter in parameters.items():
         if not is_managed(parameter):
             continue
-        keeper = keeper_of(parameter)
-        # Without a keeper, or with one that was closed, nothing holds its values any more.
-        if not isinstance(keeper, Engine) or keeper.closed:
+        handler = handler_of(parameter)
+        # Without a handler, or with one that was closed, nothing holds its values any more.
+        if not isinstance(handler, Engine) or handler.closed:
             raise ValueError(
                 f"parameter {name!r} was partitioned by zeropp, and its values were given up by close(); wrap a model "
                 "that has its values, and let go of a ZeroOptimizer without close() to wrap its model again"
             )
         # An optimizer that lives would go on stepping former main weights, and the new engine not know of it.
-        if keeper.listener is not None:
+        if handler.listener is not None:
             raise ValueError(
                 f"parameter {name!r} is already managed by a ZeroOptimizer; give several parameter groups to one "
                 "optimizer, or let go of that one first (del optimizer): the next takes the main weights over"
             )
-        found[id(keeper)] = keeper
+        found[id(handler)] = handler
     modules = set(model.modules())
     for engine in found.values():
         engine.require_idle("wrapping the model again")

@@ -19,7 +19,7 @@ from zeropp.comm.streams import Work
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.guard import keeper_of
+from zeropp.params.guard import handler_of
 from zeropp.params.unit import Unit
 from zeropp.wire.paths import GatherPath
 
@@ -38,9 +38,9 @@ def engine_of(model: nn.Module | Optimizer) -> Engine:
             return engine
         raise ValueError(f"{type(model).__name__} is a plain optimizer; give the ZeroOptimizer around it, or the model")
     for parameter in model.parameters():
-        keeper = keeper_of(parameter)
-        if isinstance(keeper, Engine):
-            return keeper
+        handler = handler_of(parameter)
+        if isinstance(handler, Engine):
+            return handler
     raise ValueError(
         f"{type(model).__name__} is not managed by zeropp, or was until close(); wrap it first: "
         "zeropp.ZeroOptimizer(optimizer, model, config)"

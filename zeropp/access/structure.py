@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeropp.engine.engine import Engine
-from zeropp.params.guard import is_managed, keeper_of
+from zeropp.params.guard import handler_of, is_managed
 
 __all__ = ["watch_structure"]
 
@@ -48,7 +48,7 @@ class _Structure:
         for path, module in model.named_modules():
             own = self._own.get(id(module), set())
             here = [(name, p) for name, p in module._parameters.items() if p is not None and id(p) not in own]
-            moved = [name for name, parameter in here if keeper_of(parameter) is engine]
+            moved = [name for name, parameter in here if handler_of(parameter) is engine]
             found += [f"{path}.{name}" if path else name for name in moved]
         return found
 

@@ -22,7 +22,7 @@ class BackwardUses:
         self._units = units
         self._schedule = schedule
         self._reductions = reductions
-        # Unit in use -> calls of frozen sites that backward has reached and not left. Zero is an entry, too: the unit
+        # Unit in use -> calls of frozen modules that backward has reached and not left. Zero is an entry, too: the unit
         # is held until its gradients have come.
         self._calls: dict[int, int] = {}
         self._whole: dict[int, None] = {}

@@ -117,18 +117,20 @@ class Engine:
 
     # Forward.
 
-    def enter(self, site: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """A site's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
+    def enter(
+        self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
         changed = None
         try:
             if not self.running:
                 self.require_idle("the model", averaged=True)
                 self.finish_load()
                 self.refresh.start_put_off()
-                self._begin_forward(site, training)
+                self._begin_forward(hooked, training)
                 if self.input_dtype is not None:
                     changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
-            for unit in site.units:
+            for unit in hooked.units:
                 unit.users += 1
                 self.schedule.use(unit)
         except BaseException:
@@ -137,18 +139,18 @@ class Engine:
             raise
         return changed
 
-    def leave(self, site: HookedModule, *, returns: Return, failed: bool) -> None:
-        """A site's forward is over: release its units, unless the plan keeps them."""
+    def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
+        """A hooked module's forward is over: release its units, unless the plan keeps them."""
         # A model may catch an error of an inner module and go on. In backward an error may be checkpointing's own, by
         # which it ends a recomputation early.
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
             return self.recover()
         try:
             if returns is not Return.NEVER and self.phase is Phase.FORWARD:
-                self._backward.expect_in_backward(site.units, whole=returns is Return.UNANNOUNCED)
+                self._backward.expect_in_backward(hooked.units, whole=returns is Return.UNANNOUNCED)
             elif returns is not Return.NEVER:
-                self.schedule.expect_again(site.units)  # checkpointing has run it again, and its backward follows
-            for unit in site.units:
+                self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
+            for unit in hooked.units:
                 unit.users -= 1
                 self.schedule.holdings.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
@@ -158,14 +160,14 @@ class Engine:
                 self.recover()
             raise
 
-    def _begin_forward(self, site: HookedModule, training: bool) -> None:
+    def _begin_forward(self, hooked: HookedModule, training: bool) -> None:
         grad = torch.is_grad_enabled()
         if grad:  # no other forwards are concerned
             if (listener := self.listener) is not None:
                 listener.graph_begins()
-            self.window.note_forward(site.path)
+            self.window.note_forward(hooked.path)
             self._foresee_boundary()
-        key: PhaseKey = ("forward", site.path, training, grad)
+        key: PhaseKey = ("forward", hooked.path, training, grad)
         outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
         self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
         if grad:
@@ -186,19 +188,19 @@ class Engine:
     # Backward.
 
     def backward_reached(self, call: BackwardCall) -> None:
-        """Backward arrives at a site's outputs: fetch its units."""
+        """Backward arrives at a hooked module's outputs: fetch its units."""
         if call.reached == self._backwards:
             return  # by another of its outputs
         call.reached = self._backwards
         self._begin_backward()
-        for unit in call.site.units:
-            self._backward.use(unit, lasting=unit in call.site.frozen)
+        for unit in call.hooked.units:
+            self._backward.use(unit, lasting=unit in call.hooked.frozen)
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""
         if call.reached != self._backwards:
             return
-        for unit in call.site.frozen:
+        for unit in call.hooked.frozen:
             self._backward.call_ended(unit)
 
     def gradient_ready(self, index: int, position: int) -> None:
@@ -248,7 +250,7 @@ class Engine:
     # Parameters touched elsewhere, persistent ones, failures.
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
-        """A released parameter is used outside its module; see :class:`zeropp.params.guard.Keeper`."""
+        """A released parameter is used outside its module; see :class:`zeropp.params.guard.GuardHandler`."""
         if self.closed:
             self.require_idle("the model", averaged=True)
         if not self.running:
@@ -314,7 +316,7 @@ class Engine:
         self.pending.forget_stray()
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
-        """``requires_grad`` is about to change; see :class:`zeropp.params.guard.Keeper`."""
+        """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
         self.require_idle("requires_grad_", lent=True)
         self.flipped ^= {id(parameter)}
         for buffer in self._unit_of[id(parameter)].buffers:
@@ -355,7 +357,7 @@ class Engine:
             self.hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
-        """Take this rank's piece of a parameter's new values; see :class:`zeropp.params.guard.Keeper`."""
+        """Take this rank's piece of a parameter's new values; see :class:`zeropp.params.guard.GuardHandler`."""
         if not self.loading:
             return False
         for buffer in self._unit_of[id(parameter)].buffers:
@@ -409,7 +411,7 @@ class Engine:
             self.pending.forget()
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """``parameter.grad = None``; see :class:`zeropp.params.guard.Keeper`."""
+        """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""
         self.pending.forget_one(self._unit_of[id(parameter)], parameter)
 
     def has_pending_gradients(self) -> bool:

@@ -1,6 +1,6 @@
 """Hooks on the user's modules: where the model's own running meets the engine.
 
-A *site* is a module whose forward brackets uses of units. Before it runs, its units are fetched; after it, they are
+A *hooked module* is one whose forward brackets uses of units. Before it runs, its units are fetched; after it, they are
 released, and its outputs carry a hook that fetches them again when backward arrives. Hooks hold the engine weakly.
 """
 
@@ -27,7 +27,7 @@ __all__ = ["OWNED_AS", "BackwardCall", "HookHandler", "HookedModule", "ModuleHoo
 
 
 class Return(Enum):
-    """How backward may come back to a call of a site, and need its units again."""
+    """How backward may come back to a call of a hooked module, and need its units again."""
 
     NEVER = "never"
     # By the outputs, or by another forward in it: checkpointing runs one again.
@@ -76,20 +76,22 @@ class HookHandler(Protocol):
     storages: frozenset[int]
     passing: frozenset[int]
 
-    def enter(self, site: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        """A site's forward begins; returns changed (args, kwargs) or None."""
+    def enter(
+        self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
+        """A hooked module's forward begins; returns changed (args, kwargs) or None."""
         ...
 
-    def leave(self, site: HookedModule, *, returns: Return, failed: bool) -> None:
-        """A site's forward is over."""
+    def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
+        """A hooked module's forward is over."""
         ...
 
     def backward_reached(self, call: BackwardCall) -> None:
-        """Backward arrives at a site's outputs."""
+        """Backward arrives at a hooked module's outputs."""
         ...
 
     def backward_left(self, call: BackwardCall) -> None:
-        """Every gradient with respect to a site's inputs is computed."""
+        """Every gradient with respect to a hooked module's inputs is computed."""
         ...
 
     def gradient_ready(self, index: int, position: int) -> None:
@@ -98,19 +100,19 @@ class HookHandler(Protocol):
 
 
 class BackwardCall:
-    """One call of a site, as backward will see it: a hook shared by its outputs.
+    """One call of a hooked module, as backward will see it: a hook shared by its outputs.
 
     It lives as long as the graph of those. Hooks on the inputs hold it weakly: what they hold lives as long as the
     inputs' graph, and a call that knew them both ways would keep the whole graph for ever, unseen by Python's
     collector. (``register_multi_grad_hook`` does that for graphs without a backward, as checkpointing makes them.)
     """
 
-    # A call for every site and forward: no dict for each. Hooks on inputs hold it weakly, which slots must allow.
-    __slots__ = ("__weakref__", "_driver", "_inputs", "_left", "_pass", "reached", "site")
+    # One for every hooked module and forward: no dict for each. Hooks on inputs hold it weakly, which slots must allow.
+    __slots__ = ("__weakref__", "_driver", "_inputs", "_left", "_pass", "hooked", "reached")
 
-    def __init__(self, driver: weakref.ref[HookHandler], site: HookedModule) -> None:
+    def __init__(self, driver: weakref.ref[HookHandler], hooked: HookedModule) -> None:
         self._driver = driver
-        self.site = site
+        self.hooked = hooked
         # The backward that has reached it; a retained graph may see several.
         self.reached = -1
         self._inputs: list[Node] = []
@@ -165,12 +167,12 @@ OWNED_AS = "_zeropp_engine"
 _MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS])
 
 
-def _stored_tensors(module: nn.Module, site: HookedModule, *, deep: bool) -> list[Tensor]:
+def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> list[Tensor]:
     """Differentiable tensors that a forward has put on its module: a loss, a penalty on weights.
 
     Args:
         module: whose forward it was.
-        site: of the module.
+        hooked: of the module.
         deep: look into any object, which takes its time; there is no output that backward could come by.
     """
     kinds = object if deep else (Tensor, list, tuple, dict)
@@ -178,18 +180,18 @@ def _stored_tensors(module: nn.Module, site: HookedModule, *, deep: bool) -> lis
     found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
     # What stays on the module from one forward to the next is hooked once, by the call that made it. Weakly: the graph
     # of a loss must go when the user drops it.
-    known = {id(tensor) for ref in site.stored if (tensor := ref()) is not None}
-    site.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
+    known = {id(tensor) for ref in hooked.stored if (tensor := ref()) is not None}
+    hooked.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
     return [tensor for tensor in found if id(tensor) not in known]
 
 
 @dataclass
 class _Frame:
-    """A site on the call stack."""
+    """A hooked module on the call stack."""
 
-    site: HookedModule
+    hooked: HookedModule
     call: BackwardCall | None
-    # Being handled when the site was entered.
+    # Being handled when the module was entered.
     error: BaseException | None
 
 
@@ -203,37 +205,37 @@ class ModuleHooks:
         self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
         # Weakly: the engine must not keep the modules that own it.
-        self._sites: weakref.WeakKeyDictionary[nn.Module, HookedModule] = weakref.WeakKeyDictionary()
+        self._modules: weakref.WeakKeyDictionary[nn.Module, HookedModule] = weakref.WeakKeyDictionary()
         self._reach: dict[str, frozenset[int]] = {}
         # Uses to add once nothing runs.
         self._later: list[tuple[nn.Module, Unit]] = []
 
     def extend(self, module: nn.Module, unit: Unit) -> None:
         """Let a module's forwards use one more unit."""
-        site = self._sites.get(module)
-        if site is None:
+        hooked = self._modules.get(module)
+        if hooked is None:
             self.install(module, HookedModule(f"<{type(module).__name__} with a parameter of {unit.name}>", (unit,)))
-        elif any(frame.site is site for frame in self._stack):
+        elif any(frame.hooked is hooked for frame in self._stack):
             # A running forward leaves what it has entered; with one more unit it would take back a use that it never
             # made.
             self._later.append((module, unit))
-        elif unit not in site.units:
+        elif unit not in hooked.units:
             # In one order on every rank, since uses are collective.
-            site.units = tuple(sorted((*site.units, unit), key=lambda each: each.index))
+            hooked.units = tuple(sorted((*hooked.units, unit), key=lambda each: each.index))
             self._reach.clear()
 
-    def install(self, module: nn.Module, site: HookedModule) -> None:
+    def install(self, module: nn.Module, hooked: HookedModule) -> None:
         """Hook one module."""
-        self._sites[module] = site
+        self._modules[module] = hooked
         self._reach.clear()
         self._handles.append(
             # First: pre-hooks of the user may read weights already.
-            module.register_forward_pre_hook(self._before(site), prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(self._before(hooked), prepend=True, with_kwargs=True)
         )
         self._handles.append(
             # Also after an error, or users would be counted for ever. torch calls such hooks for an Exception, not for
             # Ctrl-C.
-            module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True)
+            module.register_forward_hook(self._after(hooked), with_kwargs=True, always_call=True)
         )
 
     def _extend_later(self) -> None:
@@ -246,16 +248,16 @@ class ModuleHooks:
         start = str(key[1])
         if start not in self._reach:
             found: set[int] = set()
-            for site in self._sites.values():
-                if start == "" or f"{site.path}.".startswith(f"{start}."):
-                    found.update(unit.index for unit in site.units if not unit.persistent)
+            for hooked in self._modules.values():
+                if start == "" or f"{hooked.path}.".startswith(f"{start}."):
+                    found.update(unit.index for unit in hooked.units if not unit.persistent)
             self._reach[start] = frozenset(found)
         return self._reach[start]
 
     @property
     def root(self) -> nn.Module | None:
         """The module whose hooks these are, unless it is gone."""
-        return next((module for module, site in self._sites.items() if site.path == ""), None)
+        return next((module for module, hooked in self._modules.items() if hooked.path == ""), None)
 
     def watch_gradients(self, unit: Unit, first: int = 0) -> None:
         """Tell of the gradients of a unit's trainable parameters, from position ``first`` on."""
@@ -302,7 +304,7 @@ class ModuleHooks:
         """Sites on the call stack."""
         return len(self._stack)
 
-    def _before(self, site: HookedModule) -> Callable[..., object]:
+    def _before(self, hooked: HookedModule) -> Callable[..., object]:
         # Not self: the module keeps what this closure holds.
         ref, stack = self._driver, self._stack
 
@@ -311,13 +313,13 @@ class ModuleHooks:
             if driver is None:
                 return None
             # Before there is a frame: if it raises, the hook after the module finds none, and takes nothing back.
-            changed = driver.enter(site, module.training, args, kwargs)
-            call = BackwardCall(ref, site) if torch.is_grad_enabled() else None
+            changed = driver.enter(hooked, module.training, args, kwargs)
+            call = BackwardCall(ref, hooked) if torch.is_grad_enabled() else None
             # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
             # failure then.
-            stack.append(_Frame(site, call, sys.exc_info()[1]))
+            stack.append(_Frame(hooked, call, sys.exc_info()[1]))
             # Gradients tell when a trained weight is done with; a frozen one needs the inputs' to say so.
-            if call is not None and site.frozen:
+            if call is not None and hooked.frozen:
                 inputs = differentiable((args, kwargs))
                 handles = call.watch(inputs)
                 self._on_leaves += [h for h, tensor in zip(handles, inputs, strict=True) if tensor.is_leaf]
@@ -328,36 +330,36 @@ class ModuleHooks:
 
         def before_or_skip(*arguments: object) -> object:
             # Where a pass begins, with nothing on the stack, the hook is needed even inside a compiled region.
-            site.skipped = torch.compiler.is_compiling() and not site.units and bool(stack)
-            return None if site.skipped else opaque(*arguments)
+            hooked.skipped = torch.compiler.is_compiling() and not hooked.units and bool(stack)
+            return None if hooked.skipped else opaque(*arguments)
 
-        return opaque if site.units else before_or_skip
+        return opaque if hooked.units else before_or_skip
 
-    def _after(self, site: HookedModule) -> Callable[..., object]:
+    def _after(self, hooked: HookedModule) -> Callable[..., object]:
         ref, stack, later = self._driver, self._stack, self._later
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             driver = ref()
             # No frame: entering has failed, or a recovery has emptied the stack.
-            if driver is None or not any(frame.site is site for frame in stack):
+            if driver is None or not any(frame.hooked is hooked for frame in stack):
                 return None
             frame = stack.pop()
             # Frames of modules whose hooks did not run, as Ctrl-C leaves them. What they hold goes when the pass is
             # recovered.
-            while frame.site is not site:
+            while frame.hooked is not hooked:
                 frame = stack.pop()
             failed = sys.exc_info()[1] is not frame.error
             returns = Return.NEVER
             if not failed:
                 # While the values are still there. Persistent weights stay until the pass ends: only the outermost
                 # module must copy those.
-                output = copy_views(output, driver.passing if stack else driver.storages, site.path)
+                output = copy_views(output, driver.passing if stack else driver.storages, hooked.path)
             # Without a graph inside a forward that records one: checkpointing runs it so, and once more in backward.
             if frame.call is None and not failed and stack and stack[0].call is not None:
                 returns = Return.ANNOUNCED
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
-                stored = _stored_tensors(module, site, deep=not outputs)
+                stored = _stored_tensors(module, hooked, deep=not outputs)
                 outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
                 for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
@@ -366,10 +368,10 @@ class ModuleHooks:
                         self._on_leaves.append(handle)
                 if outputs:
                     returns = Return.ANNOUNCED
-                elif site.trainable or differentiable((args, kwargs)):
+                elif hooked.trainable or differentiable((args, kwargs)):
                     returns = Return.UNANNOUNCED
-            driver.leave(site, returns=returns, failed=failed)
-            # The outermost forward is over, and sites may change.
+            driver.leave(hooked, returns=returns, failed=failed)
+            # The outermost forward is over, and hooked modules may change.
             if later and not stack:
                 self._extend_later()
             return output
@@ -377,9 +379,9 @@ class ModuleHooks:
         opaque: Callable[..., object] = torch.compiler.disable(after)
 
         def after_or_skip(*arguments: object) -> object:
-            if torch.compiler.is_compiling() and site.skipped:
-                site.skipped = False
+            if torch.compiler.is_compiling() and hooked.skipped:
+                hooked.skipped = False
                 return None
             return opaque(*arguments)
 
-        return opaque if site.units else after_or_skip
+        return opaque if hooked.units else after_or_skip

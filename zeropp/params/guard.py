@@ -18,7 +18,7 @@ from torch import nn
 
 from zeropp._compat import unguarded
 
-__all__ = ["Keeper", "guard", "is_guarded", "is_managed", "keeper_of", "own_dtype", "register", "unguard"]
+__all__ = ["GuardHandler", "guard", "handler_of", "is_guarded", "is_managed", "own_dtype", "register", "unguard"]
 
 # What the stand-in answers rightly by itself: it has the true shape, dtype and device.
 _GETTERS = (
@@ -60,7 +60,7 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 _COPY = torch.Tensor.copy_
 
 
-class Keeper(Protocol):
+class GuardHandler(Protocol):
     """Who answers for a released parameter: the engine, seen from here."""
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
@@ -85,15 +85,15 @@ class Keeper(Protocol):
 
 
 class _Tag:
-    """Tie from a parameter to its name and keeper; weak, so that a parameter keeps no engine alive."""
+    """Tie from a parameter to its name and handler; weak, so that a parameter keeps no engine alive."""
 
-    __slots__ = ("keeper", "layout", "name", "own_dtype")
+    __slots__ = ("handler", "layout", "name", "own_dtype")
 
     def __init__(
-        self, name: str, keeper: Keeper, parameter: nn.Parameter, strides: tuple[int, ...], own: torch.dtype
+        self, name: str, handler: GuardHandler, parameter: nn.Parameter, strides: tuple[int, ...], own: torch.dtype
     ) -> None:
         self.name = name
-        self.keeper = weakref.ref(keeper)
+        self.handler = weakref.ref(handler)
         self.own_dtype = own
         # No memory behind it: it answers for strides and contiguity only.
         self.layout = torch.empty_strided(parameter.shape, strides, dtype=parameter.dtype, device="meta")
@@ -110,19 +110,19 @@ _GUARDS: dict[type[nn.Parameter], type[nn.Parameter]] = {}
 
 
 def register(
-    parameter: nn.Parameter, name: str, keeper: Keeper, strides: tuple[int, ...], own_dtype: torch.dtype
+    parameter: nn.Parameter, name: str, handler: GuardHandler, strides: tuple[int, ...], own_dtype: torch.dtype
 ) -> None:
     """Tell the guard about a parameter.
 
     Args:
         parameter: with the shape and dtype it has from now on.
         name: in the model.
-        keeper: who keeps its values.
+        handler: who keeps its values.
         strides: when its values are there.
         own_dtype: before it was wrapped.
     """
     # On the parameter itself, where it is found without the engine, which may be gone.
-    parameter._zeropp_tag = _Tag(name, keeper, parameter, strides, own_dtype)  # type: ignore[attr-defined]
+    parameter._zeropp_tag = _Tag(name, handler, parameter, strides, own_dtype)  # type: ignore[attr-defined]
 
 
 def own_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -131,10 +131,10 @@ def own_dtype(parameter: torch.Tensor) -> torch.dtype:
     return tag.own_dtype if tag is not None else parameter.dtype
 
 
-def keeper_of(parameter: torch.Tensor) -> Keeper | None:
+def handler_of(parameter: torch.Tensor) -> GuardHandler | None:
     """The engine that manages a parameter, if one does."""
     tag = parameter.__dict__.get("_zeropp_tag")
-    return tag.keeper() if tag is not None else None
+    return tag.handler() if tag is not None else None
 
 
 def is_managed(parameter: torch.Tensor) -> bool:
@@ -211,26 +211,26 @@ def _intercept(
             tag = parameter.__dict__["_zeropp_tag"]
             if func in _LAYOUT:
                 return func(tag.layout, *args[1:], **kwargs)
-            keeper = tag.keeper()
-            if keeper is None:
+            handler = tag.handler()
+            if handler is None:
                 raise RuntimeError(
                     f"parameter {tag.name!r} is partitioned, and what held its values is gone: its model was dropped, "
                     "or closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
                 )
             if func in (_GET_GRAD, _SET_GRAD):
                 # Gradients are told apart from values: reading one must not fetch the unit.
-                return _gradient_access(func, args, kwargs, tag.name, keeper)
+                return _gradient_access(func, args, kwargs, tag.name, handler)
             if func in (torch.Tensor.requires_grad_, _SET_REQUIRES_GRAD):
                 trained = bool(args[1] if len(args) > 1 else kwargs.get("requires_grad", True))
                 if trained != parameter.requires_grad:
                     # Noted on this rank; all ranks compare at the next forward. The flag is set all the same.
-                    keeper.note_requires_grad(parameter, trained)
+                    handler.note_requires_grad(parameter, trained)
                 return func(*args, **kwargs)
             # What is copied may be released itself: the NaN that stands for its values must not be taken for them.
             loads = func is _COPY and parameter is args[0] and not is_guarded(args[1])
-            if loads and keeper.take_loaded(parameter, args[1]):
+            if loads and handler.take_loaded(parameter, args[1]):
                 return parameter
-            if not keeper.fetch_touched(parameter):
+            if not handler.fetch_touched(parameter):
                 # Outside a pass no other rank knows of this use, and a gather would wait for them.
                 raise _refusal(func, tag.name, parameter)
         # Every released argument has been fetched, and has its own class and values by now.
@@ -238,7 +238,7 @@ def _intercept(
 
 
 def _gradient_access(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, keeper: Keeper
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, handler: GuardHandler
 ) -> object:
     """A partitioned gradient is not in ``.grad``: answering None would make clipping and logging silently wrong."""
     if func == _SET_GRAD and args[1] is not None:
@@ -248,9 +248,9 @@ def _gradient_access(
             "optimizer.clip_grad_norm_(max_norm)"
         )
     # ``grad = None`` clears, as without zeropp, where the gradient really is.
-    if func == _SET_GRAD and keeper.has_pending_gradients():
-        keeper.forget_gradient(args[0])
-    if keeper.has_pending_gradients() and func == _GET_GRAD:
+    if func == _SET_GRAD and handler.has_pending_gradients():
+        handler.forget_gradient(args[0])
+    if handler.has_pending_gradients() and func == _GET_GRAD:
         raise RuntimeError(
             f"the gradient of {name!r} is partitioned over the ranks and not in .grad; use "
             "optimizer.clip_grad_norm_(max_norm) to clip, optimizer.grad_norm to log, and optimizer.zero_grad() to "

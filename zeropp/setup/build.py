@@ -127,7 +127,7 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
         for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
             # By this tag the guard, watch_structure and a later wrapping know a managed parameter.
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
-    _install_sites(model, engine, specs)
+    _hook_modules(model, engine, specs)
     for unit in engine.units:
         engine.hooks.watch_gradients(unit)
     install_state_hooks(model, engine)
@@ -289,7 +289,7 @@ def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
     return found
 
 
-def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
+def _hook_modules(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
     """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
     modules = dict(model.named_modules())
     unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
@@ -327,7 +327,7 @@ def _install_sites(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> N
         units = tuple(found[index] for index in sorted(found))
         engine.hooks.install(modules[path], HookedModule(path, units))
     for module in modules.values():
-        # After all sites are there, since these only add to them.
+        # After all hooked modules are there, since these only add to them.
         for parameter in external_parameters(module):
             if id(parameter) in by_id:
                 engine.use_in(module, parameter)
