@@ -53,7 +53,7 @@ class BackwardUses:
     def use(self, unit: Unit, *, lasting: bool = False) -> None:
         """Have a unit for this backward; ``lasting`` if a call needs it until the gradients of its inputs have come.
 
-        Where the inputs of a call have none, nothing tells before the end: what is trained inside it may come last.
+        If a call's inputs need no gradient, nothing signals that it is done before backward ends.
         """
         # One hold for the whole backward, however many calls and outputs ask for the unit; calls are counted apart.
         if unit.index not in self._calls:

@@ -1,8 +1,8 @@
 """The engine of one model: phases, and who holds which unit.
 
 The way of one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
-(`zeropp.order.schedule`), which has usually issued the gather already; the unit (`zeropp.params.unit`) runs its path
-(`zeropp.wire.paths`).
+(`zeropp.order.schedule`), which has usually issued the gather already; a lane (`zeropp.comm.streams`) runs
+the unit's path (`zeropp.wire.paths`).
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Engine:
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
         self.pending = Pending(self.units, self._listener)
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
-        self.trained_set = 0  # number of the set of parameters that are trained; backwards are learned for each
+        self.trained_set = 0  # counts sets of trained parameters; backwards are learned for each
         self._backwards = 0  # finished or given up
         self._ending: Callable[[], object] = lambda: None  # not None while the last backward runs
         self._outstanding: list[PhaseKey] = []

@@ -15,7 +15,7 @@ class Listener(Protocol):
         ...
 
     def backward_begins(self) -> None:
-        """Nothing of it has been gathered or sent."""
+        """A backward starts; called before its first gather or reduction."""
         ...
 
     def backward_ended(self) -> None:

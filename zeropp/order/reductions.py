@@ -39,7 +39,7 @@ class Reductions:
         self.agreement = agreement
         self.issued = issued
         self.scale = scale
-        self.no_sync = False  # inside no_sync: gradients stay on this rank, or among those they are held with
+        self.no_sync = False  # inside no_sync: gradients stay on this rank, or within the ranks of the held level
         self.last = True  # no backward is known to follow before the optimizer steps
         self.reused: set[int] = set()  # units used more than once in one forward
         self._trained: list[tuple[bool, ...]] = []

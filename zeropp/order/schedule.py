@@ -122,7 +122,7 @@ class Schedule:
             self._forks = [] if self.static else self.known.forks(key, expected)
 
     def use(self, unit: Unit) -> None:
-        """Have the unit gathered, and what the plan wants fetched with it. The caller holds the unit already."""
+        """Gather the unit, and what the plan fetches with it. The caller has counted itself among its users."""
         index = unit.index
         if unit.persistent:
             return self._show(unit)
@@ -157,7 +157,7 @@ class Schedule:
         self.holdings.returns.add(unit.index)
         if self.static:
             raise self.agreement.failure(
-                f"asking for unit {unit.name!r}, which passes of this kind have not used before, though "
+                f"asking for unit {unit.name!r}, a use that the order of this kind of pass does not have, though "
                 '{"zeropp": {"static_graph": true}} promises that they are alike'
             )
 
@@ -175,7 +175,7 @@ class Schedule:
         self._foreseen.update(index for index in indices if not self.units[index].persistent)
 
     def expect_again(self, units: Sequence[Unit]) -> None:
-        """The running phase will come back to these; where its known order does not, they stay to its end."""
+        """The running phase will come back to these: those that its order does not use again are kept until it ends."""
         for unit in units:
             order = None if unit.persistent else self._order
             if order is not None and order.find(unit.index, self._position) is None:

@@ -224,7 +224,7 @@ class Gradient:
             self.clear([not trained for trained in self.trained])
 
     def clear(self, unused: Sequence[bool]) -> None:
-        """Zero the shard of some parameters: what earlier steps have carried arrives for those without gradient, too.
+        """Zero the shard of some parameters: error feedback of earlier steps also reaches those without a gradient.
 
         Norms and clipping must not see it.
         """

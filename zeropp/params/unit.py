@@ -1,4 +1,4 @@
-"""One unit's life: sharded, hidden, exposed. The transitions are methods; who calls them is the engine's business."""
+"""One unit's life: sharded, hidden, exposed. The transitions are methods; `zeropp.order` calls them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Unit:
         return None
 
     def prepare_gather(self, lanes: Lanes) -> Work:
-        """Allocate memory; what is to be queued. A unit that is full joins: the same values are written again.
+        """Allocate memory and return the work to queue. A gathered unit takes part again, with the same values.
 
         Raises:
             RuntimeError: what is cached is of an older version.
