@@ -106,8 +106,8 @@ class ZeroConfig(Block):
     bound is passed; what the modules now running need comes on top."""
 
     max_reuse_distance: Count = Field(default=1_000_000_000, validation_alias=stage3("max_reuse_distance"))
-    """A unit stays gathered after its use if its next use comes before this many elements of other
-    units."""
+    """A unit stays gathered after its use if its next use comes within this many elements of uses, that one
+    included; where the next use is further, units behind it are not fetched ahead of it."""
 
     gather_16bit_weights_on_model_save: bool = Field(
         default=False,

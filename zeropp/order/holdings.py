@@ -17,7 +17,6 @@ class Holdings:
     Attributes:
         planned: by the plan's will; equal on every rank.
         retained: gathered for others, the oldest first; this rank's own affair.
-        returns: units this rank has used after passing them over.
         numel: elements of each unit.
     """
 
@@ -25,7 +24,6 @@ class Holdings:
         """Hold nothing yet; ``live`` bounds the elements of what is planned and retained."""
         self.planned: set[int] = set()
         self.retained: dict[int, None] = {}
-        self.returns: set[int] = set()
         self.numel: list[int] = []
         self._units = units
         self._lanes = lanes
@@ -44,21 +42,19 @@ class Holdings:
     def retain(self, index: int, *, bounded: bool) -> None:
         """Keep what was gathered for others: this rank may still come to use it, if it runs in another order.
 
-        What it has come back for before is kept whatever the limit; everything else only within it.
-
         Args:
             index: the unit.
-            bounded: whether the limit holds.
+            bounded: whether the limit holds; what has been kept longest gives way.
         """
         self.retained[index] = None
         if not bounded:
             return
         excess = sum(self.numel[other] for other in self.planned.union(self.retained)) - self._live
-        for other in [other for other in self.retained if other not in self.returns]:
+        for other in [other for other in self.retained if other not in self.planned]:
             if excess <= 0:
                 break
             del self.retained[other]
-            excess -= self.numel[other] if other not in self.planned else 0
+            excess -= self.numel[other]
             self.release_if_unused(self._units[other])
 
     def release_if_unused(self, unit: Unit) -> None:
@@ -76,7 +72,7 @@ class Holdings:
             self.release_if_unused(self._units[index])
 
     def release_planned(self) -> None:
-        """Release what is only kept for reuse; the same on every rank, between phases."""
+        """Release what is only kept for reuse; the same on every rank."""
         self.drop(set(self.planned))
 
     def release_retained(self) -> None:

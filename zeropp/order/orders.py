@@ -42,17 +42,17 @@ class CollectiveOrder:
     reductions: tuple[tuple[int, int], ...] = ()
     fires: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
-    def postpone(self, units: dict[int, int]) -> CollectiveOrder:
-        """The same order with reductions of ``units`` at the end, when each of their parameters has had a gradient.
+    def postpone(self, units: dict[int, tuple[bool, ...]]) -> CollectiveOrder:
+        """The same order with reductions of ``units`` at the end, when each trained parameter has had a gradient.
 
         Args:
-            units: index -> number of trainable parameters.
+            units: index -> which of its parameters are trained.
         """
         kept = [(unit, uses) for unit, uses in self.reductions if unit not in units]
         late = [(unit, len(self.uses)) for unit in units]
         fires = dict(self.fires)
-        for unit, count in units.items():
-            fires[unit] = tuple(max(1, n) for n in fires.get(unit, (0,) * count))
+        for unit, trained in units.items():
+            fires[unit] = tuple(map(max, fires.get(unit, (0,) * len(trained)), trained))
         return CollectiveOrder(self.uses, (*kept, *late), fires)
 
     def find(self, unit: int, start: int) -> int | None:
@@ -111,9 +111,9 @@ class _Variants:
         self.last = order
 
 
-def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many uses two orders begin with alike."""
-    return next((n for n, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 class KnownOrders:
@@ -123,7 +123,9 @@ class KnownOrders:
         """Know nothing yet; ``reach`` tells which units a kind of forward may use at all."""
         self._reach = reach
         self._known: dict[PhaseKey, _Variants] = {}
-        self._units: dict[object, set[int]] = {}  # forward or backward -> units ever used in one, or foreseen
+        # Forward or backward -> units ever used in one, or foreseen. These only grow: parameters that are frozen now
+        # may be trained again, and the round that it costs is cheaper than a rank that nobody hears.
+        self._units: dict[object, set[int]] = {}
 
     def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
         """The order that the next phase of this kind is most likely to have."""
@@ -151,7 +153,7 @@ class KnownOrders:
         far = [(max(at for at in reach if at is not None), n) for n, reach in enumerate(reaches) if None not in reach]
         return found[min(far)[1]] if far else None
 
-    def vary(self, key: PhaseKey, order: CollectiveOrder) -> bool:
+    def may_vary(self, key: PhaseKey, order: CollectiveOrder) -> bool:
         """Whether a rank that follows ``order`` may need what the others do not.
 
         Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
@@ -209,8 +211,8 @@ class KnownOrders:
         variants.varies |= mixed
         self._units.setdefault(key[0], set()).update(order.uses)
 
-    def postpone(self, key: PhaseKey, units: dict[int, int]) -> None:
-        """Gradients of ``units`` (with how many parameters each) came late: expect them at the end, from now on."""
+    def postpone(self, key: PhaseKey, units: dict[int, tuple[bool, ...]]) -> None:
+        """Gradients of ``units`` (with which parameters are trained) came late: expect them at the end, from now on."""
         # See [Note: late gradients].
         if key in self._known:
             self._known[key].replace(lambda order: order.postpone(units))
@@ -229,4 +231,5 @@ class IssueHash:
 
     def add(self, kind: int, unit: int, version: int) -> None:
         """Take in one issued collective."""
-        self.value = (self.value * 65599 + (unit * 131 + version) * 4 + kind) % self._PRIME
+        # The factors spread small numbers over the bits; there are five kinds.
+        self.value = (self.value * 65599 + (unit * 131 + version) * 8 + kind) % self._PRIME

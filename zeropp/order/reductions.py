@@ -23,7 +23,7 @@ from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]
 
-_IN_FLIGHT = 2  # messages not yet sent; bounds what a slow network can pile up
+_IN_FLIGHT = 2  # messages not yet waited for; bounds what a slow network can pile up
 _SMALL = 2**26  # bytes; up to here more messages may be under way, and a link need not wait for one slow rank
 _HOLD, _REDUCE = 0, 2  # kinds in the issue hash
 
@@ -53,6 +53,7 @@ class Reductions:
         self._uses = 0  # whose gathers have been issued in this phase
         self._ready: list[int] = []  # complete on this rank, not issued
         self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
+        self._doubtful: set[int] = set()  # of these, those whose place is another order's
         self._in_flight: deque[tuple[Event, Tensor, str]] = deque()  # with the message, and whose it is
 
     def update_trained(self) -> None:
@@ -64,7 +65,7 @@ class Reductions:
     def begin(self, order: CollectiveOrder | None) -> None:
         """Start a phase that follows ``order``, or learns with None."""
         self._uses = 0
-        self._ready, self._done = [], {}
+        self._ready, self._done, self._doubtful = [], {}, set()
         for counts in self._counts:
             counts[:] = [0] * len(counts)
         self.change(order)
@@ -124,8 +125,12 @@ class Reductions:
             self._send(self._may_go)
 
     def forget_sent(self, uses: int) -> None:
-        """What was sent behind ``uses`` uses has no place in the order that is learned from here on."""
-        self._done = {unit: place for unit, place in self._done.items() if place <= uses}
+        """What was sent behind ``uses`` uses has its place there in the order learned from here on, or none.
+
+        None if no rank has had a gradient of it: then it was sent for the order before alone.
+        """
+        self._doubtful = {unit for unit, place in self._done.items() if place > uses}
+        self._done = {unit: min(place, uses) for unit, place in self._done.items()}
 
     def end(self) -> None:
         """Send what is left, in order, with zeros where this rank has nothing."""
@@ -161,24 +166,25 @@ class Reductions:
         for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
             self._issue(index, uses)
         self.wait(0)
-        return tuple(self._done.items()), fires
+        vain = self._doubtful.difference(fires)
+        return tuple((unit, place) for unit, place in self._done.items() if unit not in vain), fires
 
     def has_late(self) -> bool:
         """Whether this rank has gradients of which no reduction is to come."""
         return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)
 
-    def send_late(self) -> dict[int, int]:
-        """Send again, on every rank, what any rank has got since it was sent; see :meth:`parameter_counts`."""
+    def send_late(self) -> dict[int, tuple[bool, ...]]:
+        """Send again, on every rank, what any rank has got since it was sent; see :meth:`trained`."""
         self.wait(0)  # what is on its way settles what is held
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
         late = list(dict.fromkeys(index for units in lists for index in units))
         for index in late:
             self._issue(index, self._uses)
-        return self.parameter_counts(late)
+        return self.trained(late)
 
-    def parameter_counts(self, units: Sequence[int]) -> dict[int, int]:
-        """How many trainable parameters each of ``units`` has."""
-        return {index: len(self._counts[index]) for index in units}
+    def trained(self, units: Sequence[int]) -> dict[int, tuple[bool, ...]]:
+        """Which parameters of each of ``units`` are trained."""
+        return {index: self._trained[index] for index in units}
 
     def send_again(self, index: int) -> None:
         """Send what a unit still holds, at the boundary, on every rank."""
@@ -233,6 +239,7 @@ class Reductions:
     def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
         unit = self.units[index]
         hold = self.hold if hold is None else hold
+        self._doubtful.discard(index)
         self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
         self._done[index] = uses
         self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)

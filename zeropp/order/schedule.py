@@ -9,7 +9,7 @@ what the plan starts at positions up to j, also for units only others need, and 
 others it retains. Where known orders of a kind part, there is a *fork*: every rank says what it wants next, and all go
 on with the same order, or learn on from there. Where a rank needs a unit that is not to come, it goes through the rest
 of the order as the others do and asks at the end, and that place is a fork from then on. The others hear it there in
-phases that have varied or may (`KnownOrders.vary`); in others nobody would, and the error names both places. If all
+phases that have varied or may (`KnownOrders.may_vary`); in others nobody would, and the error names both places. If all
 ranks have left at one place, what they learn behind the end is known from that place on, as if they had said so there.
 Nothing of this depends on a clock: where ranks meet follows from what they have agreed on.
 """
@@ -37,7 +37,7 @@ _log = logging.getLogger("zeropp")
 
 _BEGIN, _ROUND, _MEET, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
-_OFFERS = 4  # finished units a rank offers for reduction in one round
+_OFFERS = 4  # finished units a rank offers for reduction in one round; with its want they must fit an exchange
 _GATHER = 1  # kind in the issue hash
 
 
@@ -81,7 +81,7 @@ class Schedule:
         self._position = 0  # next use expected
         self._left = _NONE  # position at which this rank needed what the order did not have
         self._learned: list[int] = []
-        self._kept_out: tuple[int, ...] | None = None  # a fork to remember in place of what is being learned
+        self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
         self._foreseen: set[int] = set()  # units this rank's next backward may use, by the running forward
         self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
@@ -103,7 +103,7 @@ class Schedule:
         self.agreement.phase = phase = describe_phase(key)
         if then is not None:
             self._forward = key
-        self._learned, self._own, self._foreseen, self._kept_out = [], set(), set(), None
+        self._learned, self._own, self._foreseen, self._new_fork = [], set(), set(), None
         if self._silent and key[0] == "forward":
             self.known.note_silent(key)
         elif self._failed:
@@ -128,8 +128,7 @@ class Schedule:
             return self._show(unit)
         self._own.add(index)
         retained = self.holdings.retained
-        if index in retained and unit.state is not UnitState.SHARDED:
-            self.holdings.returns.add(index)
+        if index in retained:
             if self._order is None or self._order.find(index, self._position) is not None:
                 del retained[index]  # else it may be needed once more, and no gather of it is to come
             return self._show(unit)
@@ -151,10 +150,7 @@ class Schedule:
 
     def _leave(self, unit: Unit) -> None:
         """The order does not hold this use."""
-        if self._left != _NONE:
-            return
         self._left = self._position
-        self.holdings.returns.add(unit.index)
         if self.static:
             raise self.agreement.failure(
                 f"asking for unit {unit.name!r}, a use that the order of this kind of pass does not have, though "
@@ -211,10 +207,11 @@ class Schedule:
 
     def _may_be_asked(self) -> bool:
         """Whether a rank may ask for more at the end of the order that is followed."""
-        return self._order is not None and not self.static and self.known.vary(self.key, self._order)
+        return self._order is not None and not self.static and self.known.may_vary(self.key, self._order)
 
     def note_differences(self, differed: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
+        # All of them: the vector of the boundary has one flag, and says not in which phase it was.
         for key in self._recent if differed else ():
             self.known.note_variation(key)
         self._recent.clear()
@@ -225,7 +222,7 @@ class Schedule:
 
         Held ones were due with the last backward, which from now on sends them at its end.
         """
-        late = self.reductions.parameter_counts(units)
+        late = self.reductions.trained(units)
         for key in self._recent:
             if key[0] == "backward" and not (held and key[1]):
                 self.known.postpone(key, late)
@@ -238,7 +235,7 @@ class Schedule:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.phase}")
         mixed = any(own != accounts[0][0] for own, _ in accounts)
-        self.known.remember(self.key, order, mixed=mixed, fork=self._kept_out)
+        self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork)
         for _, foreseen in accounts:
             self.known.expect_in_backward(foreseen)
 
@@ -292,9 +289,9 @@ class Schedule:
             self.reductions.before_use(position)
             for index in self._plan.issue[position - self._base]:
                 self._issue(index)
+                self.holdings.planned.add(index)
             self._position += 1
             self.reductions.after_use(self._position)
-            self.holdings.planned.add(used)
             if own is not None and (used != own or self._position < stop):
                 self._retain(used)
             self.holdings.drop(index for index in dropped if index == used)
@@ -313,7 +310,6 @@ class Schedule:
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
             unit.note_gather(self.lanes.run(unit.prepare_gather(self.lanes)))
-        self.holdings.planned.add(index)
 
     # Where known orders part or end.
 
@@ -335,8 +331,8 @@ class Schedule:
                 self._postpone_late()
             return True
         branch = self.known.branch(self.key, order, place, wants)
-        # Where each rank takes its own way, as through experts, ways are as many as combinations of them: the union
-        # serves all, if it may be gathered as a whole.
+        # Where each rank takes its own way, as through experts, there are as many ways as combinations of them. If their
+        # union may be gathered as a whole, it serves all: they go on, and it is known with what they ask for at the end.
         union = self.holdings.fit(wants.union(order.uses))
         if branch is None and union and place < len(order.uses) and len({row[0] for row in rows}) > 1:
             branch = order
@@ -372,8 +368,8 @@ class Schedule:
         self._learned = list(self._order.uses[:since])
         # Some ranks have left, and others used what lies between. The union has what was wanted there at its end; a
         # rank that comes to it early holds all between. Where that is too much, they had better say what they want.
-        apart = left - {_NONE} if since == place and not union else set()
-        self._kept_out = self._order.uses[: min(apart)] if apart else None
+        apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
+        self._new_fork = self._order.uses[: min(apart)] if apart else None
         self.known.note_variation(self.key)  # also if what is learned turns out to be known
         self.reductions.forget_sent(since)
         self._stop_following()
@@ -405,7 +401,6 @@ class Schedule:
                 return
             target = min(wanted)
             self._issue(target)
-            self.holdings.planned.discard(target)
             self._learned.append(target)
             if target == want:
                 return
