@@ -292,9 +292,11 @@ class Schedule:
                 self.holdings.planned.add(index)
             self._position += 1
             self.reductions.after_use(self._position)
+            gone = [index for index in dropped if index == used]
+            self.holdings.planned.difference_update(gone)  # first: what is retained is counted once
             if own is not None and (used != own or self._position < stop):
                 self._retain(used)
-            self.holdings.drop(index for index in dropped if index == used)
+            self.holdings.drop(gone)
 
     def _retain(self, index: int) -> None:
         """Keep what was gathered for others.
@@ -331,8 +333,9 @@ class Schedule:
                 self._postpone_late()
             return True
         branch = self.known.branch(self.key, order, place, wants)
-        # Where each rank takes its own way, as through experts, there are as many ways as combinations of them. If their
-        # union may be gathered as a whole, it serves all: they go on, and it is known with what they ask for at the end.
+        # Where each rank takes its own way, as through experts, there are as many ways as combinations of them. If
+        # their union may be gathered as a whole, it serves all: they go on, and it is known with what they ask for at
+        # the end.
         union = self.holdings.fit(wants.union(order.uses))
         if branch is None and union and place < len(order.uses) and len({row[0] for row in rows}) > 1:
             branch = order
