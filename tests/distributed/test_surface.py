@@ -183,6 +183,34 @@ def test_an_average_equals_torchs(placement: str) -> None:
             assert_close(trained[name], value, 1e-9, name)
 
 
+def only_saved(settings: dict[str, object]) -> list[int]:
+    """Refreshes sent before, while and after an average is applied and only saved, and by the forward after that."""
+    model = Routed()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    average = zeropp.ema(model)
+
+    def sent() -> int:
+        optimizer.engine.refresh.wait()
+        return sum(row.calls for row in optimizer.engine.comm.ledger.rows if row.kind == "refresh")
+
+    found = [sent()]
+    with average.applied():
+        zeropp.full_state(model)
+        found.append(sent())
+    found.append(sent())
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    return [*found, sent()]
+
+
+@pytest.mark.parametrize("placement", ["hpz", "persistent", "stage 1"])
+def test_an_average_that_is_only_saved_renews_nothing_before_the_next_forward(placement: str) -> None:
+    for before, inside, after, forward in run_ranks(4, only_saved, PLACED[placement], local_world_size=2):
+        assert 0 < before == inside == after < forward
+
+
 def unfrozen() -> list[str]:
     """An average of a model of which a part is unfrozen later."""
     model = Routed()
