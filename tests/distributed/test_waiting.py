@@ -209,6 +209,22 @@ def edits(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
         pass
 
 
+def resumes(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def loads(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model.load_state_dict(Routed().state_dict())
+
+
+def adds(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.add_param_group({"params": []})
+
+
+def saves(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model.state_dict()
+
+
 def averages(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
     train(model, optimizer)
     with zeropp.ema(model).applied():
@@ -224,7 +240,9 @@ SHOWN: dict[str, object] = {"stage": 1, "overlap_comm": True}
 STOPPED: dict[str, object] = {"overlap_comm": False}
 LOSSLESS: dict[str, object] = {"stage": 1, "weight_codec": "lossless", "bf16": {"enabled": True}, **STOPPED}
 GATHER, EXCHANGE, SUM = (Hop, "all_gather"), (Hop, "exchange"), (Comm, "sum")
+INTS, OBJECTS = (Comm, "all_gather_ints"), (Comm, "all_gather_objects")
 FORWARD = "in a forward with gradients"
+EVALUATION = "a forward without gradients, in eval mode"
 Use = Callable[[nn.Module, zeropp.ZeroOptimizer], None]
 # What is done under which settings, the collective that fails, how many of it pass before, and the words.
 STRUCK: dict[str, tuple[Use, dict[str, object], tuple[type, str], int, str]] = {
@@ -239,9 +257,23 @@ STRUCK: dict[str, tuple[Use, dict[str, object], tuple[type, str], int, str]] = {
     "overflow": (train, {}, SUM, 0, "sharing whether gradients are finite in a backward"),
     "flags": (train, {}, SUM, 1, "adding up norms and flags in step()"),
     "norms": (uses_gradients, {}, SUM, 2, "adding up norms of parameters"),
-    "settings": (clips_by_hand, {}, (Comm, "all_gather_ints"), 0, "comparing the settings of parameter groups"),
+    "settings": (clips_by_hand, {}, INTS, 0, "comparing the settings of parameter groups"),
     "edits": (edits, {}, (Comm, "broadcast"), 0, "sharing edits made inside GatheredParameters"),
     "state": (alone_full_state, {}, GATHER, 0, "gathering unit 'blocks.0' for a state dict"),
+    "call": (alone_full_state, {}, INTS, 0, "at full_state()"),
+    "saving": (saves, {}, INTS, 0, "at state_dict() of a Routed"),
+    "loading": (loads, {}, INTS, 0, "at load_state_dict() of a Routed"),
+    "resuming": (resumes, {}, INTS, 0, "at load_state_dict() of the ZeroOptimizer"),
+    "states": (resumes, {}, INTS, 1, "checking saved states"),
+    "groups of states": (resumes, {}, INTS, 3, "checking saved states"),
+    "carried errors": (resumes, {}, INTS, 4, "checking carried errors"),
+    "a group": (adds, {}, INTS, 0, "at add_param_group()"),
+    "leaving": (edits, {}, INTS, 1, "leaving GatheredParameters"),
+    "an average": (averages, {}, INTS, 0, "at applied() of an average"),
+    "a new pass": (alone_evaluation, {}, INTS, 0, f"starting {EVALUATION}"),
+    "a round": (alone_evaluation, {}, INTS, 1, f"asking for unit 'blocks.0' in {EVALUATION}"),
+    "the last round": (alone_evaluation, {}, INTS, 5, f"at the end of {EVALUATION}"),
+    "what was learned": (alone_evaluation, {}, OBJECTS, 0, f"at the end of {EVALUATION}"),
     "state at once": (alone_full_state, STOPPED, GATHER, 0, "gathering blocks.0"),
 }
 
