@@ -330,6 +330,25 @@ def test_norms_of_a_unit_with_two_buffers() -> None:
         assert buffers == 2 and norms == pytest.approx(expected, rel=1e-6)
 
 
+def single() -> tuple[bool, list[str], int]:
+    """Of a model of one parameter: whether there is an average of it, its state, units that have sent something."""
+    model = nn.Linear(8, 8, bias=False)
+    zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    model(torch.ones(1, 8)).sum().backward()
+    with zeropp.ema(model).applied():
+        state = zeropp.full_state(model)
+    return (
+        torch.equal(state["weight"], zeropp.full_state(model)["weight"]),
+        list(state),
+        len(zeropp.comm_report(model).rows),
+    )
+
+
+def test_a_model_of_one_parameter_is_found_like_any_other() -> None:
+    for same, names, rows in run_ranks(2, single):
+        assert same and names == ["weight"] and rows > 0
+
+
 class Odd(torch.optim.SGD):
     """With attributes of its own."""
 
