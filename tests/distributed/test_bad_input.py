@@ -6,6 +6,7 @@ share calls to the pool, so each one also shows that the refusals before it left
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import time
@@ -22,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Routed, make_config
+from tests.distributed.shapes import Routed, make_config, share, worst
+from zeropp.access.average import Average
 
 SECONDS = 8.0  # on a busy machine; each takes some milliseconds
 
@@ -477,6 +479,66 @@ def test_calls_in_the_middle_of_a_pass(name: str) -> None:
     for forward, backward in run_ranks(2, call_inside, name, timeout=40):
         assert "in the middle of a forward" in forward, forward
         assert "in the middle of a backward" in backward, backward
+
+
+def every_call(optimizer: zeropp.ZeroOptimizer, model: nn.Module, average: Average) -> dict[str, Callable[[], object]]:
+    """By what it is called in messages."""
+    return {
+        "step": optimizer.step,
+        "zero_grad": optimizer.zero_grad,
+        "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
+        "grad_norms": optimizer.grad_norms,
+        "no_sync": lambda: optimizer.no_sync().__enter__(),
+        "add_param_group": lambda: optimizer.add_param_group({"params": []}),
+        "state_dict": optimizer.state_dict,
+        "load_state_dict": lambda: optimizer.load_state_dict({}),
+        "state_dict()": model.state_dict,
+        "load_state_dict()": lambda: model.load_state_dict(Stepping().state_dict()),
+        "full_state": lambda: zeropp.full_state(model),
+        "ema()": lambda: zeropp.ema(model),
+        "update() of an average": average.update,
+        "applying an average": lambda: average.applied().__enter__(),
+        "state_dict() of an average": average.state_dict,
+        "load_state_dict() of an average": lambda: average.load_state_dict({}),
+    }
+
+
+def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
+    """What each call says at each place where it may not be made; and how far training is from plain torch after it."""
+    model = Stepping().double()
+    share(model)
+    plain = copy.deepcopy(model)
+    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config(hang_timeout=5))
+    calls = every_call(optimizer, model, zeropp.ema(model))
+    said: dict[str, dict[str, str]] = {}
+
+    def try_all(place: str) -> None:
+        for name, call in calls.items():
+            try:
+                call()
+            except RuntimeError as error:
+                said.setdefault(place, {})[name] = str(error)
+
+    model.inside = lambda: try_all("in the middle of a forward; call it between passes")
+    model.in_backward = lambda: try_all("in the middle of a backward; call it between passes")
+    for each, stepper in ((model, optimizer), (plain, sgd(plain))):
+        each(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
+        stepper.step()
+    far = worst(zeropp.full_state(model), plain.state_dict())
+    with zeropp.zero.GatheredParameters(model):
+        try_all("inside GatheredParameters; leave that first")
+    for taken_off in ("state_dict()", "load_state_dict()", "full_state", "ema()"):
+        del calls[taken_off]  # the model is plain again
+    optimizer.close()
+    try_all("after close(), which gave up the partitioned values")
+    return said, far
+
+
+def test_every_call_is_refused_where_it_may_not_be_made() -> None:
+    for said, far in run_ranks(2, try_every_call, timeout=40):
+        assert far <= 1e-12 and [len(each) for each in said.values()] == [16, 16, 16, 12]
+        for place, messages in said.items():
+            assert messages == {name: f"{name} was called {place}" for name in messages}
 
 
 def late_calls() -> list[str]:

@@ -377,6 +377,32 @@ def test_an_external_parameter_may_be_registered_while_it_runs(name: str) -> Non
         assert off <= 1e-12 and set(holds) == {0}
 
 
+def gathered_inside(given: str) -> tuple[set[str], set[str]]:
+    """Parameters that are away when the last block is entered, and while they are gathered there."""
+    model, _, _ = wrapped({"reuse": 0, "prefetch": 0})
+    seen: list[set[str]] = []
+
+    def look() -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.is_floating_point()]
+        seen.append({name for name, p in named if type(p) is not nn.Parameter})
+
+    def enter(*_: object) -> None:
+        look()
+        with GatheredParameters(model if given == "module" else model.blocks[0].lin.weight):
+            look()
+
+    model.blocks[-1].register_forward_pre_hook(enter)
+    model(data(0, 0))
+    return seen[0], seen[1]
+
+
+@pytest.mark.parametrize("given", ["module", "parameter"])
+def test_inside_a_pass_they_are_there_before_any_is_used(given: str) -> None:
+    unit = {"blocks.0.lin.weight", "blocks.0.lin.bias"}
+    for before, inside in run_ranks(2, gathered_inside, given):
+        assert before > unit and inside == (set() if given == "module" else before - unit)
+
+
 def harmless(_: int) -> int:
     free = nn.Linear(3, 3)
     with GatheredParameters(free.parameters(), modifier_rank=0):

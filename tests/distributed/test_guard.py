@@ -452,6 +452,13 @@ class Special(nn.Parameter):
     note = "kept"
 
 
+ATTRIBUTES = (
+    "names", "is_nested", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "is_ipu", "is_vulkan", "is_maia", "is_mtia",
+    "retains_grad", "output_nr", "name", "_backward_hooks",
+)  # fmt: skip
+QUESTIONS = ("is_signed", "is_shared", "is_pinned", "is_inference", "has_names", "is_conj", "is_neg", "is_distributed")
+
+
 def described(p: nn.Parameter) -> dict[str, object]:
     """Everything about a parameter that does not need its values."""
     return {
@@ -475,6 +482,9 @@ def described(p: nn.Parameter) -> dict[str, object]:
         "contiguous": (p.is_contiguous(), p.is_contiguous(memory_format=torch.channels_last) if p.dim() == 4 else None),
         "kinds": (p.is_floating_point(), torch.is_floating_point(p), p.is_complex(), torch.is_complex(p)),
         "places": (p.is_cuda, p.is_cpu, p.is_meta, p.is_sparse, p.get_device(), p.is_quantized),
+        "others": [getattr(p, name) for name in ATTRIBUTES if hasattr(Tensor, name)],
+        "asked": [getattr(p, name)() for name in QUESTIONS if hasattr(Tensor, name)],
+        "asked of torch": (torch.is_signed(p), torch.is_same_size(p, p), p.is_same_size(p)),
         "type": p.type(),
         "isinstance": (isinstance(p, nn.Parameter), isinstance(p, Tensor), torch.is_tensor(p), isinstance(p, Special)),
         "in dict": {p: 1}[p],

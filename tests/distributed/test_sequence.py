@@ -23,9 +23,7 @@ ALL = chain(4)
 # Ranks that differ, within what is allowed.
 
 
-def follow(
-    steps: list[list[Route]], settings: dict[str, object], zero_grad: bool = True, device: str = "cpu"
-) -> int:
+def follow(steps: list[list[Route]], settings: dict[str, object], zero_grad: bool = True, device: str = "cpu") -> int:
     """Train along per-step, per-rank routes beside a plain model; rounds of agreement in the last step."""
     pair = Pair(Routed(), make_config(**settings), device=device)
     rounds = 0
@@ -610,6 +608,52 @@ def loops() -> None:
 
 def test_a_block_called_a_varying_number_of_times() -> None:
     run_ranks(2, loops)
+
+
+class Deep(nn.Module):
+    """Uses its own weight, calls itself, and uses it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+
+    def forward(self, x: Tensor, depth: int) -> Tensor:
+        y = torch.tanh(x @ self.weight)
+        return self(y, depth - 1) + y @ self.weight if depth else y
+
+
+class Tower(nn.Module):
+    """Two that call themselves, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Deep() for _ in range(2))
+
+    def forward(self, x: Tensor, depths: tuple[int, int]) -> Tensor:
+        return self.blocks[1](self.blocks[0](x, depths[0]), depths[1])
+
+
+def depths() -> list[dict[str, int]]:
+    """Gathers of a first evaluation, and of one more kind; training is checked beside them."""
+    pair = Pair(Tower(), make_config(reuse=0, prefetch=0))
+    found = []
+    for each in ((3, 1), (2, 2)):
+        before = gathers(pair.optimizer)
+        pair.model.train(not found)
+        with torch.no_grad():
+            pair.model(pair.batch(0), each)
+        after = gathers(pair.optimizer)
+        found.append({unit: count - before.get(unit, 0) for unit, count in after.items()})
+    pair.model.train()
+    for each in ((2, 1), (0, 3)):
+        pair.train(each)
+        pair.check()
+    return found
+
+
+def test_a_module_that_calls_itself_is_gathered_once_while_that_is_learned() -> None:
+    for found in run_ranks(2, depths):
+        assert found == [{"blocks.0": 1, "blocks.1": 1}] * 2
 
 
 class Uneven(nn.Module):

@@ -183,6 +183,34 @@ def test_an_average_equals_torchs(placement: str) -> None:
             assert_close(trained[name], value, 1e-9, name)
 
 
+def only_saved(settings: dict[str, object]) -> list[int]:
+    """Refreshes sent before, while and after an average is applied and only saved, and by the forward after that."""
+    model = Routed()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
+    model(torch.ones(2, 8)).square().mean().backward()
+    optimizer.step()
+    average = zeropp.ema(model)
+
+    def sent() -> int:
+        optimizer.engine.refresh.wait()
+        return sum(row.calls for row in optimizer.engine.comm.ledger.rows if row.kind == "refresh")
+
+    found = [sent()]
+    with average.applied():
+        zeropp.full_state(model)
+        found.append(sent())
+    found.append(sent())
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    return [*found, sent()]
+
+
+@pytest.mark.parametrize("placement", ["hpz", "persistent", "stage 1"])
+def test_an_average_that_is_only_saved_renews_nothing_before_the_next_forward(placement: str) -> None:
+    for before, inside, after, forward in run_ranks(4, only_saved, PLACED[placement], local_world_size=2):
+        assert 0 < before == inside == after < forward
+
+
 def unfrozen() -> list[str]:
     """An average of a model of which a part is unfrozen later."""
     model = Routed()
@@ -300,6 +328,25 @@ def test_norms_of_a_unit_with_two_buffers() -> None:
     expected = {"short": TwoDtypes().short.norm().item(), "long": 3 * TwoDtypes().long.norm().item()}
     for buffers, norms in run_ranks(2, of_two_dtypes):
         assert buffers == 2 and norms == pytest.approx(expected, rel=1e-6)
+
+
+def single() -> tuple[bool, list[str], int]:
+    """Of a model of one parameter: whether there is an average of it, its state, units that have sent something."""
+    model = nn.Linear(8, 8, bias=False)
+    zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    model(torch.ones(1, 8)).sum().backward()
+    with zeropp.ema(model).applied():
+        state = zeropp.full_state(model)
+    return (
+        torch.equal(state["weight"], zeropp.full_state(model)["weight"]),
+        list(state),
+        len(zeropp.comm_report(model).rows),
+    )
+
+
+def test_a_model_of_one_parameter_is_found_like_any_other() -> None:
+    for same, names, rows in run_ranks(2, single):
+        assert same and names == ["weight"] and rows > 0
 
 
 class Odd(torch.optim.SGD):

@@ -120,6 +120,23 @@ def test_tokens_that_hide_what_crosses_nodes() -> None:
         zeropp.plan.traffic(Square(), {}, 0)
 
 
+def test_a_plan_as_printed() -> None:
+    """Weights are gathered twice a step, 2^18 of 2 bytes each; gradients go the same way back, once."""
+    text = str(zeropp.plan.traffic(Square(), make_config(**BF16), 4, 2))
+    assert [line.split(maxsplit=4) for line in text.splitlines()[:5]] == [
+        ["gather", "2->1", "local", "bf16", "2,097,152 bytes a rank and step"],
+        ["gather", "4->2", "cross", "bf16", "1,048,576 bytes a rank and step"],
+        ["reduce", "1->2", "local", "bf16", "1,048,576 bytes a rank and step"],
+        ["reduce", "2->4", "cross", "bf16", "524,288 bytes a rank and step"],
+        ["between", "nodes", "3,145,728", "bytes", "a node and step"],
+    ]
+    assert [line.split(" a node")[0] for line in text.splitlines()[5:8]] == [
+        f"at 4e+14 operations and {rate} GB/s" for rate in ("12.5", "50", "350")
+    ]
+    alone = str(zeropp.plan.traffic(Square(), make_config(**BF16), 4, 4)).splitlines()
+    assert len(alone) == 3 and alone[2].split(maxsplit=2) == ["between", "nodes", "0 bytes a node and step"]
+
+
 def test_tokens_that_hide_frozen_weights() -> None:
     """Backward of a trained weight sends 2 + 4 bytes for 4 operations, of a frozen one 2 bytes for 2."""
     half = torch.nn.Sequential(Square(), Square().requires_grad_(False))

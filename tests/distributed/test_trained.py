@@ -965,3 +965,26 @@ def test_saved_states_know_what_was_unfrozen(late: bool) -> None:
         else:
             assert said == "nothing"
             assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def rolled_back() -> tuple[str, dict[str, Tensor], dict[str, Tensor], bool]:
+    """A state from before a block was unfrozen, loaded before the next forward unfreezes it; whether it is trained."""
+    model = Tower().double()
+    share(model)
+    model.blocks[3].requires_grad_(False)
+    optimizer = wrap(model)
+    train(model, optimizer, 1)
+    state, weights = copy.deepcopy(optimizer.state_dict()), zeropp.full_state(model)
+    train(model, optimizer, 1)
+    model.blocks[3].requires_grad_(True)
+    said = attempt(lambda: optimizer.load_state_dict(state))
+    found = zeropp.full_state(model)
+    train(model, optimizer, 1)
+    name = "blocks.3.lin.weight"
+    return said, weights, found, not torch.equal(zeropp.full_state(model)[name], weights[name])
+
+
+def test_a_state_that_fits_is_loaded_before_what_was_asked_for_is_unfrozen() -> None:
+    for said, weights, found, trained in run_ranks(2, rolled_back):
+        assert said == "nothing" and trained
+        assert all(torch.equal(weights[name], found[name]) for name in weights)

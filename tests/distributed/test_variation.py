@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -466,9 +467,9 @@ def test_a_layer_whose_edit_was_named_has_values_in_the_same_forward() -> None:
     assert run_ranks(2, edit_caught) == [True, True]
 
 
-def edited_by_hand() -> None:
+def edited_by_hand(clipping: float) -> None:
     """Between backward and step: one gradient taken away, one replaced, one changed in place; on every rank."""
-    pair = Pair(Routed(3), make_config(persist=9))
+    pair = Pair(Routed(3), make_config(persist=9, gradient_clipping=clipping))
     for _ in range(3):
         pair.zero_grad()
         pair.backward(ALL[:3])
@@ -483,13 +484,16 @@ def edited_by_hand() -> None:
                 piece.parameter.grad = piece.parameter.grad * 3
             if piece.name == "blocks.2.lin.bias":
                 piece.parameter.grad.mul_(2)
+        norm = nn.utils.clip_grad_norm_(pair.plain.parameters(), clipping or math.inf)
         pair.step()
         pair.check()
+        assert pair.optimizer.grad_norm == pytest.approx(float(norm), rel=1e-9)
 
 
+@pytest.mark.parametrize("clipping", [0.0, 0.01])
 @pytest.mark.parametrize("world", [1, 2])
-def test_gradients_edited_by_hand(world: int) -> None:
-    run_ranks(world, edited_by_hand)
+def test_gradients_edited_by_hand(world: int, clipping: float) -> None:
+    run_ranks(world, edited_by_hand, clipping)
 
 
 def odd_leaf() -> list[str]:

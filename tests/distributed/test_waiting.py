@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from torch import nn
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import Routed, logged, make_config
+from zeropp.comm.hops import Comm, Hop
 
 BATCH = torch.ones(2, 8)
 
@@ -185,3 +188,123 @@ def hasty(group_timeout: float | None, hang_timeout: float) -> tuple[str, float]
 def test_the_shorter_timeout_counts(group: float | None, own: float) -> None:
     _, (message, seconds) = run_ranks(2, hasty, group, own, init=False, timeout=40)
     assert "hang_timeout, 1.5 s, was reached" in message and seconds < 5, (message, seconds)
+
+
+# Errors of collectives: what the ranks were doing when it struck.
+
+
+def uses_gradients(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model(BATCH).square().mean().backward()
+    optimizer.grad_norms()
+
+
+def clips_by_hand(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model(BATCH).square().mean().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+def edits(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    with zeropp.zero.GatheredParameters(model, modifier_rank=0):
+        pass
+
+
+def resumes(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def loads(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model.load_state_dict(Routed().state_dict())
+
+
+def adds(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.add_param_group({"params": []})
+
+
+def saves(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    model.state_dict()
+
+
+def averages(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    train(model, optimizer)
+    with zeropp.ema(model).applied():
+        pass
+
+
+def twice(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
+    train(model, optimizer)
+    train(model, optimizer)
+
+
+SHOWN: dict[str, object] = {"stage": 1, "overlap_comm": True}
+STOPPED: dict[str, object] = {"overlap_comm": False}
+LOSSLESS: dict[str, object] = {"stage": 1, "weight_codec": "lossless", "bf16": {"enabled": True}, **STOPPED}
+GATHER, EXCHANGE, SUM = (Hop, "all_gather"), (Hop, "exchange"), (Comm, "sum")
+INTS, OBJECTS = (Comm, "all_gather_ints"), (Comm, "all_gather_objects")
+FORWARD = "in a forward with gradients"
+EVALUATION = "a forward without gradients, in eval mode"
+Use = Callable[[nn.Module, zeropp.ZeroOptimizer], None]
+# What is done under which settings, the collective that fails, how many of it pass before, and the words.
+STRUCK: dict[str, tuple[Use, dict[str, object], tuple[type, str], int, str]] = {
+    "gather": (train, {}, GATHER, 0, f"waiting for the gather of unit 'blocks.0' {FORWARD}"),
+    "gather at once": (train, STOPPED, GATHER, 0, f"gathering blocks.0 {FORWARD}"),
+    "reduction": (train, {}, EXCHANGE, 0, "waiting for a gradient to be reduced in a backward"),
+    "reduction at once": (train, STOPPED, EXCHANGE, 0, "reducing blocks.3 in a backward"),
+    "refresh": (averages, SHOWN, GATHER, 0, "waiting for the refresh of unit 'blocks.0'"),
+    "refresh at a use": (twice, SHOWN, GATHER, 0, f"waiting for the refresh of unit 'blocks.0' {FORWARD}"),
+    "refresh at once": (train, {"stage": 1, **STOPPED}, GATHER, 0, "refreshing blocks.0"),
+    "sizes": (train, LOSSLESS, (Comm, "largest"), 0, "agreeing on the sizes of refreshes"),
+    "overflow": (train, {}, SUM, 0, "sharing whether gradients are finite in a backward"),
+    "flags": (train, {}, SUM, 1, "adding up norms and flags in step()"),
+    "norms": (uses_gradients, {}, SUM, 2, "adding up norms of parameters"),
+    "settings": (clips_by_hand, {}, INTS, 0, "comparing the settings of parameter groups"),
+    "edits": (edits, {}, (Comm, "broadcast"), 0, "sharing edits made inside GatheredParameters"),
+    "state": (alone_full_state, {}, GATHER, 0, "gathering unit 'blocks.0' for a state dict"),
+    "call": (alone_full_state, {}, INTS, 0, "at full_state()"),
+    "saving": (saves, {}, INTS, 0, "at state_dict() of a Routed"),
+    "loading": (loads, {}, INTS, 0, "at load_state_dict() of a Routed"),
+    "resuming": (resumes, {}, INTS, 0, "at load_state_dict() of the ZeroOptimizer"),
+    "states": (resumes, {}, INTS, 1, "checking saved states"),
+    "groups of states": (resumes, {}, INTS, 3, "checking saved states"),
+    "carried errors": (resumes, {}, INTS, 4, "checking carried errors"),
+    "a group": (adds, {}, INTS, 0, "at add_param_group()"),
+    "leaving": (edits, {}, INTS, 1, "leaving GatheredParameters"),
+    "an average": (averages, {}, INTS, 0, "at applied() of an average"),
+    "a new pass": (alone_evaluation, {}, INTS, 0, f"starting {EVALUATION}"),
+    "a round": (alone_evaluation, {}, INTS, 1, f"asking for unit 'blocks.0' in {EVALUATION}"),
+    "the last round": (alone_evaluation, {}, INTS, 5, f"at the end of {EVALUATION}"),
+    "what was learned": (alone_evaluation, {}, OBJECTS, 0, f"at the end of {EVALUATION}"),
+    "state at once": (alone_full_state, STOPPED, GATHER, 0, "gathering blocks.0"),
+}
+
+
+def struck() -> dict[str, str]:
+    """The error of each case."""
+    found = {}
+    for name, (use, settings, (cls, method), passing, _) in STRUCK.items():
+        model, optimizer = wrapped(warn_after=None, **settings)
+        optimizer.engine.refresh.wait()  # it is under way on a lane
+        working, calls = getattr(cls, method), itertools.count()
+
+        def fail(*args: Any, working: Any = working, calls: Any = calls, passing: int = passing, **kwargs: Any) -> Any:
+            if next(calls) >= passing:
+                raise RuntimeError("the wire is cut\nin several places")
+            return working(*args, **kwargs)
+
+        with mock.patch.object(cls, method, fail):
+            try:
+                use(model, optimizer)
+            except RuntimeError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_an_error_of_a_collective_says_what_it_was_for() -> None:
+    for said in run_ranks(2, struck):
+        wrong = {
+            name: said.get(name, "")
+            for name, (*_, words) in STRUCK.items()
+            if f"The ranks are no longer in step: ranks 0 and 1 were {words} (the wire is cut). No weight"
+            not in said.get(name, "")
+        }
+        assert not wrong, wrong

@@ -170,8 +170,16 @@ def test_the_model_is_left_alone() -> None:
 
 def test_printed() -> None:
     text = str(memory(two_layers(), config(), 2))
-    assert "main weights" in text and "4,096 bytes" in text and "largest unit, gathered" in text
-    assert "8,192 bytes" in next(line for line in text.splitlines() if line.startswith("total between steps"))
+    assert [(line[:24].rstrip(), line[24:].strip()) for line in text.splitlines()] == [
+        ("main weights", "4,096 bytes"),
+        ("gradients", "4,096 bytes"),
+        ("frozen weights", "0 bytes"),
+        ("secondary weights", "0 bytes"),
+        ("persistent weights", "0 bytes"),
+        ("feedback", "0 bytes"),
+        ("total between steps", "8,192 bytes"),
+        ("largest unit, gathered", "4,096 bytes"),
+    ]
 
 
 @pytest.mark.parametrize("world", [0, -1])
