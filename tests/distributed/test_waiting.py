@@ -308,3 +308,24 @@ def test_an_error_of_a_collective_says_what_it_was_for() -> None:
             not in said.get(name, "")
         }
         assert not wrong, wrong
+
+
+def cut_while_stepping() -> tuple[str, bool, str]:
+    """What is said of weights where the wire is cut behind the update, whether any was changed, and before it."""
+    model, optimizer = wrapped(stage=1, overlap_comm=False)
+    before = [buffer.shard.clone() for buffer in optimizer.engine.buffers]
+    model(BATCH).square().mean().backward()
+    cut = RuntimeError("the wire is cut")
+    with mock.patch.object(Hop, "all_gather", side_effect=cut), pytest.raises(RuntimeError) as behind:
+        optimizer.step()
+    changed = any(not torch.equal(a, b.shard) for a, b in zip(before, optimizer.engine.buffers, strict=True))
+    model, optimizer = wrapped(stage=1, overlap_comm=False)
+    with mock.patch.object(Hop, "exchange", side_effect=cut), pytest.raises(RuntimeError) as ahead:
+        model(BATCH).square().mean().backward()
+    return str(behind.value), changed, str(ahead.value)
+
+
+def test_an_error_says_whether_weights_were_stepped() -> None:
+    for behind, changed, ahead in run_ranks(2, cut_while_stepping):
+        assert changed and "has stepped weights" in behind and "No weight was changed" not in behind, behind
+        assert "No weight was changed by this step" in ahead, ahead

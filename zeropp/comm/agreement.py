@@ -49,6 +49,7 @@ class Agreement:
         # The common error, once it was raised. Nothing is waited for after it.
         self.lost: str | None = None
         self.phase = ""  # the pass that this rank is in, in words
+        self._stepped = False  # whether main weights are new that are being sent to where they are cached
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
@@ -101,6 +102,13 @@ class Agreement:
         timing = self.stalls.timing(unit, kind) if self.at_once else contextlib.nullcontext()
         with timing, self.watching(doing, unit):
             yield
+
+    @contextlib.contextmanager
+    def sending_weights(self, *, stepped: bool) -> Iterator[None]:
+        """What fails inside, fails after weights were ``stepped``, and the error says so."""
+        self._stepped = stepped
+        yield
+        self._stepped = False  # not after an error, which is told later
 
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
         """Every rank's values; all ranks must be at the same kind of exchange. ``call``: see :meth:`watching`.
@@ -156,7 +164,11 @@ class Agreement:
         parts = [explain(accounts, comm.world)]
         if store_is_gone:
             parts[0] += "; the others cannot be asked, since the job's store is gone"
-        parts.append("No weight was changed by this step")
+        parts.append(
+            "This rank has stepped weights that others may not have: go on from a checkpoint"
+            if self._stepped
+            else "No weight was changed by this step"
+        )
         if waited:
             parts.append(
                 f"hang_timeout, {self.hang_timeout:g} s, was reached: slow is not hung, so if a rank was only late, "

@@ -343,7 +343,8 @@ class Engine:
         self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
         self.schedule.holdings.release_planned()
-        (self.refresh.put_off if for_now else self.refresh.start)()
+        with self.agreement.sending_weights(stepped=stepped):
+            (self.refresh.put_off if for_now else self.refresh.start)()
 
     def finish_load(self) -> None:
         """A load that failed half-way has changed weights, too."""
