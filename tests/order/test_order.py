@@ -175,3 +175,26 @@ def test_a_broken_promise_of_a_static_graph_is_named() -> None:
         world = World(2)
         with pytest.raises(Deadlock, match=r"asking for unit 'unit 1'.*static_graph"):
             world.run(lambda n, world=world, other=other: static(n, world, [((0, 2), (0, 2)), ((0, 2), other)]))
+
+
+@pytest.mark.parametrize("live", [1000, 4], ids=["all may be gathered", "one unit may be gathered"])
+@pytest.mark.parametrize("longer", [False, True], ids=["other ways", "ways that go on"])
+def test_ways_that_all_ranks_take_in_turn_are_learned_once(live: int, longer: bool) -> None:
+    """Then a phase asks at most where the ways part, and at its end."""
+    ways: list[Uses] = [(0, 1), (0, 1, 2), (0, 1, 2, 3)] if longer else [(0, 1), (2, 3), (4, 5)]
+    world, marks = World(2), []
+
+    def program(number: int) -> Rank:
+        rank = Rank(world, number, [4] * 6, Limits(4, live, 1000))
+        for turn in range(6):
+            if number == 0 and turn >= 4:
+                marks.append(world.exchanges)
+            for way in ways:
+                rank.forward(way)
+                rank.backward(way[::-1])
+                rank.step()
+        return rank
+
+    check(world.run(program), world)
+    steps = len(ways)  # of a forward, a backward and a sum each
+    assert world.exchanges - marks[-1] <= steps * (2 * 3 + 1), world.exchanges - marks[-1]
