@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -385,3 +386,22 @@ def attributes() -> list[str]:
 
 def test_public_attributes_of_the_wrapped_optimizer_are_readable() -> None:
     assert run_ranks(2, attributes) == [[], []]
+
+
+def scheduled_before() -> list[str]:
+    """Warnings of a scheduler that was made for the optimizer before it was wrapped."""
+    model = nn.Linear(8, 8)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.05
+    return [str(each.message) for each in caught]
+
+
+def test_a_scheduler_made_before_wrapping_sees_steps() -> None:
+    assert run_ranks(2, scheduled_before) == [[], []]
