@@ -1,0 +1,56 @@
+"""What stays gathered for this rank's own sake keeps to the limit, and gives up no more than it must."""
+
+from __future__ import annotations
+
+from tests.order.rank import Rank
+from tests.order.world import World
+from zeropp.order.prefetch import Limits
+from zeropp.params.unit import UnitState
+
+
+def gathered(sizes: list[int], live: int) -> Rank:
+    """One rank, all of whose units are gathered and in nobody's use."""
+    rank = Rank(World(1), 0, sizes, Limits(0, live, 0))
+    for unit in rank.units:
+        unit.state = UnitState.HIDDEN
+    return rank
+
+
+def there(rank: Rank) -> list[int]:
+    return [unit.index for unit in rank.units if unit.state is not UnitState.SHARDED]
+
+
+def test_what_has_been_kept_longest_gives_way() -> None:
+    rank = gathered([4, 4, 4, 4], live=8)
+    for index in range(4):
+        rank.schedule.holdings.retain(index, bounded=True)
+    assert there(rank) == list(rank.schedule.holdings.retained) == [2, 3]
+
+
+def test_no_more_is_given_up_than_has_to_be() -> None:
+    rank = gathered([6, 1, 1, 4], live=8)
+    for index in (0, 1, 2):
+        rank.schedule.holdings.retain(index, bounded=True)
+    assert there(rank) == [0, 1, 2, 3]
+    rank.schedule.holdings.retain(3, bounded=True)
+    assert there(rank) == [1, 2, 3]
+
+
+def test_what_is_planned_counts_and_stays() -> None:
+    rank = gathered([4, 4, 4], live=8)
+    holdings = rank.schedule.holdings
+    holdings.planned.add(0)
+    for index in (0, 1, 2):
+        holdings.retain(index, bounded=True)
+    assert there(rank) == [0, 2] and set(holdings.retained) == {0, 2}
+    holdings.drop([0])
+    assert there(rank) == [0, 2], "a rank may still come back for it"
+    holdings.release_retained()
+    assert there(rank) == []
+
+
+def test_where_nobody_would_hear_everything_is_kept() -> None:
+    rank = gathered([4, 4, 4], live=4)
+    for index in range(3):
+        rank.schedule.holdings.retain(index, bounded=False)
+    assert there(rank) == [0, 1, 2]
