@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,20 @@ SAID = {
 
 def refused_all() -> dict[str, str]:
     return {case: refused(case) for case in CASES}
+
+
+def other_nodes() -> str:
+    """The last rank's launcher tells of larger nodes than the others'."""
+    if dist.get_rank() == 3:
+        os.environ["LOCAL_WORLD_SIZE"] = "4"
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        fsdp2.apply(sharded())
+    return str(raised.value)
+
+
+def test_nodes_that_differ_between_ranks_are_refused_before_groups_are_made() -> None:
+    for said in run_ranks(4, other_nodes, local_world_size=2):
+        assert "ranks 0 and 3 disagree" in said, said
 
 
 def test_what_cannot_be_honoured_is_refused_on_every_rank() -> None:
