@@ -315,6 +315,9 @@ class Schedule:
 
     # Where known orders part or end.
 
+    def _asking(self, unit: Unit | None) -> str:
+        return f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
+
     def _meet(self, unit: Unit | None) -> bool:
         """Say what this rank wants next, None for nothing more, and go on as all ranks want: see the note above.
 
@@ -325,7 +328,7 @@ class Schedule:
         order, place = self._order, self._position
         self.reductions.before_use(place)
         late = unit is None and self.key[0] == "backward" and self.reductions.has_late()
-        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
+        doing = self._asking(unit)
         rows = self.agreement.exchange(_MEET, [_NONE if unit is None else unit.index, self._left, late], doing)
         wants = {row[0] for row in rows} - {_NONE}
         if not wants and place == len(order.uses):
@@ -394,7 +397,7 @@ class Schedule:
         if unit is not None and unit.state is not UnitState.SHARDED:
             return
         want = unit.index if unit is not None else _NONE
-        doing = f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
+        doing = self._asking(unit)
         while True:
             offers = self.reductions.offers(_OFFERS)
             rows = self.agreement.exchange(_ROUND, [want, *offers, *[_NONE] * (_OFFERS - len(offers))], doing)
