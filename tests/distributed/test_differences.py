@@ -168,6 +168,30 @@ def test_a_fault_that_was_computed_with_is_found_at_the_next_comparison_and_once
     assert len({tuple(keeps) for _, keeps in alike}) == 1
 
 
+def between_backwards(fault: bool) -> tuple[dict[str, Tensor], int]:
+    """Two graphs, and a norm asked for between their backwards, which compares; the weights after a step, and faults."""
+    model, optimizer = wrapped({**HPZ, "weight_codec": "lossless", "live": 0}, lr=1e-3)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    optimizer.boundary.holders.every = 1
+    first, second = (model(tokens(micro, dist.get_rank())) for micro in range(2))
+    first.backward()
+    if fault:
+        flip_a_bit(optimizer.engine)
+    optimizer.clip_grad_norm_(1e9)
+    second.backward()
+    optimizer.step()
+    return zeropp.full_state(model), refreshes(optimizer.engine).get(FAULT, 0)
+
+
+def test_a_backward_goes_on_with_what_a_comparison_before_it_has_renewed() -> None:
+    """No weight has changed, so the graph stands; what the fault touched is renewed before anything gathers it."""
+    sound, faulty = (run_ranks(4, between_backwards, fault, local_world_size=2) for fault in (False, True))
+    for (weights, none), (found, one) in zip(sound, faulty, strict=True):
+        assert (none, one) == (0, 1)
+        assert [name for name, value in weights.items() if not torch.equal(value, found[name])] == []
+
+
 def crowd(settings: dict[str, object]) -> tuple[list[str], dict[str, int]]:
     """What differs after steps so large that differences take more than weights; how weights were sent."""
     results = []
