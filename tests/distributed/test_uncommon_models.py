@@ -1,4 +1,4 @@
-"""Strange models train as in plain torch, in every kind of placement."""
+"""Uncommon models train as in plain torch, in every kind of placement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import zeropp
 from tests.distributed.harness import run_ranks, spread
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import make_config, share
-from tests.distributed.strange import STRANGE, WIDTH, Strange
+from tests.distributed.uncommon import UNCOMMON, WIDTH, Uncommon
 
 # Ranks, ranks per node, settings.
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
@@ -30,18 +30,18 @@ def rows(step: int, rank: int) -> Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(50 * step + rank), dtype=torch.float64)
 
 
-def made(strange: Strange) -> torch.nn.Module:
-    model = strange.make()
-    return model if strange.dtype is None else model.to(strange.dtype)
+def made(uncommon: Uncommon) -> torch.nn.Module:
+    model = uncommon.make()
+    return model if uncommon.dtype is None else model.to(uncommon.dtype)
 
 
 def train(name: str, settings: dict[str, object], steps: int) -> tuple[list[float], list[float], dict, dict, list[str]]:
     """This rank's losses and final weights, those of plain torch, and the names of parameters."""
-    strange = STRANGE[name]
+    uncommon = UNCOMMON[name]
     torch.manual_seed(11)
-    model = made(strange)
+    model = made(uncommon)
     share(model)
-    copies = [made(strange) for _ in range(dist.get_world_size())]  # each rank's buffers are its own
+    copies = [made(uncommon) for _ in range(dist.get_world_size())]  # each rank's buffers are its own
     for other in copies:
         other.load_state_dict(model.state_dict())
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -56,10 +56,10 @@ def train(name: str, settings: dict[str, object], steps: int) -> tuple[list[floa
     for step in range(steps):
         optimizer.zero_grad()
         reference.zero_grad()
-        loss = strange.loss(model, rows(step, rank))
+        loss = uncommon.loss(model, rows(step, rank))
         optimizer.backward(loss)
         for other in range(world):
-            own = strange.loss(copies[other], rows(step, other))
+            own = uncommon.loss(copies[other], rows(step, other))
             (own / world).backward()
             if other == rank:
                 expected.append(own.item())
@@ -75,10 +75,10 @@ def _share_parameter(module: torch.nn.Module, path: str, parameter: torch.nn.Par
     module.get_submodule(parent)._parameters[name] = parameter
 
 
-@pytest.mark.parametrize(("name", "placement"), spread(STRANGE, PLACED, every=2))
+@pytest.mark.parametrize(("name", "placement"), spread(UNCOMMON, PLACED, every=2))
 def test_trains_as_plain_torch(name: str, placement: str) -> None:
     world, local, settings = PLACED[placement]
-    tolerance = STRANGE[name].tolerance
+    tolerance = UNCOMMON[name].tolerance
     for losses, expected, state, plain, names in run_ranks(world, train, name, settings, 5, local_world_size=local):
         assert_close(losses, expected, tolerance, "losses")
         for key in names:

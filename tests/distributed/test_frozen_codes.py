@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.quantized import Model, decoded, tokens
 from tests.distributed.shapes import make_config
-from tests.distributed.test_quantized import Model, decoded, tokens
 from tests.distributed.watch import watch_weights
 from tests.owned import owned_bytes
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.harness import run_ranks
+from tests.distributed.routes import agreements
 from tests.distributed.shapes import Block, Pair, make_config
-from tests.distributed.test_sequence import agreements
 
 
 class Experts(nn.Module):

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed.gpt import Block
 from tests.distributed.harness import run_ranks
-from tests.distributed.models import Block
 from tests.distributed.parity import Recipe, Trained, build, train_zero
 from zeropp.comm import streams
 from zeropp.comm.hops import Comm, Hop

@@ -12,14 +12,14 @@ from torch.nn.utils import parametrizations
 
 from tests.distributed.shapes import Block
 
-__all__ = ["STRANGE", "Strange"]
+__all__ = ["UNCOMMON", "Uncommon"]
 
 WIDTH = 8
 Loss = Callable[[nn.Module, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Strange:
+class Uncommon:
     """A model, how a rank's loss is computed from [rows, 8] inputs, and how exact the comparison may be."""
 
     make: Callable[[], nn.Module]
@@ -242,19 +242,19 @@ def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
         return model(x.float()).float().square().mean()
 
 
-STRANGE: dict[str, Strange] = {
-    "parametrizations": Strange(Parametrized, mean_square),
-    "recurrent": Strange(Recurrent, mean_square),
-    "attention": Strange(Attending, mean_square),
-    "raw parameters": Strange(Scaled, mean_square),
-    "functional_call": Strange(Nested, mean_square),
-    "experts": Strange(Experts, mean_square),
-    "codes": Strange(Codes, lambda m, x: m(x.float()).square().mean(), 1e-5, None),
-    "mixed dtypes": Strange(MixedDtypes, lambda m, x: m(x).square().mean(), 2e-2, None),
-    "images": Strange(Images, mean_square),
-    "hooks": Strange(Hooked, mean_square),
-    "one number": Strange(Tiny, mean_square),
-    "wide": Strange(Wide, mean_square),
-    "several forwards": Strange(blocks, several_forwards),
-    "autocast": Strange(blocks, under_autocast, 1e-3, torch.float32),
+UNCOMMON: dict[str, Uncommon] = {
+    "parametrizations": Uncommon(Parametrized, mean_square),
+    "recurrent": Uncommon(Recurrent, mean_square),
+    "attention": Uncommon(Attending, mean_square),
+    "raw parameters": Uncommon(Scaled, mean_square),
+    "functional_call": Uncommon(Nested, mean_square),
+    "experts": Uncommon(Experts, mean_square),
+    "codes": Uncommon(Codes, lambda m, x: m(x.float()).square().mean(), 1e-5, None),
+    "mixed dtypes": Uncommon(MixedDtypes, lambda m, x: m(x).square().mean(), 2e-2, None),
+    "images": Uncommon(Images, mean_square),
+    "hooks": Uncommon(Hooked, mean_square),
+    "one number": Uncommon(Tiny, mean_square),
+    "wide": Uncommon(Wide, mean_square),
+    "several forwards": Uncommon(blocks, several_forwards),
+    "autocast": Uncommon(blocks, under_autocast, 1e-3, torch.float32),
 }

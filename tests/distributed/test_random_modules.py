@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zeropp
-from tests.distributed.grown import WIDTH, Spec, grow, specs
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.random_modules import WIDTH, Spec, grow, specs
 from tests.distributed.shapes import apart, make_config, share, worst
 
 PLACED: list[dict[str, object]] = [
