@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.models import MODELS, Lion
+from tests.distributed.models import MODELS
+from tests.distributed.optimizers import OPTIMIZERS
 
 __all__ = [
-    "OPTIMIZERS",
     "Recipe",
     "Trained",
     "assert_close",
@@ -29,18 +29,6 @@ __all__ = [
     "train_plain",
     "train_zero",
 ]
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
-    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "Adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
-    # A larger eps than the default 1e-10, which would turn the rounding noise of key biases into steps.
-    "Adagrad": (torch.optim.Adagrad, {"lr": 3e-2, "lr_decay": 0.1, "eps": 1e-6}),
-    "Lion": (Lion, {"lr": 3e-3}),
-}
 
 
 @dataclass(frozen=True)

@@ -1,52 +1,21 @@
-"""What cannot be used is refused on every rank, within seconds, with what to do instead.
-
-A case is a function that each rank runs; it gets a fresh model and returns the arguments for ``ZeroOptimizer``. Cases
-share calls to the pool, so each one also shows that the refusals before it left nothing behind.
-"""
+"""Arguments that cannot be used are refused on every rank, within seconds, with what to do instead."""
 
 from __future__ import annotations
 
-import copy
-import os
-import re
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Routed, make_config, share, worst
-from zeropp.access.average import Average
-
-SECONDS = 8.0  # on a busy machine; each takes some milliseconds
-
-
-@dataclass(frozen=True)
-class Args:
-    optimizer: object
-    model: object
-    config: object = None
-    group: object = None
-    scale: object = None
-
-
-Case = Callable[[nn.Module, int], Args]
-
-
-def sgd(model: nn.Module, **settings: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, **settings)
-
-
-def plain(model: nn.Module, **settings: object) -> Args:
-    return Args(sgd(model), model, make_config(**settings))
+from tests.distributed.refusals import Args, Case, attempt, check, plain, sgd
+from tests.distributed.shapes import Routed, make_config
 
 
 def only_on(bad: int, rank: int, case: Case, model: nn.Module) -> Args:
@@ -313,28 +282,6 @@ ON_ONE = [
 ]  # fmt: skip
 
 
-def attempt(case: Case) -> tuple[str, str, float]:
-    """Type, message and seconds of the error."""
-    model = Routed()
-    before = {name: (p.shape, type(p)) for name, p in model.named_parameters()}
-    args = case(model, dist.get_rank())
-    dist.barrier()
-    start = time.monotonic()
-    try:
-        zeropp.ZeroOptimizer(
-            args.optimizer, args.model, args.config, process_group=args.group, gradient_scale=args.scale
-        )
-    except Exception as error:
-        names = "|".join(cls.__name__ for cls in type(error).__mro__)
-        result = (names, " ".join(str(error).split()), time.monotonic() - start)
-    else:
-        return "nothing", "", time.monotonic() - start
-    for name, parameter in model.named_parameters():
-        if name in before and type(parameter) is not before[name][1] and not hasattr(model, "held"):
-            return "damage", f"{name} is a {type(parameter).__name__} after the refusal", 0.0
-    return result
-
-
 def try_everywhere(name: str) -> tuple[str, str, float]:
     return attempt(EVERYWHERE[name][0])
 
@@ -345,13 +292,6 @@ def try_different(name: str) -> tuple[str, str, float]:
 
 def try_on_one(name: str) -> tuple[str, str, float]:
     return attempt(bad_on_one(name))
-
-
-def check(results: list[tuple[str, str, float]], kinds: str, pattern: str) -> None:
-    for rank, (names, message, seconds) in enumerate(results):
-        assert set(kinds.split("|")) & set(names.split("|")), f"rank {rank}: {names}: {message}"
-        assert re.search(pattern, message), f"rank {rank}: {message}"
-        assert seconds < SECONDS, f"rank {rank} took {seconds:.1f} s"
 
 
 @pytest.mark.parametrize("name", EVERYWHERE)
@@ -371,198 +311,3 @@ def test_a_mistake_on_one_rank(name: str) -> None:
     good, bad = run_ranks(2, try_on_one, name, timeout=40)
     check([bad], kinds, pattern)
     check([good], "RuntimeError", rf"failed on rank 1: \w+: .*(?:{pattern})")
-
-
-def nodes(value: str, everywhere: bool, settings: dict[str, object]) -> tuple[str, str, float]:
-    """LOCAL_WORLD_SIZE is ``value``, on the last rank only unless ``everywhere``."""
-    if everywhere or dist.get_rank() == dist.get_world_size() - 1:
-        os.environ["LOCAL_WORLD_SIZE"] = value
-    return attempt(lambda m, r: plain(m, **settings))
-
-
-NODES: dict[str, tuple[int, str, dict[str, object], str]] = {
-    "no number": (2, "two", {}, "LOCAL_WORLD_SIZE is 'two'.*torchrun.*local_world_size"),
-    "zero": (2, "0", {}, "LOCAL_WORLD_SIZE is '0'"),
-    "uneven": (4, "3", {}, "same number of ranks.*LOCAL_WORLD_SIZE.*local_world_size"),
-    "uneven in the config": (4, "4", {"local_world_size": 3}, "same number of ranks.*local_world_size"),
-}
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_nodes_that_cannot_be(name: str) -> None:
-    world, value, settings, pattern = NODES[name]
-    check(run_ranks(world, nodes, value, True, settings, timeout=40), "ValueError", pattern)
-
-
-def test_nodes_that_one_rank_sees_differently() -> None:
-    """One rank alone would make other process groups, and everyone would wait for it."""
-    results = run_ranks(4, nodes, "2", False, {}, timeout=40)
-    check(results, "ValueError|RuntimeError", "LOCAL_WORLD_SIZE|local_world_size")
-
-
-def no_member() -> tuple[str, str, float]:
-    group = dist.new_group([0])
-    return attempt(lambda m, r: Args(sgd(m), m, make_config(hang_timeout=5), group))
-
-
-def test_a_group_without_this_rank() -> None:
-    member, outsider = run_ranks(2, no_member, timeout=40)
-    assert member[0] == "nothing"
-    check([outsider], "TypeError|ValueError", "this rank.*(belong|member)")
-
-
-def local_only() -> tuple[str, str, float]:
-    """The world is never joined: one rank each, as a program that forgot to start torch.distributed."""
-    start = time.monotonic()
-    model = nn.Linear(3, 3, device="meta")
-    with pytest.raises(ValueError, match="meta device") as caught:
-        zeropp.ZeroOptimizer(sgd(model), model, make_config())
-    return type(caught.value).__name__, str(caught.value), time.monotonic() - start
-
-
-def test_refusals_need_no_process_group() -> None:
-    check(run_ranks(1, local_only, init=False), "ValueError", "to_empty")
-
-
-# Wrong calls after wrapping.
-
-
-class Stepping(nn.Module):
-    """Calls something of its optimizer inside its own forward, or in a hook of its backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-        self.inside: Callable[[], object] = lambda: None
-        self.in_backward: Callable[[], object] = lambda: None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.lin(x)
-        self.inside()
-        y.register_hook(lambda _: (self.in_backward(), None)[1])
-        return self.lin(y)
-
-
-CALLS: dict[str, Callable[[zeropp.ZeroOptimizer, nn.Module], object]] = {
-    "step": lambda o, m: o.step(),
-    "zero_grad": lambda o, m: o.zero_grad(),
-    "clip_grad_norm_": lambda o, m: o.clip_grad_norm_(1.0),
-    "no_sync": lambda o, m: o.no_sync().__enter__(),
-    "state_dict": lambda o, m: m.state_dict(),
-    "load_state_dict": lambda o, m: m.load_state_dict(Stepping().state_dict()),
-    "full_state": lambda o, m: zeropp.full_state(m),
-}
-
-
-def call_inside(name: str) -> list[str]:
-    """The message of one call inside forward, one inside backward; then a step that works."""
-    model = Stepping()
-    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config(hang_timeout=5))
-    messages = []
-    for place in ("inside", "in_backward"):
-        setattr(model, place, lambda: CALLS[name](optimizer, model))
-        try:
-            model(torch.ones(2, 8)).sum().backward()
-        except RuntimeError as error:
-            messages.append(str(error))
-        else:
-            messages.append("")
-        setattr(model, place, lambda: None)
-        optimizer.zero_grad()
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    return messages
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_in_the_middle_of_a_pass(name: str) -> None:
-    for forward, backward in run_ranks(2, call_inside, name, timeout=40):
-        assert "in the middle of a forward" in forward, forward
-        assert "in the middle of a backward" in backward, backward
-
-
-def every_call(optimizer: zeropp.ZeroOptimizer, model: nn.Module, average: Average) -> dict[str, Callable[[], object]]:
-    """By what it is called in messages."""
-    return {
-        "step": optimizer.step,
-        "zero_grad": optimizer.zero_grad,
-        "clip_grad_norm_": lambda: optimizer.clip_grad_norm_(1.0),
-        "grad_norms": optimizer.grad_norms,
-        "no_sync": lambda: optimizer.no_sync().__enter__(),
-        "add_param_group": lambda: optimizer.add_param_group({"params": []}),
-        "state_dict": optimizer.state_dict,
-        "load_state_dict": lambda: optimizer.load_state_dict({}),
-        "state_dict()": model.state_dict,
-        "load_state_dict()": lambda: model.load_state_dict(Stepping().state_dict()),
-        "full_state": lambda: zeropp.full_state(model),
-        "ema()": lambda: zeropp.ema(model),
-        "update() of an average": average.update,
-        "applying an average": lambda: average.applied().__enter__(),
-        "state_dict() of an average": average.state_dict,
-        "load_state_dict() of an average": lambda: average.load_state_dict({}),
-    }
-
-
-def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
-    """What each call says at each place where it may not be made; and how far training is from plain torch after it."""
-    model = Stepping().double()
-    share(model)
-    plain = copy.deepcopy(model)
-    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config(hang_timeout=5))
-    calls = every_call(optimizer, model, zeropp.ema(model))
-    said: dict[str, dict[str, str]] = {}
-
-    def try_all(place: str) -> None:
-        for name, call in calls.items():
-            try:
-                call()
-            except RuntimeError as error:
-                said.setdefault(place, {})[name] = str(error)
-
-    model.inside = lambda: try_all("in the middle of a forward; call it between passes")
-    model.in_backward = lambda: try_all("in the middle of a backward; call it between passes")
-    for each, stepper in ((model, optimizer), (plain, sgd(plain))):
-        each(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
-        stepper.step()
-    far = worst(zeropp.full_state(model), plain.state_dict())
-    with zeropp.zero.GatheredParameters(model):
-        try_all("inside GatheredParameters; leave that first")
-    for taken_off in ("state_dict()", "load_state_dict()", "full_state", "ema()"):
-        del calls[taken_off]  # the model is plain again
-    optimizer.close()
-    try_all("after close(), which gave up the partitioned values")
-    return said, far
-
-
-def test_every_call_is_refused_where_it_may_not_be_made() -> None:
-    for said, far in run_ranks(2, try_every_call, timeout=40):
-        assert far <= 1e-12 and [len(each) for each in said.values()] == [16, 16, 16, 12]
-        for place, messages in said.items():
-            assert messages == {name: f"{name} was called {place}" for name in messages}
-
-
-def late_calls() -> list[str]:
-    model = Routed()
-    optimizer = zeropp.ZeroOptimizer(sgd(model), model, make_config())
-    messages = []
-    for call in (
-        lambda: model.to(torch.float64),
-        lambda: model.load_state_dict({**model.state_dict(), "blocks.0.lin.bias": torch.ones(3)}),
-        lambda: model.load_state_dict({}),
-    ):
-        try:
-            call()
-        except RuntimeError as error:
-            messages.append(str(error))
-        else:
-            messages.append("")
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    return messages
-
-
-def test_calls_that_come_too_late() -> None:
-    for move, shape, missing in run_ranks(2, late_calls):
-        assert "before wrapping" in move
-        assert "size mismatch for blocks.0.lin.bias" in shape
-        assert "Missing key" in missing

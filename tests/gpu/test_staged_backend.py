@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.test_sequence import BRANCHES, follow
-from tests.distributed.test_staged import SETTINGS, STEPS, over, weights
+from tests.distributed.routes import BRANCHES, follow
+from tests.distributed.staged import SETTINGS, STEPS, over, weights
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ import torch
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import make_config
-from tests.distributed.test_quantized import GRADIENTS, WEIGHTS, Model
+from tests.distributed.quantized import GRADIENTS, WEIGHTS, Model
+from tests.distributed.shapes import Routed, make_config
 
 PLAIN: dict[str, object] = {**GRADIENTS, "gradient_bits": {"local": 16, "cross": 16}}
 CROSS: dict[str, object] = {**GRADIENTS, "gradient_bits": {"local": 8, "cross": 16}}
@@ -121,3 +121,18 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
 
 def test_one_rank_sends_nothing_and_is_not_warned() -> None:
     assert run_ranks(1, warned, {**PLAIN, "hadamard": True}) == [[]]
+
+
+def odd_leaf() -> list[str]:
+    model = Routed()
+    config = make_config()
+    config["zero_optimization"]["leaf_module"] = {"names": ["blocks.0", "nosuch"]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    return [str(warning.message) for warning in caught if "leaf_module" in str(warning.message)]
+
+
+def test_a_leaf_that_is_not_there_is_named() -> None:
+    [[message]] = run_ranks(1, odd_leaf, init=False)
+    assert "'nosuch'" in message and "blocks.0" not in message

@@ -1,19 +1,19 @@
-"""Backends that have collectives but no cheap sends: the code that runs with NCCL, here over a stand-in."""
+"""Worlds over a backend that stages what it sends, and what is trained in them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import zeropp
 from bench.common import staged
-from tests.distributed.harness import run_ranks
+from tests.distributed.routes import ALL, BRANCHES
 from tests.distributed.shapes import Pair, Routed, chain, make_config
-from tests.distributed.test_sequence import ALL, BRANCHES, follow
+
+__all__ = ["BF16", "CODED", "SETTINGS", "STEPS", "over", "weights"]
 
 
 def over(fn: Callable[..., Any], *args: Any) -> Any:
@@ -28,16 +28,6 @@ STEPS = {
     "changing orders": [BRANCHES, BRANCHES, BRANCHES[::-1], BRANCHES],
     "parts": [[ALL], [ALL, chain(0, 3)], [chain(0, 2), chain(1, 3)], [((3,),), ALL]],
 }
-
-
-@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"overlap_comm": False}, {"persist": 1000}])
-@pytest.mark.parametrize("steps", STEPS)
-def test_collectives_in_one_order(steps: str, settings: dict[str, object]) -> None:
-    run_ranks(2, over, follow, STEPS[steps], settings, init=False)
-
-
-def test_two_nodes() -> None:
-    run_ranks(4, over, follow, [BRANCHES * 2] * 3, {}, init=False, local_world_size=2)
 
 
 def weights(
@@ -61,18 +51,3 @@ CODED: dict[str, dict[str, object]] = {
     "stage 1": {"stage": 1, "weight_codec": "lossless", "zero_quantized_gradients": True, **BF16},
 }
 SETTINGS: dict[str, dict[str, object]] = {"fp32": {}, "bf16": BF16, **CODED}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("local", [2, 4])
-def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
-    """Of every hop and codec, over one hop and two."""
-    settings = SETTINGS[name]
-    if local == 4:
-        settings = {key: value for key, value in settings.items() if key != "zero_hpz_partition_size"}
-        settings = {**settings, "stage": 1} if "weight_codec" in settings else settings
-    (backend, expected), *_ = run_ranks(4, weights, torch.float32, settings, local_world_size=local)
-    (other, found), *_ = run_ranks(4, over, weights, torch.float32, settings, init=False, local_world_size=local)
-    assert (backend, other) == ("gloo", staged.NAME)
-    for key, value in expected.items():
-        assert torch.equal(found[key], value), key
