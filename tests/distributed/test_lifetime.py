@@ -63,6 +63,7 @@ def hooks_of(model: nn.Module) -> list[str]:
 
 def steps_then(end: str, settings: dict[str, object], automatic: bool) -> dict[str, object]:
     """Train, drop everything in the way that ``end`` says; what is left. Without the collector if ``automatic``."""
+    trained(Routed(), make_config()).close()  # what a process makes once, it keeps
     before, threads = storages(), named_threads()
     model = Routed()
     optimizer = trained(model, make_config(**settings))
