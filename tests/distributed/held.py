@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import zeropp
-from tests.distributed.shapes import make_config, worst
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import make_config
 
-__all__ = ["PERSIST", "REMEDY", "Held", "Use", "attempt", "managed", "still_trains"]
+__all__ = ["PERSIST", "REMEDY", "Held", "Use", "attempt", "held", "still_trains"]
 
 REMEDY = ("state_dict", "full_state", "before wrapping", "optimizer.clip_grad_norm_", "optimizer.zero_grad")
 
@@ -46,31 +44,19 @@ def attempt(name: str, use: Callable[[], object]) -> str:
     return f"{name}: gave {type(got).__name__}"
 
 
-def managed(persist: int) -> tuple[nn.Module, zeropp.ZeroOptimizer, nn.Module]:
+def held(persist: int) -> Pair:
+    """The model, with its first values where they belong, and its plain twin."""
     torch.manual_seed(5)
-    model = Held()
-    plain = copy.deepcopy(model)
-    optimizer = zeropp.ZeroOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(persist=persist, hang_timeout=10)
-    )
-    optimizer.engine.refresh.wait()
-    return model, optimizer, plain
+    pair = Pair(Held(), make_config(persist=persist, hang_timeout=10), dtype=torch.float32)
+    pair.optimizer.engine.refresh.wait()
+    return pair
 
 
-def still_trains(model: nn.Module, optimizer: zeropp.ZeroOptimizer, plain: nn.Module) -> float:
+def still_trains(pair: Pair) -> float:
     """One step, and the largest difference from the same step of the plain model."""
-    model.train()
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    batches = [torch.randn(2, 8, generator=torch.Generator().manual_seed(r)) for r in range(world)]
-    for batch in batches:
-        (plain(batch).square().mean() / world).backward()
-    plain_optimizer.step()
-    optimizer.zero_grad()
-    model(batches[rank]).square().mean().backward()
-    optimizer.step()
-    return worst(zeropp.full_state(model), plain.state_dict())
+    pair.model.train()
+    pair.train()
+    return pair.difference()
 
 
 PERSIST = {"partitioned": 0, "persistent": 1000}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zeropp
-from tests.distributed.shapes import Pair, Route, Routed, chain, make_config
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import Route, Routed, chain, make_config
 
 __all__ = ["ALL", "BARE", "BRANCHES", "agreements", "follow"]
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import zeropp
 from bench.common import staged
+from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL, BRANCHES
-from tests.distributed.shapes import Pair, Routed, chain, make_config
+from tests.distributed.shapes import Routed, chain, make_config
 
 __all__ = ["BF16", "CODED", "SETTINGS", "STEPS", "over", "weights"]
 

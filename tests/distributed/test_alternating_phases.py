@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL, agreements
-from tests.distributed.shapes import Pair, Route, Routed, chain, gathers, logged, make_config
+from tests.distributed.shapes import Route, Routed, chain, gathers, logged, make_config
 
 
 def gathered_by(pair: Pair, routes: list[Route], training: bool) -> Counter[str]:

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import agreements
-from tests.distributed.shapes import Block, Pair, make_config
+from tests.distributed.shapes import Block, make_config
 
 
 class Experts(nn.Module):

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Pair, Routed, chain, make_config
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import Routed, chain, make_config
 from zeropp.config.extension import ExtensionConfig
 from zeropp.config.support import SUPPORT, Kind
 from zeropp.config.zero import ZeroConfig

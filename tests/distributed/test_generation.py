@@ -1,4 +1,4 @@
-"""The wrapper beside other tools: profiler, gradients through gradients, several backwards, generation."""
+"""Passes without gradients where ranks differ: texts of different lengths, and evaluation by one rank alone."""
 
 from __future__ import annotations
 
@@ -29,72 +29,6 @@ def rows(step: int, rank: int) -> Tensor:
 
 def wrap(model: nn.Module, **settings: object) -> zeropp.ZeroOptimizer:
     return zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
-
-
-def profiled(settings: dict[str, object]) -> set[str]:
-    model = chain()
-    optimizer = wrap(model, **settings)
-    for _ in range(2):
-        optimizer.zero_grad()
-        model(rows(0, 0)).sum().backward()
-        optimizer.step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        model(rows(0, 0)).sum().backward()
-        optimizer.step()
-    optimizer.engine.refresh.wait()
-    return {event.key for event in profile.key_averages() if event.key.startswith("zeropp::")}
-
-
-def test_a_profile_names_what_was_issued_for_which_unit() -> None:
-    for found in run_ranks(4, profiled, PLACED["hpz"], local_world_size=2):
-        for what in ("gather", "wait", "pack", "reduce", "refresh"):
-            assert {f"zeropp::{what} {unit}" for unit in (0, 1, 2)} <= found
-
-
-def retained(settings: dict[str, object]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Two losses of one graph, one backward each."""
-    model = chain()
-    plain = copy.deepcopy(model)
-    optimizer, reference = wrap(model, **settings), torch.optim.SGD(plain.parameters(), lr=0.1)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for step in range(3):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        out = model(rows(step, rank))
-        optimizer.backward(out.square().mean(), retain_graph=True)
-        out.sum().mul(0.1).backward()
-        for other in range(world):
-            out = plain(rows(step, other))
-            (out.square().mean() / world).backward(retain_graph=True)
-            (out.sum() * 0.1 / world).backward()
-        optimizer.step()
-        reference.step()
-    return zeropp.full_state(model), plain.state_dict()
-
-
-@pytest.mark.parametrize("name", PLACED)
-def test_two_backwards_of_one_graph(name: str) -> None:
-    for found, expected in run_ranks(4, retained, PLACED[name], local_world_size=2):
-        for key, value in expected.items():
-            assert_close(found[key], value, 1e-9, key)
-
-
-def penalised(settings: dict[str, object]) -> bool:
-    """A gradient penalty: a graph of gradients, and backward through that. Whether the next step is right again."""
-    model = chain()
-    plain = copy.deepcopy(model)
-    optimizer = wrap(model, **settings)
-    x = rows(0, 0).requires_grad_()
-    with pytest.raises(RuntimeError, match="create_graph"):
-        (gradient,) = torch.autograd.grad(model(x).square().mean(), x, create_graph=True)
-        optimizer.backward(gradient.square().mean())
-    optimizer.zero_grad()
-    return torch.allclose(model(rows(1, 0)), plain(rows(1, 0)), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["stage 3", "stage 1"])
-def test_backward_through_gradients_is_refused_by_name(name: str) -> None:
-    assert run_ranks(2, penalised, PLACED[name]) == [True, True]
 
 
 def generated(settings: dict[str, object], lengths: list[int], join: bool) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL
-from tests.distributed.shapes import Pair, Routed, make_config, worst
+from tests.distributed.shapes import Routed, make_config, worst
 
 Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, the plain optimizer, the one that steps
 

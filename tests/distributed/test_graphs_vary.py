@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL, BARE, BRANCHES
-from tests.distributed.shapes import Block, Pair, Route, Routed, chain, gathers, make_config
+from tests.distributed.shapes import Block, Route, Routed, chain, gathers, make_config
 
 
 class Doubtful(nn.Module):
@@ -158,31 +159,27 @@ def test_two_backwards_with_a_borrowed_weight(retain: bool) -> None:
 
 def scaled(steps: list[list[Route]], edit: bool) -> list[tuple[float, bool]]:
     """Difference from the plain model and whether the step was skipped, after each step."""
-    pair = Pair(Routed(), make_config(), dtype=torch.float64)
+    pair = Pair(Routed(), make_config())
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    pair.sharded.call = lambda loss: (loss * 2 if edit else scaler.scale(loss)).backward()
     found = []
     for routes in steps:
         before, momentum = copy.deepcopy(pair.plain.state_dict()), copy.deepcopy(pair.plain_optimizer.state_dict())
         pair.zero_grad()
-        each = routes * (pair.world // len(routes))
-        for rank in range(pair.world):
-            (pair.plain(pair.batch(rank), each[rank]).square().mean() / pair.world).backward()
-        loss = pair.model(pair.batch(pair.rank), each[pair.rank]).square().mean()
+        pair.backward(*routes)
         if edit:
-            (loss * 2).backward()
             for parameter in (p for group in pair.optimizer.param_groups for p in group["params"]):
                 if parameter.grad is not None:
                     parameter.grad.div_(2)
             pair.optimizer.step()
         else:
-            scaler.scale(loss).backward()
             scaler.step(pair.optimizer)
             scaler.update()
-        pair.plain_optimizer.step()
+        pair.whole.step()
+        pair.sharded.steps = pair.whole.steps
         if pair.optimizer.step_was_skipped:
             pair.plain.load_state_dict(before)
             pair.plain_optimizer.load_state_dict(momentum)
-        pair.steps += 1
         found.append((pair.difference(), pair.optimizer.step_was_skipped))
     return found
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.shapes import Pair, Routed, chain, make_config, worst
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import Routed, chain, make_config, worst
 
 
 def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
@@ -182,3 +183,43 @@ def test_a_backward_of_another_graph_after_one_that_failed(settings: dict[str, o
         else:
             taken, norm = result
             assert taken and norm > 0
+
+
+def two_losses(settings: dict[str, object]) -> None:
+    """Two losses of one graph, one backward each."""
+    pair = Pair(Routed(3), make_config(**settings))
+    for _ in range(3):
+        pair.zero_grad()
+        out = pair.model(pair.batch(pair.rank))
+        pair.optimizer.backward(out.square().mean(), retain_graph=True)
+        out.sum().mul(0.1).backward()
+        for rank in range(pair.world):
+            out = pair.plain(pair.batch(rank))
+            (out.square().mean() / pair.world).backward(retain_graph=True)
+            (out.sum() * 0.1 / pair.world).backward()
+        pair.step()
+    pair.check()
+
+
+PLACED: dict[str, dict[str, object]] = {"stage 1": {"stage": 1}, "stage 3": {}, "hpz": {"zero_hpz_partition_size": 2}}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_two_backwards_of_one_graph(name: str) -> None:
+    run_ranks(4, two_losses, PLACED[name], local_world_size=2)
+
+
+def penalised(settings: dict[str, object]) -> bool:
+    """A gradient penalty: a graph of gradients, and backward through that. Whether the next step is right again."""
+    pair = Pair(Routed(3), make_config(**settings))
+    x = pair.batch(0).requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        (gradient,) = torch.autograd.grad(pair.model(x).square().mean(), x, create_graph=True)
+        pair.optimizer.backward(gradient.square().mean())
+    pair.optimizer.zero_grad()
+    return torch.allclose(pair.model(pair.batch(1)), pair.plain(pair.batch(1)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["stage 3", "stage 1"])
+def test_backward_through_gradients_is_refused_by_name(name: str) -> None:
+    assert run_ranks(2, penalised, PLACED[name]) == [True, True]

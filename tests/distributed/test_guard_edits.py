@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import BARE
-from tests.distributed.shapes import Pair, make_config, share
+from tests.distributed.shapes import make_config, share
 
 
 class Positions(nn.Module):

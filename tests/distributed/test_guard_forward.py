@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import apart, make_config, worst
+from tests.distributed.pair import Pair, rows
+from tests.distributed.shapes import make_config
 from tests.owned import live_numel
 
 
@@ -143,23 +142,20 @@ def compare(name: str, settings: dict[str, object]) -> tuple[float, float, float
     """Largest differences in loss and weights over three steps; elements still gathered at rest."""
     make, loss_of = INSIDE[name]
     torch.manual_seed(3)
-    model = make().double()
-    plain = copy.deepcopy(model)
-    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, make_config(**settings))
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    pair = Pair(
+        make(),
+        make_config(**settings),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
+        batch=lambda step, micro, rank: rows(step, micro, 0),  # or AdamW would turn rounding into steps
+        loss=loss_of,
+    )
     off = 0.0
-    for step in range(3):
-        x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        plain_optimizer.zero_grad()
-        loss, wanted = loss_of(model, x), loss_of(plain, x)
-        loss.backward()
-        wanted.backward()
-        off = max(off, apart(loss.detach(), wanted.detach()))
-        optimizer.step()
-        plain_optimizer.step()
-    bound = settings.get("live", 10**9)
-    return off, worst(zeropp.full_state(model), plain.state_dict()), float(bound), live_numel(optimizer.engine.units)
+    for _ in range(3):
+        pair.zero_grad()
+        wanted, (loss,) = pair.whole.backward(), pair.sharded.backward()
+        off = max(off, abs(loss - wanted[pair.rank]))
+        pair.step()
+    return off, pair.difference(), float(settings.get("live", 10**9)), live_numel(pair.engine.units)
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0, "live": 0}], ids=["default", "bare"])
@@ -172,19 +168,16 @@ def test_inside_a_pass_any_use_equals_torch(name: str, settings: dict[str, objec
 
 def kept_loss(settings: dict[str, object]) -> float:
     """How far weights are off plain torch's after backwards from a loss that no forward returned."""
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        model(x)
+        return model.loss
+
     torch.manual_seed(3)
-    model, plain = Keeps().double(), Keeps().double()
-    plain.load_state_dict(model.state_dict())
-    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
-    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    x = torch.ones(2, 8, dtype=torch.float64)
+    pair = Pair(Keeps(), make_config(**settings), loss=loss_of)
     for _ in range(3):
-        for each, its in ((model, optimizer), (plain, plain_optimizer)):
-            its.zero_grad()
-            each(x)
-            each.loss.backward()
-            its.step()
-    return worst(zeropp.full_state(model), plain.state_dict())
+        pair.train()
+    return pair.difference()
 
 
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])

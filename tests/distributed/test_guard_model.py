@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.held import PERSIST, Held, Use, attempt, managed, still_trains
+from tests.distributed.held import PERSIST, Held, Use, attempt, held, still_trains
 from tests.distributed.shapes import make_config, worst
 
 
@@ -148,15 +148,15 @@ MODEL_USES: dict[str, Callable[[nn.Module], object]] = {
 
 
 def touch_model(persist: int, who: list[int]) -> tuple[list[str], float]:
-    model, optimizer, plain = managed(persist)
+    pair = held(persist)
     wrong = []
     if dist.get_rank() in who:
         for name, use in MODEL_USES.items():
-            complaint = attempt(name, lambda u=use: u(model))
+            complaint = attempt(name, lambda u=use: u(pair.model))
             wrong += [complaint] if complaint else []
-    flags = {name: p.requires_grad for name, p in model.named_parameters() if not p.requires_grad}
+    flags = {name: p.requires_grad for name, p in pair.model.named_parameters() if not p.requires_grad}
     wrong += [f"{name} is frozen now" for name in flags]
-    return wrong, still_trains(model, optimizer, plain)
+    return wrong, still_trains(pair)
 
 
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
@@ -192,10 +192,9 @@ def test_values_are_refused_while_others_are_loaded() -> None:
 
 
 def copied_optimizer() -> list[str]:
-    held = managed(0)
-    optimizer = held[1]
+    pair = held(0)
     uses: dict[str, Use] = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": pickle.dumps}
-    return [complaint for name, use in uses.items() if (complaint := attempt(name, lambda u=use: u(optimizer)))]
+    return [complaint for name, use in uses.items() if (complaint := attempt(name, lambda u=use: u(pair.optimizer)))]
 
 
 def test_the_optimizer_is_not_copied() -> None:

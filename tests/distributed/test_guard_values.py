@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from tests.distributed.harness import run_ranks
-from tests.distributed.held import PERSIST, Use, attempt, managed, still_trains
+from tests.distributed.held import PERSIST, Use, attempt, held, still_trains
 from tests.distributed.shapes import shards
 
 
@@ -165,24 +165,24 @@ GRADIENTS: dict[str, Use] = {
 def touch(table: str, persist: int, who: list[int], before_first_pass: bool) -> tuple[list[str], float]:
     """Try every operation of a table on the ranks ``who``; complaints, and how far training is off afterwards."""
     uses = {"values": VALUES, "edits": EDITS}[table]
-    model, optimizer, plain = managed(persist)
+    pair = held(persist)
     if not before_first_pass:
         with torch.no_grad():
-            model(torch.zeros(1, 8))
+            pair.model(torch.zeros(1, 8))
     wrong = []
     if not dist.is_initialized() or dist.get_rank() in who:
-        pieces = shards(optimizer)
+        pieces = shards(pair.optimizer)
         for name, use in uses.items():
             for path in ("first.weight", "last.weight"):
-                parameter = model.get_parameter(path)
+                parameter = pair.model.get_parameter(path)
                 complaint = attempt(f"{name} of {path}", lambda p=parameter, u=use: u(p))
                 if complaint:
                     wrong.append(complaint)
                 if parameter.grad is not None:
                     parameter.grad = None
-        if not all(map(torch.equal, pieces, shards(optimizer))):
+        if not all(map(torch.equal, pieces, shards(pair.optimizer))):
             wrong.append("the weights of this rank have changed")
-    return wrong, still_trains(model, optimizer, plain)
+    return wrong, still_trains(pair)
 
 
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
@@ -202,15 +202,15 @@ def test_values_are_refused_on_a_single_rank() -> None:
 
 
 def unasked(name: str, persist: int) -> tuple[str, float]:
-    model, optimizer, plain = managed(persist)
+    pair = held(persist)
     found: list[object] = []
-    complaint = attempt(name, lambda: found.append(UNASKED[name](model.get_parameter("first.weight"))))
+    complaint = attempt(name, lambda: found.append(UNASKED[name](pair.model.get_parameter("first.weight"))))
     if name in READS and found:
         assert torch.isnan(found[0]).all(), "values that should not be there"  # type: ignore[arg-type]
     if name == "set_":
         with pytest.raises(RuntimeError, match=r"first\.weight.*edited in place, and the edit is lost"):
-            model(torch.zeros(1, 8))
-    return complaint, still_trains(model, optimizer, plain)
+            pair.model(torch.zeros(1, 8))
+    return complaint, still_trains(pair)
 
 
 @pytest.mark.parametrize("kind", PERSIST)
@@ -224,20 +224,20 @@ def test_ways_past_torch_function(name: str, kind: str) -> None:
 
 def gradients(persist: int, who: list[int]) -> tuple[list[str], float]:
     """Between backward and step the gradient is in the partition, so .grad must not answer None."""
-    model, optimizer, plain = managed(persist)
-    model(torch.randn(2, 8)).square().mean().backward()
+    pair = held(persist)
+    pair.model(torch.randn(2, 8)).square().mean().backward()
     wrong = []
     if dist.get_rank() in who:
         for name, use in GRADIENTS.items():
             for path in ("first.weight", "last.bias"):
-                parameter = model.get_parameter(path)
+                parameter = pair.model.get_parameter(path)
                 complaint = attempt(f"{name} of {path}", lambda p=parameter, u=use: u(p))
                 wrong += [complaint] if complaint else []
-        complaint = attempt("clip all", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        complaint = attempt("clip all", lambda: nn.utils.clip_grad_norm_(pair.model.parameters(), 1.0))
         wrong += [complaint] if complaint else []
-    optimizer.zero_grad()
-    wrong += [f"{path} has a gradient" for path, p in model.named_parameters() if p.grad is not None]
-    return wrong, still_trains(model, optimizer, plain)
+    pair.optimizer.zero_grad()
+    wrong += [f"{path} has a gradient" for path, p in pair.model.named_parameters() if p.grad is not None]
+    return wrong, still_trains(pair)
 
 
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])

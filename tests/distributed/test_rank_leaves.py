@@ -11,8 +11,9 @@ from torch import Tensor
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL
-from tests.distributed.shapes import Pair, Route, Routed, make_config, shards
+from tests.distributed.shapes import Route, Routed, make_config, shards
 
 
 class Leaver:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL, BARE, BRANCHES, follow
-from tests.distributed.shapes import Block, Pair, Route, Routed, chain, make_config
+from tests.distributed.shapes import Block, Route, Routed, chain, make_config
 
 # Other orders.
 

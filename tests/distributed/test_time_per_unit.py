@@ -1,4 +1,4 @@
-"""Time that the model stands still for a unit is in the report, with that unit."""
+"""Where time goes is told unit by unit: in the report what the model stands still for, in a profile what was issued."""
 
 from __future__ import annotations
 
@@ -63,3 +63,26 @@ def test_what_the_model_waits_for_is_reported_with_its_unit(case: str) -> None:
     for found in run_ranks(4, waited, *CASES[case], local_world_size=2):
         assert found["blocks.2", kind] > 0.7 * SLOW
         assert max(found, key=lambda key: found[key]) == ("blocks.2", kind)
+
+
+def profiled() -> set[str]:
+    """Names of ranges in a profile of the third step."""
+    model = Routed(3)
+    optimizer = zeropp.ZeroOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(zero_hpz_partition_size=2)
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(3, 8)).sum().backward()
+        optimizer.step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.ones(3, 8)).sum().backward()
+        optimizer.step()
+    optimizer.engine.refresh.wait()
+    return {event.key for event in profile.key_averages() if event.key.startswith("zeropp::")}
+
+
+def test_a_profile_names_what_was_issued_for_which_unit() -> None:
+    for found in run_ranks(4, profiled, local_world_size=2):
+        for what in ("gather", "wait", "pack", "reduce", "refresh"):
+            assert {f"zeropp::{what} blocks.{number}" for number in range(3)} <= found

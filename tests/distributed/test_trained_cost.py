@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import WIDTH, Block, Routed
-from tests.distributed.tower import Tower, batch, check, train, wrap
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import WIDTH, Block, Routed, make_config
+from tests.distributed.tower import Tower, batch, train, wrap
 from tests.owned import live_numel, owned_bytes
 
 
@@ -200,18 +199,13 @@ class Shifted(nn.Module):
         return self.blocks[1](self.blocks[0](x) * self.scale + self.shift)
 
 
-def frozen_outside(kind: type[nn.Module], grad: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def frozen_outside(kind: type[nn.Module], grad: bool) -> None:
     torch.manual_seed(2)
-    model = kind().double()
-    plain = copy.deepcopy(model)
-    optimizer = wrap(model, live=0, prefetch=0, reuse=0)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        for each, stepper in ((model, optimizer), (plain, reference)):
-            stepper.zero_grad()
-            each(batch(step, 0, 0).requires_grad_(grad)).square().mean().backward()
-            stepper.step()
-    return zeropp.full_state(model), plain.state_dict()
+    config = make_config(live=0, prefetch=0, reuse=0)
+    pair = Pair(kind(), config, batch=lambda *place: batch(*place).requires_grad_(grad))
+    for _ in range(3):
+        pair.train()
+    pair.check()
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -220,4 +214,4 @@ def test_frozen_weights_around_trained_blocks_stay_until_backward_has_used_them(
     kind: type[nn.Module], grad: bool
 ) -> None:
     """Also where no gradient of the model's inputs is computed, which would tell."""
-    check(run_ranks(2, frozen_outside, kind, grad))
+    run_ranks(2, frozen_outside, kind, grad)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-import zeropp
 from tests.distributed.harness import run_ranks, spread
-from tests.distributed.shapes import WIDTH, make_config, share
-from tests.distributed.tower import Tower, batch, check, trained
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import WIDTH, make_config
+from tests.distributed.tower import Tower, batch, trained
 
 # Ranks, ranks per node, settings.
 PLACED: dict[str, tuple[int, int, dict[str, object]]] = {
@@ -137,45 +135,43 @@ TALES = {
 }
 
 
-def live(name: str, settings: dict[str, object], steps: int = 6) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Final weights of both; the same story told to both."""
-    return live_tale(TALES[name], settings, steps)
+def live(name: str, settings: dict[str, object]) -> None:
+    live_tale(TALES[name], settings)
 
 
-def live_tale(tale: Tale, settings: dict[str, object], steps: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    model = Tower().double()
-    share(model)
+def live_tale(tale: Tale, settings: dict[str, object]) -> None:
+    """Six steps of a pair; the same story told to both halves."""
+    model = Tower()
     tale.start(model)
-    plain = copy.deepcopy(model)
-    made = [torch.optim.SGD(tale.given(m), lr=0.1, momentum=0.9, weight_decay=0.05) for m in (model, plain)]
-    config = make_config(**settings, gradient_accumulation_steps=tale.micros)
-    optimizer = zeropp.ZeroOptimizer(made[0], model, config)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for step in range(steps):
-        optimizer.zero_grad()
-        made[1].zero_grad()
+    pair = Pair(
+        model,
+        make_config(**settings, gradient_accumulation_steps=tale.micros),
+        optimizer=lambda m: torch.optim.SGD(tale.given(m), lr=0.1, momentum=0.9, weight_decay=0.05),
+        batch=batch,
+        micros=tale.micros,
+    )
+    for step in range(6):
+        pair.zero_grad()
         for micro in range(tale.micros):
-            tale.tell(model, optimizer, step, micro)
-            tale.tell(plain, made[1], step, micro)
-            optimizer.backward(model(batch(step, micro, rank)).square().mean())
-            for other in range(world):
-                (plain(batch(step, micro, other)).square().mean() / world / tale.micros).backward()
-        tale.tell(model, optimizer, step, -1)
-        tale.tell(plain, made[1], step, -1)
-        optimizer.step()
-        made[1].step()
-    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
-    return zeropp.full_state(model), plain.state_dict()
+            for half in pair.halves:
+                tale.tell(half.model, half.optimizer, step, micro)
+            pair.backward()
+        for half in pair.halves:
+            tale.tell(half.model, half.optimizer, step, -1)
+        pair.step()
+    assert [p.requires_grad for p in pair.model.parameters()] == [p.requires_grad for p in pair.plain.parameters()]
+    pair.check()
 
 
 @pytest.mark.parametrize(("name", "placement"), spread(TALES, PLACED, every=5))
 def test_trains_as_plain_torch(name: str, placement: str) -> None:
     world, local, settings = PLACED[placement]
-    check(run_ranks(world, live, name, settings, local_world_size=local))
+    run_ranks(world, live, name, settings, local_world_size=local)
 
 
-def live_at_random(seeds: list[int], settings: dict[str, object]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    return [live_tale(Tale(half_frozen(s), at_random(s), micros=1 + s % 3), settings, 6) for s in seeds]
+def live_at_random(seeds: list[int], settings: dict[str, object]) -> None:
+    for seed in seeds:
+        live_tale(Tale(half_frozen(seed), at_random(seed), micros=1 + seed % 3), settings)
 
 
 @pytest.mark.campaign
@@ -183,6 +179,4 @@ def live_at_random(seeds: list[int], settings: dict[str, object]) -> list[tuple[
 @pytest.mark.parametrize("placement", PLACED)
 def test_random_changes(placement: str) -> None:
     world, local, settings = PLACED[placement]
-    seeds = list(range(100, 130))
-    for results in run_ranks(world, live_at_random, seeds, settings, local_world_size=local, timeout=500):
-        check(results)
+    run_ranks(world, live_at_random, list(range(100, 130)), settings, local_world_size=local, timeout=500)

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.shapes import WIDTH, make_config, share
 from tests.distributed.tower import Tower, attempt, batch, check, train, wrap
 
@@ -45,31 +45,28 @@ def with_history() -> tuple[Tower, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def adam_with_history() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def adam_with_history() -> None:
     """The optimizer has moments of a block that is frozen when the model is wrapped, and trained again later."""
-    model, optimizer = with_history()
-    plain = copy.deepcopy(model)
-    reference = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    reference.load_state_dict(optimizer.state_dict())
-    for each in (model, plain):
-        each.blocks[1].requires_grad_(False)
-    wrapped = zeropp.ZeroOptimizer(optimizer, model, make_config())
+    model, first = with_history()
+    moments = copy.deepcopy(first.state_dict())
+
+    def resumed(each: Tower) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
+        optimizer.load_state_dict(moments)
+        return optimizer
+
+    model.blocks[1].requires_grad_(False)
+    pair = Pair(model, make_config(), optimizer=resumed, batch=batch)
     for step in range(4):
         if step == 2:
-            for each in (model, plain):
-                each.blocks[1].requires_grad_(True)
-        wrapped.zero_grad()
-        reference.zero_grad()
-        model(batch(step, 0, dist.get_rank())).square().mean().backward()
-        for rank in range(dist.get_world_size()):
-            (plain(batch(step, 0, rank)).square().mean() / dist.get_world_size()).backward()
-        wrapped.step()
-        reference.step()
-    return zeropp.full_state(model), plain.state_dict()
+            for half in pair.halves:
+                half.model.blocks[1].requires_grad_(True)
+        pair.train()
+    pair.check()
 
 
 def test_state_of_a_frozen_parameter_waits_for_it() -> None:
-    check(run_ranks(2, adam_with_history))
+    run_ranks(2, adam_with_history)
 
 
 def wholly_frozen(unfrozen_before_loading: str) -> tuple[str, dict[str, Tensor], dict[str, Tensor]]:

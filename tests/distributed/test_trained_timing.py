@@ -10,28 +10,28 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.shapes import WIDTH, make_config, share
 from tests.distributed.tower import Tower, attempt, batch, check, train, trained, wrap
 from zeropp.params.unit import UnitState
 
 
-def forward_given_up() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def forward_given_up() -> None:
     """A forward whose units are kept for a backward that never comes: one of them is unfrozen meanwhile."""
-    model = Tower().double()
+    model = Tower()
     model.norm.requires_grad_(False)
-    share(model)
-    plain = copy.deepcopy(model)
-    optimizer, reference = wrap(model), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    pair = Pair(model, make_config(), batch=batch)
     for step in range(4):
-        for each, stepper in ((model, optimizer), (plain, reference)):
-            stepper.zero_grad()
-            if step == 2:
-                each(batch(step, 0, 0))
-                assert each is plain or "norm.weight" in kept(optimizer)
-                each.norm.requires_grad_(True)
-            each(batch(step, 1, 0)).square().mean().backward()
-            stepper.step()
-    return zeropp.full_state(model), plain.state_dict()
+        pair.zero_grad()
+        if step == 2:
+            for half in pair.halves:
+                half.model(batch(step, 1, pair.rank))
+            assert "norm.weight" in kept(pair.optimizer)
+            for half in pair.halves:
+                half.model.norm.requires_grad_(True)
+        pair.backward()
+        pair.step()
+    pair.check()
 
 
 def kept(optimizer: zeropp.ZeroOptimizer) -> list[str]:
@@ -40,32 +40,28 @@ def kept(optimizer: zeropp.ZeroOptimizer) -> list[str]:
 
 
 def test_units_kept_for_a_backward_that_never_comes() -> None:
-    check(run_ranks(2, forward_given_up))
+    run_ranks(2, forward_given_up)
 
 
-def clipped_before() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def clipped_before() -> None:
     """Between clipping and the step a block is unfrozen, and the model runs."""
-    model = Tower().double()
+    model = Tower()
     model.blocks[1].requires_grad_(False)
-    share(model)
-    plain = copy.deepcopy(model)
-    optimizer, reference = wrap(model), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    pair = Pair(model, make_config(), batch=batch)
     for step in range(3):
-        for each, stepper in ((model, optimizer), (plain, reference)):
-            stepper.zero_grad()
-            each(batch(step, 0, 0)).square().mean().backward()
-            if each is model:
-                optimizer.clip_grad_norm_(0.05)
-            else:
-                nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
-            each.blocks[1].requires_grad_(step > 0)
-            each(batch(step, 1, 0))
-            stepper.step()
-    return zeropp.full_state(model), plain.state_dict()
+        pair.zero_grad()
+        pair.backward()
+        pair.optimizer.clip_grad_norm_(0.05)
+        nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+        for half in pair.halves:
+            half.model.blocks[1].requires_grad_(step > 0)
+            half.model(batch(step, 1, pair.rank))
+        pair.step()
+    pair.check()
 
 
 def test_unfrozen_between_clipping_and_the_step() -> None:
-    check(run_ranks(2, clipped_before))
+    run_ranks(2, clipped_before)
 
 
 def kept_graphs(which: str) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
@@ -142,52 +138,40 @@ def test_not_while_the_model_runs(which: str) -> None:
         assert second == "nothing" and not flag
 
 
-def lent() -> tuple[bool, tuple[dict[str, Tensor], dict[str, Tensor]]]:
+def lent() -> bool:
     """Unfrozen where the values are whole."""
-    model = Tower().double()
+    model = Tower()
     model.blocks[0].requires_grad_(False)
-    share(model)
-    plain = copy.deepcopy(model)
-    optimizer, reference = wrap(model), torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    pair = Pair(model, make_config(), batch=batch)
     for step in range(3):
         if step == 1:
-            with zeropp.zero.GatheredParameters(model.blocks[0]):
-                model.blocks[0].requires_grad_(True)
-            plain.blocks[0].requires_grad_(True)
-        for each, stepper in ((model, optimizer), (plain, reference)):
-            stepper.zero_grad()
-            each(batch(step, 0, 0)).square().mean().backward()
-            stepper.step()
-    return model.blocks[0].lin.weight.requires_grad, (zeropp.full_state(model), plain.state_dict())
+            with zeropp.zero.GatheredParameters(pair.model.blocks[0]):
+                pair.model.blocks[0].requires_grad_(True)
+            pair.plain.blocks[0].requires_grad_(True)
+        pair.train()
+    pair.check()
+    return pair.model.blocks[0].lin.weight.requires_grad
 
 
 def test_inside_gathered_parameters() -> None:
-    for flag, result in run_ranks(2, lent):
-        assert flag
-        check([result])
+    assert run_ranks(2, lent) == [True, True]
 
 
-def in_inference_mode(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def in_inference_mode(stage: int) -> None:
     """Validation comes first after a block is unfrozen, and a group is added in inference mode."""
-    model = Tower().double()
+    model = Tower()
     model.blocks[:2].requires_grad_(False)
-    share(model)
-    plain = copy.deepcopy(model)
-    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(trained(model), lr=0.1), model, make_config(stage=stage))
-    reference = torch.optim.SGD(trained(plain), lr=0.1)
+    pair = Pair(model, make_config(stage=stage), optimizer=lambda m: torch.optim.SGD(trained(m), lr=0.1), batch=batch)
     for step in range(3):
-        for each, stepper in ((model, optimizer), (plain, reference)):
-            if step == 1:
-                each.blocks[:2].requires_grad_(True)
-                with torch.inference_mode():
-                    each(batch(step, 1, 0))
-                    stepper.add_param_group({"params": each.blocks[:2].parameters()})
-            stepper.zero_grad()
-            each(batch(step, 0, 0)).square().mean().backward()
-            stepper.step()
-    return zeropp.full_state(model), plain.state_dict()
+        for half in pair.halves if step == 1 else ():
+            half.model.blocks[:2].requires_grad_(True)
+            with torch.inference_mode():
+                half.model(batch(step, 1, pair.rank))
+                half.optimizer.add_param_group({"params": half.model.blocks[:2].parameters()})
+        pair.train()
+    pair.check()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_inference_mode_around_changes(stage: int) -> None:
-    check(run_ranks(2, in_inference_mode, stage))
+    run_ranks(2, in_inference_mode, stage)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL
-from tests.distributed.shapes import Block, Pair, Route, Routed, chain, make_config, shards
+from tests.distributed.shapes import Block, Route, Routed, chain, make_config, shards
 from tests.owned import live_numel
 
 
