@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-import zeropp
+from tests.distributed.pair import Pair
 from tests.distributed.shapes import Block, make_config
 
-__all__ = ["PLACED", "Stack", "data", "wrapped"]
+__all__ = ["PLACED", "Stack", "data", "lent"]
 
 PLACED: dict[str, dict[str, object]] = {
     "stage 0": {"stage": 0},
@@ -44,8 +41,10 @@ def data(step: int, rank: int) -> Tensor:
     return torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
 
 
-def wrapped(settings: dict[str, object], dtype: torch.dtype = torch.float64) -> tuple[Stack, Stack, Any]:
-    model = Stack().to(dtype)
-    plain = copy.deepcopy(model)
-    inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-    return model, plain, zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+def stepped(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+def lent(settings: dict[str, object], dtype: torch.dtype = torch.float64) -> Pair:
+    config = make_config(**settings)
+    return Pair(Stack(), config, optimizer=stepped, batch=lambda step, micro, rank: data(step, rank), dtype=dtype)

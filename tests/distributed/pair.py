@@ -77,6 +77,10 @@ class Half:
 
     def step(self) -> None:
         self.optimizer.step()
+        self.advance()
+
+    def advance(self) -> None:
+        """On to the next step's batches, without a step of the optimizer."""
         self.steps, self.micro = self.steps + 1, 0
 
     def state(self) -> dict[str, Tensor]:
@@ -148,6 +152,10 @@ class Pair:
     def step(self) -> None:
         for half in self.halves:
             half.step()
+
+    def advance(self) -> None:
+        for half in self.halves:
+            half.advance()
 
     def train(self, *routes: object) -> None:
         """One whole step."""

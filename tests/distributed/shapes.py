@@ -121,9 +121,10 @@ def share(model: nn.Module) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
-def apart(left: Tensor, right: Tensor) -> float:
+def apart(left: Tensor | float, right: Tensor | float) -> float:
     """Largest absolute difference; infinite where one is NaN, over which Python's ``max`` would pass."""
-    return float((left.cpu().double() - right.cpu().double()).abs().nan_to_num(math.inf).max())
+    a, b = (torch.as_tensor(each, device="cpu", dtype=torch.float64) for each in (left, right))
+    return float((a - b).abs().nan_to_num(math.inf).max())
 
 
 def worst(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

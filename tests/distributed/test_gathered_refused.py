@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.lent import Stack, data, wrapped
+from tests.distributed.lent import Stack, data, lent
 from zeropp.zero import GatheredParameters
 
 
@@ -91,16 +91,16 @@ REFUSED: dict[str, tuple[Callable[[Stack, Any], None], str]] = {
 
 def refuse(name: str) -> list[str]:
     """What is wrong with the refusal on this rank, and with the model after it."""
-    model, plain, optimizer = wrapped({})
+    pair = lent({})
     work, message = REFUSED[name]
     wrong = []
     with pytest.raises((RuntimeError, ValueError, KeyError, TypeError), match=message):
-        work(model, optimizer)
-    optimizer.zero_grad()
-    if not torch.allclose(model(data(1, 0)), plain(data(1, 0)), rtol=0, atol=1e-12):
+        work(pair.model, pair.optimizer)
+    pair.zero_grad()
+    if not torch.allclose(pair.model(data(1, 0)), pair.plain(data(1, 0)), rtol=0, atol=1e-12):
         wrong.append("output differs afterwards")
-    state = zeropp.full_state(model)
-    return wrong + [key for key, value in plain.state_dict().items() if not torch.equal(state[key], value)]
+    state = zeropp.full_state(pair.model)
+    return wrong + [key for key, value in pair.plain.state_dict().items() if not torch.equal(state[key], value)]
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -109,7 +109,8 @@ def test_refused_by_name_on_every_rank_and_nothing_is_changed(name: str) -> None
 
 
 def alone(_: int) -> None:
-    model, _, _ = wrapped({"hang_timeout": 3})
+    pair = lent({"hang_timeout": 3})
+    model = pair.model
     if dist.get_rank() == 0:
         with GatheredParameters(model):
             pass

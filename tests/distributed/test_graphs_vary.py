@@ -175,8 +175,8 @@ def scaled(steps: list[list[Route]], edit: bool) -> list[tuple[float, bool]]:
         else:
             scaler.step(pair.optimizer)
             scaler.update()
-        pair.whole.step()
-        pair.sharded.steps = pair.whole.steps
+        pair.plain_optimizer.step()
+        pair.advance()
         if pair.optimizer.step_was_skipped:
             pair.plain.load_state_dict(before)
             pair.plain_optimizer.load_state_dict(momentum)

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.parity import assert_close
-from tests.distributed.shapes import make_config, worst
+from tests.distributed.shapes import make_config
 
 
-class Half(nn.Module):
+class Sometimes(nn.Module):
     """One layer whose weights only some micro-batches use."""
 
     def __init__(self) -> None:
@@ -29,39 +29,28 @@ class Half(nn.Module):
         return self.sometimes(x) if both else x
 
 
-def in_parts(settings: dict[str, object], uses: list[list[bool]], steps: int) -> tuple[dict[str, Tensor], Any]:
+def halves(settings: dict[str, object], micros: int, **more: Any) -> Pair:
+    config = make_config(**settings, gradient_accumulation_steps=micros)
+    return Pair(Sometimes(), config, batch=batch, micros=micros, **more)
+
+
+def in_parts(settings: dict[str, object], uses: list[list[bool]], steps: int) -> None:
     """Each step's micro-batches use both layers or one; some steps have fewer than configured."""
-    model = Half().double()
-    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=3))
-    norms = []
+    pair = halves(settings, 3, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
     for step in range(steps):
-        optimizer.zero_grad()
-        for micro, both in enumerate(uses[step % len(uses)]):
-            optimizer.backward(model(batch(step, micro, dist.get_rank()), both).square().mean())
-        optimizer.step()
-        norms.append(optimizer.grad_norm)
-    assert all(gradient.held is None for gradient in optimizer.engine.gradients)
-    return zeropp.full_state(model), norms
+        pair.zero_grad()
+        for both in uses[step % len(uses)]:
+            pair.backward(both)
+        norm = nn.utils.clip_grad_norm_(pair.plain.parameters(), float("inf")).item()
+        pair.step()
+        assert_close(pair.optimizer.grad_norm, norm, 1e-9, "norm")
+    assert all(gradient.held is None for gradient in pair.optimizer.engine.gradients)
+    pair.check(1e-9)
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
     return torch.randn(2, 16, dtype=torch.float64, generator=generator)
-
-
-def in_parts_plain(uses: list[list[bool]], steps: int, world: int) -> tuple[dict[str, Tensor], list[float]]:
-    model = Half().double()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    norms = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for micro, both in enumerate(uses[step % len(uses)]):
-            for rank in range(world):
-                (model(batch(step, micro, rank), both).square().mean() / (3 * world)).backward()
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item())
-        optimizer.step()
-    return model.state_dict(), norms
 
 
 WINDOWS = {
@@ -87,64 +76,47 @@ HOLDING: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("name", HOLDING)
 def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
     """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""
-    state, norms = in_parts_plain(WINDOWS[window], 4, 4)
-    for found, own in run_ranks(4, in_parts, HOLDING[name], WINDOWS[window], 4, local_world_size=2):
-        assert_close(own, norms, 1e-9, "norms")
-        for key, value in state.items():
-            assert_close(found[key], value, 1e-9, key)
+    run_ranks(4, in_parts, HOLDING[name], WINDOWS[window], 4, local_world_size=2)
 
 
-def after_an_error(settings: dict[str, object], how: str) -> float:
-    """A micro-batch, an error on every rank, the second micro-batch; how far the step is off plain torch's."""
-    model, plain = Half().double(), Half().double()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=2))
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    rank, world = dist.get_rank(), dist.get_world_size()
+def after_an_error(settings: dict[str, object], how: str) -> None:
+    """A micro-batch, an error on every rank, the second micro-batch; the step is that of plain torch."""
+    pair = halves(settings, 2)
     for step in range(3):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        for micro in range(2):
-            optimizer.backward(model(batch(step, micro, rank), True).square().mean())
-            for other in range(world):
-                (plain(batch(step, micro, other), True).square().mean() / (2 * world)).backward()
-            if micro == 0 and step and how == "lent":
-                with pytest.raises(RuntimeError, match="inside Gathered"), zeropp.zero.GatheredParameters(model):
-                    model(batch(step, 5, rank), True)
-            elif micro == 0 and step:
-                with torch.set_grad_enabled(how == "forward"), pytest.raises(TypeError):
-                    model("no tensor", True)
-        optimizer.step()
-        reference.step()
-    return worst(zeropp.full_state(model), plain.state_dict())
+        pair.zero_grad()
+        pair.backward(True)
+        if step and how == "lent":
+            with pytest.raises(RuntimeError, match="inside Gathered"), zeropp.zero.GatheredParameters(pair.model):
+                pair.model(batch(step, 5, pair.rank), True)
+        elif step:
+            with torch.set_grad_enabled(how == "forward"), pytest.raises(TypeError):
+                pair.model("no tensor", True)
+        pair.backward(True)
+        pair.step()
+    pair.check()
 
 
 @pytest.mark.parametrize("how", ["forward", "evaluation", "lent"])
 @pytest.mark.parametrize("name", HOLDING)
 def test_an_error_between_micro_batches_loses_none(name: str, how: str) -> None:
-    assert max(run_ranks(4, after_an_error, HOLDING[name], how, local_world_size=2)) <= 1e-12
+    run_ranks(4, after_an_error, HOLDING[name], how, local_world_size=2)
 
 
 def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, int]:
     """With torch's GradScaler: how far weights are off after steps that were not skipped, and how many were."""
-    model, plain = Half().double(), Half().double()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=2))
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pair = halves(settings, 2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for step, window in enumerate(uses):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        for micro, both in enumerate(window):
-            optimizer.backward(scaler.scale(model(batch(step, micro, rank), both).square().mean()))
-            for other in range(world):
-                (plain(batch(step, micro, other), both).square().mean() / (2 * world)).backward()
-        scaler.step(optimizer)
+    pair.sharded.call = lambda loss: pair.optimizer.backward(scaler.scale(loss))
+    for window in uses:
+        pair.zero_grad()
+        for both in window:
+            pair.backward(both)
+        scaler.step(pair.optimizer)
         scaler.update()
-        if not optimizer.step_was_skipped:
-            reference.step()
-    return worst(zeropp.full_state(model), plain.state_dict()), optimizer.skipped_steps
+        if not pair.optimizer.step_was_skipped:
+            pair.plain_optimizer.step()
+        pair.advance()
+    return pair.difference(), pair.optimizer.skipped_steps
 
 
 @pytest.mark.parametrize("name", HOLDING)
@@ -155,24 +127,18 @@ def test_held_gradients_and_a_scaler_are_never_mixed(name: str) -> None:
         assert off <= 1e-12 and skipped <= 1
 
 
-def cleared(settings: dict[str, object]) -> float:
+def cleared(settings: dict[str, object]) -> None:
     """The wrapped optimizer's own ``zero_grad`` after the first of three micro-batches: the other two are stepped."""
-    model, plain = Half().double(), Half().double()
-    inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_accumulation_steps=2))
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for micro in range(3):
-        optimizer.backward(model(batch(0, micro, dist.get_rank()), True).square().mean())
-        for other in range(dist.get_world_size()):
-            (plain(batch(0, micro, other), True).square().mean() / (2 * dist.get_world_size())).backward()
-        if micro == 0:
-            inner.zero_grad()
-            reference.zero_grad()
-    optimizer.step()
-    reference.step()
-    return worst(zeropp.full_state(model), plain.state_dict())
+    pair = halves(settings, 2)
+    pair.backward(True)
+    pair.optimizer.inner.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    pair.backward(True)
+    pair.backward(True)
+    pair.step()
+    pair.check()
 
 
 @pytest.mark.parametrize("name", HOLDING)
 def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
-    assert max(run_ranks(4, cleared, HOLDING[name], local_world_size=2)) <= 1e-12
+    run_ranks(4, cleared, HOLDING[name], local_world_size=2)

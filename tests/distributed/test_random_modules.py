@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.pair import Pair
 from tests.distributed.random_modules import WIDTH, Spec, grow, specs
-from tests.distributed.shapes import apart, make_config, share, worst
+from tests.distributed.shapes import apart, make_config
 
 PLACED: list[dict[str, object]] = [
     {},
@@ -36,32 +36,24 @@ def rows(step: int, micro: int, rank: int, spread: bool) -> Tensor:
 
 def train(spec: Spec, placed: dict[str, object], micro: int, spread: bool) -> float:
     """The largest difference between weights after four steps, and between losses."""
-    model, plain = grow(spec), grow(spec)
-    share(model)
-    plain.load_state_dict(model.state_dict())
-    optimizer = zeropp.ZeroOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model,
+    pair = Pair(
+        grow(spec),
         make_config(hang_timeout=6, gradient_accumulation_steps=micro, **placed),
-    )  # fmt: skip
-    reference = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
-    rank, world, off = dist.get_rank(), dist.get_world_size(), 0.0
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        batch=partial(rows, spread=spread),
+        micros=micro,
+    )
+    off = 0.0
     for step in range(4):
-        optimizer.zero_grad()
-        reference.zero_grad()
-        for part in range(micro):
-            loss = model(rows(step, part, rank, spread)).square().mean()
-            optimizer.backward(loss)
-            for other in range(world):
-                its = plain(rows(step, part, other, spread)).square().mean()
-                (its / world / micro).backward()
-                if other == rank:
-                    off = max(off, apart(its.detach(), loss.detach()))
-        optimizer.step()
-        reference.step()
+        pair.zero_grad()
+        for _ in range(micro):
+            (loss,), expected = pair.sharded.backward(), pair.whole.backward()
+            off = max(off, apart(loss, expected[pair.rank]))
+        pair.step()
         if step == 1:
             with torch.no_grad():
-                model(rows(9, 0, rank, spread))
-    return max(off, worst(zeropp.full_state(model), plain.state_dict()))
+                pair.model(rows(9, 0, pair.rank, spread))
+    return max(off, pair.difference())
 
 
 REFUSALS = ("The ranks are no longer in step", "backward reached a weight whose unit was released")

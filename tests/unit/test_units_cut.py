@@ -213,7 +213,7 @@ def test_unit_numel_cuts_further_down() -> None:
     "choice",
     [
         {"leaf_classes": ("Model",)},
-        {"leaf_classes": (f"{__name__}.Model",)},
+        {"leaf_classes": (f"{Model.__module__}.Model",)},
         {"leaf_names": ("inner",)},
         {"leaf_suffixes": ("ner",)},
     ],
