@@ -314,7 +314,7 @@ def _sum(source: Codec, parts: Sequence[Tensor], numel: int, scale: float, dtype
 
 def adjacent(messages: Sequence[Tensor]) -> Tensor:
     """The memory of messages that follow each other in it."""
-    # They are rows of one tensor: see Hop.exchange, ``apart``. as_strided keeps the first row's offset when given none.
+    # Rows of one tensor: see Hop.all_to_all, ``apart``. as_strided keeps the first row's offset when given none.
     first, total = messages[0], sum(message.numel() for message in messages)
     return first.as_strided((total,), (1,))
 

@@ -238,7 +238,7 @@ class ReducePath:
                 # Made below, on the lane before. See [Note: memory on several streams].
                 used_here(message)
             # FSDP2 leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
-            parts = leg.hop.exchange(message, unit, leg.name, apart=leg.codec.apart)
+            parts = leg.hop.all_to_all(message, unit, leg.name, apart=leg.codec.apart)
             numel //= leg.hop.size
             if number + 1 == len(self.legs):
                 # Asked only now: an earlier message of the same buffer may have arrived since this one was queued.
