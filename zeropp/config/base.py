@@ -57,12 +57,6 @@ def alias(*keys: str) -> AliasChoices:
     return AliasChoices(*keys)
 
 
-def stage3(name: str) -> AliasChoices:
-    """Keys of a stage 3 setting: DeepSpeed's prefixed form, and the plain name."""
-    # The documented one first, which is what files have.
-    return alias(f"stage3_{name}", name)
-
-
 def notify(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the line of user code that led here, not at one of this package, of torch or of the libraries between.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge
 from pydantic import AllowInfNan, BeforeValidator, Field, JsonValue, create_model
 
-from zeropp.config.base import Block, Count, Positive, PositiveReal, alias, number, stage3
+from zeropp.config.base import Block, Count, Positive, PositiveReal, alias, number
 from zeropp.config.precision import Dtype
 
 __all__ = [
@@ -127,15 +127,15 @@ else:
          "do without offload: states are on the device and stepping them in pieces would give the same bits."),
         ("allgather_sequential", bool, False,
          "Asks for one gather per parameter, to save the buffer that several share. Nothing is left to do: that "
-         "buffer is the parameters' own storage.", stage3("allgather_sequential")),
+         "buffer is the parameters' own storage.", alias("stage3_allgather_sequential", "allgather_sequential")),
         ("gather_16bit_weights_on_model_save", bool, False,
          "Asks to collect whole weights in the compute type for saving. Nothing is left to do: "
          "`model.state_dict()`, called on every rank, gives whole weights anyway.",
-         stage3("gather_16bit_weights_on_model_save")),
+         alias("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")),
         ("use_all_reduce_for_fetch_params", bool, False,
          "Asks to fetch by an all-reduce of zero-filled buffers, which saves a copy at twice the bytes. Nothing is "
          "left to do: a gather writes to its final place and has no copy to save.",
-         stage3("use_all_reduce_for_fetch_params")),
+         alias("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")),
         ("round_robin_gradients", bool, False,
          "Asks to deal gradients out to ranks in turn, so that all ranks copy at once. Nothing is left to do: each "
          "rank owns a piece of every unit."),

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Le
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from zeropp.config.base import Count, Integer, stage3
+from zeropp.config.base import Count, Integer, alias
 from zeropp.config.deprecated import REPLACEMENTS, upgrade_zero
 from zeropp.config.inert import IdleZero, LaterZero
 from zeropp.config.leaf import LeafModuleConfig
@@ -51,28 +51,38 @@ class ZeroConfig(IdleZero, LaterZero):
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Where optimizer states are kept and stepped; `null` is on the device."""
 
-    prefetch_bucket_size: Count = Field(default=50_000_000, validation_alias=stage3("prefetch_bucket_size"))
+    prefetch_bucket_size: Count = Field(
+        default=50_000_000, validation_alias=alias("stage3_prefetch_bucket_size", "prefetch_bucket_size")
+    )
     """Elements of coming units that may be gathered ahead of their use. 0 turns prefetching off."""
 
-    param_persistence_threshold: Count = Field(default=100_000, validation_alias=stage3("param_persistence_threshold"))
+    param_persistence_threshold: Count = Field(
+        default=100_000, validation_alias=alias("stage3_param_persistence_threshold", "param_persistence_threshold")
+    )
     """Elements up to which a parameter is persistent: its full weights stay gathered between uses and are
     refreshed after each step. Its optimizer states are partitioned all the same."""
 
     # sys.maxsize stands for no bound, as in DeepSpeed.
     model_persistence_threshold: Count = Field(
-        default=sys.maxsize, validation_alias=stage3("model_persistence_threshold")
+        default=sys.maxsize, validation_alias=alias("stage3_model_persistence_threshold", "model_persistence_threshold")
     )
     """Elements that all persistent parameters may have together, counted in the order of the model."""
 
-    max_live_parameters: Count = Field(default=1_000_000_000, validation_alias=stage3("max_live_parameters"))
+    max_live_parameters: Count = Field(
+        default=1_000_000_000, validation_alias=alias("stage3_max_live_parameters", "max_live_parameters")
+    )
     """Elements that may be gathered at once on a rank. Prefetching stops and reuse gives way before the
     bound is passed; what the modules now running need comes on top."""
 
-    max_reuse_distance: Count = Field(default=1_000_000_000, validation_alias=stage3("max_reuse_distance"))
+    max_reuse_distance: Count = Field(
+        default=1_000_000_000, validation_alias=alias("stage3_max_reuse_distance", "max_reuse_distance")
+    )
     """A unit stays gathered after its use if its next use comes within this many elements of uses, that one
     included; where the next use is further, units behind it are not fetched ahead of it."""
 
-    module_granularity_threshold: Integer = Field(default=0, validation_alias=stage3("module_granularity_threshold"))
+    module_granularity_threshold: Integer = Field(
+        default=0, validation_alias=alias("stage3_module_granularity_threshold", "module_granularity_threshold")
+    )
     """A module with at most this many elements of parameters for each module in its tree is a leaf module:
     many tiny modules are then one unit. 0 and below make none."""
 
