@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from bench.network.report import BASE, Measured, rate_name
+from bench.network.measured import BASE, Measured, rate_name
 
 __all__ = ["LOOKS", "colour", "draw", "label"]
 

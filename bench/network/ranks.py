@@ -20,11 +20,11 @@ from bench.common import congestion
 from bench.common.contestant import Contestant, meet
 from bench.common.flags import add_model_flags
 from bench.network.links import cut_into_frames, sent_bytes, set_rate
+from bench.network.measured import BASE
 from bench.step_time.systems import build
 from examples.gpt import GPT, GPTConfig
 from examples.text_data import Batches, load_text
 
-BASE = "zeropp_s3"  # whose waiting defines a rate
 _TRIES = 4  # to find it
 
 

@@ -169,7 +169,7 @@ def test_a_fault_that_was_computed_with_is_found_at_the_next_comparison_and_once
 
 
 def between_backwards(fault: bool) -> tuple[dict[str, Tensor], int]:
-    """Two graphs, and a norm asked for between their backwards, which compares; the weights after a step, and faults."""
+    """Two graphs, and a norm asked for between their backwards, which compares; weights after a step, and faults."""
     model, optimizer = wrapped({**HPZ, "weight_codec": "lossless", "live": 0}, lr=1e-3)
     train(model, optimizer, 2)
     optimizer.zero_grad()

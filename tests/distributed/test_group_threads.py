@@ -51,7 +51,7 @@ def threads_of_groups(settings: dict[str, object], local: int) -> tuple[list[int
     config = make_config(local_world_size=local, **settings)
     with (
         mock.patch.object(Hop, "all_gather", noted(Hop.all_gather)),
-        mock.patch.object(Hop, "exchange", noted(Hop.exchange)),
+        mock.patch.object(Hop, "all_to_all", noted(Hop.all_to_all)),
     ):
         optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
         for _ in range(2):

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import zeropp.config
+from docs.configuration import PAGE, anchor, main, page
 from zeropp.config import Config
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks, value_text
-from zeropp.config.reference import PAGE, anchor, main, page
 
 FIELDS = [(path, model, name) for path, model in blocks(Config) for name in model.model_fields]
 UNITS = (
@@ -39,13 +39,13 @@ def test_check_notices_an_old_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["--check", str(copy)]) == 1
     copy.write_text(PAGE.read_text().replace("50,000,000", "50,000,001", 1))
     assert main(["--check", str(copy)]) == 1
-    assert "is out of date; run python -m zeropp.config.reference" in capsys.readouterr().err
+    assert "is out of date; run python -m docs.configuration" in capsys.readouterr().err
     assert main([str(copy)]) == 0
     assert main(["--check", str(copy)]) == 0
 
 
 def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "zeropp.config.reference", "--check"]
+    command = [sys.executable, "-m", "docs.configuration", "--check"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

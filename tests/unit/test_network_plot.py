@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from bench.network import __main__ as network
-from bench.network import plot, report
+from bench.network import measured, plot, report
 
 SHOWN = [*network.NAMES, *(f"{name}_x{times}" for name in network.NAMES if "zeropp" in name for times in (2, 4))]
 SETTINGS = {"nodes": 2, "local": 2, "dtype": "bf16", "batch": 4, "seq_len": 128}
@@ -34,7 +34,7 @@ def made_up(systems: list[str], rates: list[tuple[str, float | None]]) -> dict:
 
 
 def drawn(systems: list[str], rates: list[tuple[str, float | None]]) -> Figure:
-    return plot.draw(report.Measured(made_up(systems, rates), SETTINGS))
+    return plot.draw(measured.Measured(made_up(systems, rates), SETTINGS))
 
 
 def test_every_system_has_a_name_and_a_colour_of_its_own() -> None:

@@ -55,7 +55,7 @@ class Hop:
         else:
             all_gather_single(out, piece, group=self.group)
 
-    def exchange(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
+    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
         """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
 
         Args:

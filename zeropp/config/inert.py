@@ -1,24 +1,42 @@
 """Keys that change nothing here, as tables: their names, what values they take, and what they are in DeepSpeed.
 
-Configurations written for DeepSpeed may carry all of them. Those of other features are accepted whatever their value;
-the others at their default alone, and `support` says so of each.
+Configurations written for DeepSpeed may carry all of them. What belongs to other features, leaves nothing to do or is
+read by nothing is accepted whatever its value; the rest at its default alone. `support` says so of each.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, create_model
+from annotated_types import Ge
+from pydantic import AllowInfNan, BeforeValidator, Field, JsonValue, create_model
 
-from zeropp.config.base import Block, Count
+from zeropp.config.base import Block, Count, Positive, PositiveReal, alias, number
+from zeropp.config.precision import Dtype
 
-__all__ = ["CheckpointConfig", "CompileConfig", "OutsideKeys", "ParallelWriteConfig"]
+__all__ = [
+    "CheckpointConfig",
+    "CompileConfig",
+    "IdleTop",
+    "IdleZero",
+    "LaterTop",
+    "LaterZero",
+    "OutsideKeys",
+    "ParallelWriteConfig",
+    "UnreadTop",
+]
 
-_Row = tuple[str, Any, object, str]  # key, type, default, description
+_Row = tuple[Any, ...]  # key, type, default, description, spellings where there are several
+
+# accelerate writes infinity for never; nan is no number that Ge lets through
+Steps = Annotated[float, AllowInfNan(True), BeforeValidator(number), Ge(0)]
 
 
 def _block(name: str, text: str, *rows: _Row) -> type[Block]:
-    fields: dict[str, Any] = {key: (kind, Field(default=default, description=of)) for key, kind, default, of in rows}
+    fields: dict[str, Any] = {
+        key: (kind, Field(default=default, description=description, validation_alias=keys[0] if keys else None))
+        for key, kind, default, description, *keys in rows
+    }
     return create_model(name, __base__=Block, __doc__=text, **fields)
 
 
@@ -60,6 +78,16 @@ if TYPE_CHECKING:
     # Nobody reads a field of theirs by its name, which is all that a checker could be told.
     class OutsideKeys(Block): ...
 
+    class IdleTop(Block): ...
+
+    class UnreadTop(Block): ...
+
+    class LaterTop(Block): ...
+
+    class IdleZero(Block): ...
+
+    class LaterZero(Block): ...
+
     class CheckpointConfig(Block): ...
 
     class CompileConfig(Block): ...
@@ -73,6 +101,115 @@ else:
         # Any JSON: nothing here reads the values, so nothing is checked.
         *((key, JsonValue, None, text) for key, text in _OUTSIDE.items()),
     )
+
+    IdleZero = _block(
+        "IdleZero",
+        "Keys of the zero block that leave nothing to do, each for a reason of its own.",
+        ("contiguous_gradients", bool, True,
+         "Asks for gradients in one buffer, against fragmentation. Nothing is left to do: a unit's gradients are "
+         "packed into one message anyway."),
+        ("reduce_scatter", bool, True,
+         "Asks for gradients to be reduced to their owners only, not to everyone. Nothing is left to do: a reduce "
+         "hop is always an all-to-all and one fp32 sum, and leaves each rank with its own piece."),
+        ("reduce_bucket_size", Count, 500_000_000,
+         "Elements collected before gradients are reduced. Nothing is left to do: the unit, whose size "
+         "`zeropp.unit_numel` steers, is what is reduced at a time."),
+        ("use_multi_rank_bucket_allreduce", bool, True,
+         "Asks to reduce for several owners in one call. Nothing is left to do: one all-to-all serves all owners."),
+        ("allgather_partitions", bool, True,
+         "Asks for an all-gather instead of broadcasts when weights are collected. Nothing is left to do: weights "
+         "are always all-gathered."),
+        ("allgather_bucket_size", Count, 500_000_000,
+         "Elements of updated weights gathered at a time after a step in stages 1 and 2. Nothing is left to do: "
+         "weights are gathered unit by unit."),
+        ("sub_group_size", Count, 1_000_000_000,
+         "Elements of a rank's shard that are stepped, and swapped when offloaded, at a time. Nothing is left to "
+         "do without offload: states are on the device and stepping them in pieces would give the same bits."),
+        ("allgather_sequential", bool, False,
+         "Asks for one gather per parameter, to save the buffer that several share. Nothing is left to do: that "
+         "buffer is the parameters' own storage.", alias("stage3_allgather_sequential", "allgather_sequential")),
+        ("gather_16bit_weights_on_model_save", bool, False,
+         "Asks to collect whole weights in the compute type for saving. Nothing is left to do: "
+         "`model.state_dict()`, called on every rank, gives whole weights anyway.",
+         alias("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")),
+        ("use_all_reduce_for_fetch_params", bool, False,
+         "Asks to fetch by an all-reduce of zero-filled buffers, which saves a copy at twice the bytes. Nothing is "
+         "left to do: a gather writes to its final place and has no copy to save.",
+         alias("stage3_use_all_reduce_for_fetch_params", "use_all_reduce_for_fetch_params")),
+        ("round_robin_gradients", bool, False,
+         "Asks to deal gradients out to ranks in turn, so that all ranks copy at once. Nothing is left to do: each "
+         "rank owns a piece of every unit."),
+        ("memory_efficient_linear", bool, True,
+         "Asks that linear layers keep no gathered weights alive until backward. Nothing is left to do: what "
+         "autograd saves is a view of the unit's buffer, which is emptied whoever holds views of it."),
+        ("enable_sanity_checks", bool, False,
+         "Asks for checks that ranks agree on what they communicate. Nothing is left to do: these checks always "
+         "run, on a hash that travels with the reduction before each step."),
+        ("compute_grad_norm", bool, True,
+         "Asks for the norm of gradients where clipping does not. Nothing is left to do: the vector by which ranks "
+         "agree on a step carries it anyway."),
+        ("parameter_alignment", Count | None, None,
+         "Elements to a multiple of which parameters are padded in a buffer. Nothing is left to do: each begins on "
+         "a block of 256."),
+    )  # fmt: skip
+
+    LaterZero = _block(
+        "LaterZero",
+        "Keys of the zero block for what this version does not have.",
+        ("load_from_fp32_weights", bool, True,
+         "Restores fp32 main weights from a checkpoint rather than widening its 16-bit weights."),
+        ("zenflow", dict[str, JsonValue] | None, None,
+         "Stepping part of the states on the host while the next micro-batches run (ZenFlow)."),
+        ("pipeline_loading_checkpoint", bool, False,
+         "Lets ranks load a checkpoint one after the other, for less host memory at once."),
+        ("override_module_apply", bool, True,
+         "Gathers parameters around the functions that `Module.apply` runs under `zero.Init`."),
+        ("save_muon_momentum_buffer_in_memory", bool, False,
+         "Keeps the momentum of the Muon optimizer in memory while its other states are swapped."),
+        ("elastic_checkpoint", bool, False,
+         "An old checkpoint format for a changing world size. True is an error: checkpoints hold true shapes and "
+         "load at any world size."),
+        ("legacy_stage1", bool, False, "An old implementation of stage 1. True is an error."),
+    )  # fmt: skip
+
+    IdleTop = _block(
+        "IdleTop",
+        "Keys at the top level that leave nothing to do, each for a reason of its own.",
+        ("zero_allow_untested_optimizer", bool, False,
+         "Asks to accept optimizers that DeepSpeed's list does not have. Nothing is left to do: there is no list, "
+         "and an optimizer that cannot step shards is refused by name whatever this says."),
+        ("zero_force_ds_cpu_optimizer", bool, True,
+         "Asks to insist on DeepSpeed's own optimizer when states are offloaded. Nothing is left to do: the "
+         "optimizer that is passed in is the one that steps."),
+        ("disable_allgather", bool, False, "A key that DeepSpeed reads and never uses. Nothing is left to do."),
+    )  # fmt: skip
+
+    UnreadTop = _block(
+        "UnreadTop",
+        "Keys at the top level that nothing reads.",
+        ("steps_per_print", Steps | None, None,
+         "Optimizer steps between two progress messages; a number or infinity, which is never, like `null`."),
+        ("wall_clock_breakdown", bool, False, "Times forward, backward and step."),
+        ("memory_breakdown", bool, False, "Reports memory use."),
+        ("dump_state", bool, False, "Prints the configuration and the engine's state at the start."),
+        ("log_level", str | None, None, "Level of the library's log messages."),
+    )  # fmt: skip
+
+    LaterTop = _block(
+        "LaterTop",
+        "Keys at the top level for what this version does not have.",
+        ("sequence_parallel_size", Positive, 1, "Ranks that share one sequence. They count once in the batch sizes."),
+        ("seq_parallel_communication_data_type", Dtype, "fp32",
+         "Type in which gradients travel with sequence parallelism.",
+         alias("seq_parallel_communication_data_type", "seq_parallel_comm_data_type")),
+        ("prescale_gradients", bool, False,
+         "Divides gradients by the number of ranks before they are reduced instead of after."),
+        ("gradient_predivide_factor", PositiveReal, 1.0,
+         "Part of the division by the number of ranks that is done before the reduction."),
+        ("sparse_gradients", bool, False, "Reduces the gradients of embeddings as lists of rows."),
+        ("dataloader_drop_last", bool, False,
+         "Drops the last batch of an epoch where it is not full, in data loaders that the library makes."),
+    )  # fmt: skip
 
     ParallelWriteConfig = _block(
         "ParallelWriteConfig",

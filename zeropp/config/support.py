@@ -11,7 +11,17 @@ from zeropp.config.base import Block, notify, spellings
 from zeropp.config.describe import nested_block, value_text
 from zeropp.config.errors import UnsupportedConfigError
 from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
-from zeropp.config.inert import CheckpointConfig, CompileConfig, OutsideKeys, ParallelWriteConfig
+from zeropp.config.inert import (
+    CheckpointConfig,
+    CompileConfig,
+    IdleTop,
+    IdleZero,
+    LaterTop,
+    LaterZero,
+    OutsideKeys,
+    ParallelWriteConfig,
+    UnreadTop,
+)
 from zeropp.config.leaf import LeafModuleConfig
 from zeropp.config.loco import LocoConfig
 from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
@@ -79,20 +89,9 @@ _ZERO = {
         "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather "
         "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights",
     ),
-    **_each(
-        IDLE,
-        "contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce "
-        "allgather_partitions allgather_bucket_size sub_group_size allgather_sequential "
-        "gather_16bit_weights_on_model_save use_all_reduce_for_fetch_params round_robin_gradients "
-        "memory_efficient_linear enable_sanity_checks compute_grad_norm parameter_alignment",
-    ),
+    **_all(IdleZero, IDLE),
     # The last two are errors already when the configuration is loaded.
-    **_each(
-        LATER,
-        "load_from_fp32_weights zenflow "
-        "pipeline_loading_checkpoint override_module_apply save_muon_momentum_buffer_in_memory "
-        "elastic_checkpoint legacy_stage1",
-    ),
+    **_all(LaterZero, LATER),
 }
 
 _TOP = {
@@ -106,12 +105,9 @@ _TOP = {
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
         "gradient_allreduce_op allgather_size managed_gradient_accumulation",
     ),
-    **_each(IDLE, "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather"),
-    **_each(UNREAD, "steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level"),
-    **_each(
-        LATER,
-        "sequence_parallel_size prescale_gradients gradient_predivide_factor sparse_gradients dataloader_drop_last",
-    ),
+    **_all(IdleTop, IDLE),
+    **_all(UnreadTop, UNREAD),
+    **_all(LaterTop, LATER),
     "seq_parallel_communication_data_type": Support(Kind.GOVERNED, governor="sequence_parallel_size"),
     "communication_data_type": _only(None, "fp32", "bf16", remedy='set "bf16" or "fp32"'),
     "optimizer": _only(None, remedy="remove it, make the optimizer in your code and pass it in"),

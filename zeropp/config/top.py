@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from annotated_types import Ge
-from pydantic import AllowInfNan, BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from zeropp.config.base import Count, NonNegative, Positive, PositiveReal, alias, notify, number
+from zeropp.config.base import Count, NonNegative, Positive, alias, notify
 from zeropp.config.batch import Triple, resolve_batch
 from zeropp.config.extension import ExtensionConfig
-from zeropp.config.inert import CheckpointConfig, CompileConfig, OutsideKeys
+from zeropp.config.inert import CheckpointConfig, CompileConfig, IdleTop, LaterTop, OutsideKeys, UnreadTop
 from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Dtype, Fp16Config
 from zeropp.config.runtime import (
     ActivationCheckpointingConfig,
@@ -20,12 +19,9 @@ from zeropp.config.runtime import (
 )
 from zeropp.config.zero import ZeroConfig
 
-# accelerate writes infinity for never; nan is no number that Ge lets through
-Steps = Annotated[float, AllowInfNan(True), BeforeValidator(number), Ge(0)]
-
 
 # Those keys stand at the top level of a file, so they are inherited and not a block.
-class Config(OutsideKeys):
+class Config(OutsideKeys, IdleTop, UnreadTop, LaterTop):
     """Keys at the top level, and the blocks below it."""
 
     train_batch_size: Positive | None = None
@@ -71,46 +67,14 @@ class Config(OutsideKeys):
     communication_data_type: Dtype | None = None
     """Type in which plain gradients travel; `null` is the compute type. Sums are in fp32 in any case."""
 
-    seq_parallel_communication_data_type: Dtype = Field(
-        default="fp32",
-        validation_alias=alias("seq_parallel_communication_data_type", "seq_parallel_comm_data_type"),
-    )
-    """Type in which gradients travel with sequence parallelism."""
-
-    sequence_parallel_size: Positive = 1
-    """Ranks that share one sequence. They count once in the batch sizes."""
-
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Whether gradients are averaged or added up over ranks."""
-
-    prescale_gradients: bool = False
-    """Divides gradients by the number of ranks before they are reduced instead of after."""
-
-    gradient_predivide_factor: PositiveReal = 1.0
-    """Part of the division by the number of ranks that is done before the reduction."""
-
-    sparse_gradients: bool = False
-    """Reduces the gradients of embeddings as lists of rows."""
 
     optimizer: OptimizerConfig | None = None
     """An optimizer to make; `null` is the one that is passed in."""
 
     scheduler: SchedulerConfig | None = None
     """A learning rate scheduler to make; `null` is none, or the one that is passed in."""
-
-    zero_allow_untested_optimizer: bool = False
-    """Asks to accept optimizers that DeepSpeed's list does not have. Nothing is left to do: there is no
-    list, and an optimizer that cannot step shards is refused by name whatever this says."""
-
-    zero_force_ds_cpu_optimizer: bool = True
-    """Asks to insist on DeepSpeed's own optimizer when states are offloaded. Nothing is left to do: the
-    optimizer that is passed in is the one that steps."""
-
-    disable_allgather: bool = False
-    """A key that DeepSpeed reads and never uses. Nothing is left to do."""
-
-    dataloader_drop_last: bool = False
-    """Drops the last batch of an epoch where it is not full, in data loaders that the library makes."""
 
     aio: AioConfig = AioConfig()
     """File I/O of NVMe offload."""
@@ -123,21 +87,6 @@ class Config(OutsideKeys):
 
     compile: CompileConfig = CompileConfig()
     """Communication inside compiled graphs."""
-
-    steps_per_print: Steps | None = None
-    """Optimizer steps between two progress messages; a number or infinity, which is never, like `null`."""
-
-    wall_clock_breakdown: bool = False
-    """Times forward, backward and step."""
-
-    memory_breakdown: bool = False
-    """Reports memory use."""
-
-    dump_state: bool = False
-    """Prints the configuration and the engine's state at the start."""
-
-    log_level: str | None = None
-    """Level of the library's log messages."""
 
     @property
     def zero(self) -> ZeroConfig:

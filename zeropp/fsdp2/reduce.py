@@ -13,7 +13,7 @@ from zeropp.comm.hops import Hop
 from zeropp.fsdp2.shards import ReduceOp, ReduceScatter, factor_of
 from zeropp.partition.layout import BLOCK, BufferLayout, Slot
 from zeropp.partition.levels import Placement
-from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec
+from zeropp.wire.codecs import Codec, Feedback, PlainCodec
 from zeropp.wire.encoding import Encoding
 from zeropp.wire.paths import ReduceHop, ReducePath
 from zeropp_kernels import BlockTable, block_table
@@ -53,8 +53,8 @@ class ReduceRoute:
             # Each hop leaves a part; its messages are of that size, one for each member.
             numel //= hop.size
             kept = None
-            if isinstance(codec, BlockCodec) and self.encoding.feeds_back(specs, hop.spec):
-                kept = Feedback(numel, hop.size, codec.bits, self.encoding.beta, device)
+            if self.encoding.feeds_back(specs, hop.spec):
+                kept = codec.feedback(numel, hop.size, self.encoding.beta, device)
             found.append(kept)
         return found
 
@@ -77,7 +77,7 @@ class _Packing:
         world, codecs = route.world, route.codecs(dtype)
         self.piece = numel // world
         # Of any hop: what the first one leaves is cut again by the second.
-        coded = any(isinstance(codec, BlockCodec) for codec in codecs)
+        coded = any(codec.coded for codec in codecs)
         self.padded = -(-self.piece // BLOCK) * BLOCK if coded else self.piece
         self.numel = world * self.padded
         # Pieces lie in the order in which hops cut a buffer, FSDP2's in order of ranks. With one hop these are the
@@ -91,7 +91,7 @@ class _Packing:
         self.layout = BufferLayout(tuple(slots), self.numel, world)
         self.table: BlockTable | None = None
         # Only a kernel that encodes reads through a table; values are copied piece by piece.
-        if isinstance(codecs[0], BlockCodec) and not self.in_place:
+        if codecs[0].coded and not self.in_place:
             offsets = [slot.offset for slot in self.layout.slots]
             self.table = block_table([self.piece] * world, offsets, self.numel, device=device)
 

@@ -41,10 +41,10 @@ def add_group(
     type(optimizer).add_param_group(optimizer, group)
     before = set(slices.stepped)
     slices.put()
-    for piece in slices.stepped:
+    for part in slices.stepped:
         # Gradients of parameters that were in no group have been reduced all the same, and can be stepped.
-        if piece not in before and piece.arrived():
-            piece.show_gradient(True)
+        if part not in before and part.arrived():
+            part.show_gradient(True)
 
 
 def _agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool]) -> None:

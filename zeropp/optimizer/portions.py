@@ -45,12 +45,12 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
     if little or engine.refresh.is_put_off or not treats_each_alone(optimizer):
         return [Portion(list(slices), engine.trainable_buffers)]
     by_unit: dict[int, list[Slice]] = {}
-    for piece in slices:
-        by_unit.setdefault(piece.unit, []).append(piece)
+    for part in slices:
+        by_unit.setdefault(part.unit, []).append(part)
     portions = []
     for _, numbered in groupby(enumerate(units), lambda each: portion_of(each[0])):
         chosen = [unit for _, unit in numbered]
-        found = [piece for unit in chosen for piece in by_unit.get(unit.index, [])]
+        found = [part for unit in chosen for part in by_unit.get(unit.index, [])]
         portions.append(Portion(found, [buffer for unit in chosen for buffer in unit.trainable_buffers]))
     # A stand-in, which belongs to no unit.
     portions[0].slices.extend(by_unit.get(-1, []))
@@ -70,7 +70,7 @@ def step_by_portions(
     waiting = list(portions)
     # torch's optimizers pass over parameters whose .grad is None: so one portion is stepped, and the groups stay
     # whole.
-    gradients = [(piece.parameter, piece.parameter.grad) for portion in portions for piece in portion.slices]
+    gradients = [(part.parameter, part.parameter.grad) for portion in portions for part in portion.slices]
     try:
         if len(portions) > 1:
             for parameter, _ in gradients:

@@ -104,12 +104,12 @@ class Slices:
             self._move_state(parameter)
         stepped: list[Slice] = []
         for group, given in zip(groups, self._given, strict=True):
-            pieces = [piece for parameter in given for piece in self._cut.get(id(parameter), [])]
+            parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
             # In place: schedulers and the user hold the groups.
-            group["params"] = [piece.parameter for piece in pieces]
+            group["params"] = [part.parameter for part in parts]
             if "param_names" in group:
-                group["param_names"] = [piece.name for piece in pieces]
-            stepped += pieces
+                group["param_names"] = [part.name for part in parts]
+            stepped += parts
         if self._stand_in is not None:
             # It left the groups above, and its state would be saved without a parameter.
             self._optimizer.state.pop(self._stand_in.parameter, None)
@@ -133,10 +133,10 @@ class Slices:
 
     def take_edits(self) -> bool:
         """Take over gradients that the user has replaced or removed since they were shown; whether all were removed."""
-        shown = [piece for piece in self.stepped if piece.shown]
-        for piece in shown:
-            piece.take_edit()
-        return bool(shown) and all(piece.removed for piece in shown)
+        shown = [part for part in self.stepped if part.shown]
+        for part in shown:
+            part.take_edit()
+        return bool(shown) and all(part.removed for part in shown)
 
     def holds(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""
@@ -150,8 +150,8 @@ class Slices:
                 for parameter in buffer.parameters:
                     self._cut[id(parameter)] = []
                 for fragment in buffer.fragments():
-                    piece = _cut(buffer, fragment, unit.index, position + fragment.slot)
-                    self._cut[id(buffer.parameters[fragment.slot])].append(piece)
+                    part = _cut(buffer, fragment, unit.index, position + fragment.slot)
+                    self._cut[id(buffer.parameters[fragment.slot])].append(part)
             position += len(buffer.parameters)
 
     def _add_stand_in(self) -> Slice:
@@ -174,16 +174,16 @@ class Slices:
         # Frozen: its state waits for requires_grad_.
         if id(parameter) not in self._cut:
             self._states[id(parameter)] = state
-        for piece in self._cut.get(id(parameter), []):
-            own = self._optimizer.state[piece.parameter]
+        for part in self._cut.get(id(parameter), []):
+            own = self._optimizer.state[part.parameter]
             for key, value in state.items():
                 # The count of steps of a scalar parameter has its shape, too, and is no state of elements.
                 if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
                     # Pieces are cut in storage order, which for a transposed weight is not the order of its elements.
-                    dense = torch.empty_strided(value.shape, piece.strides, dtype=value.dtype, device=value.device)
+                    dense = torch.empty_strided(value.shape, part.strides, dtype=value.dtype, device=value.device)
                     row = dense.copy_(value).as_strided((dense.numel(),), (1,))
                     # Cloned, or the state of the whole parameter would stay.
-                    own[key] = row[piece.start : piece.start + piece.parameter.numel()].clone()
+                    own[key] = row[part.start : part.start + part.parameter.numel()].clone()
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
@@ -195,8 +195,8 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     # A view: what the optimizer writes is the main weight itself.
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
-    part = gradient.shard[fragment.offset : stop]
-    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, part, lambda: gradient.arrived)
+    values = gradient.shard[fragment.offset : stop]
+    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, values, lambda: gradient.arrived)
 
 
 def _stand_in(device: torch.device) -> Slice:

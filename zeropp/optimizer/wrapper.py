@@ -281,10 +281,10 @@ class ZeroOptimizer(Optimizer):
             return loss
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
-        for piece in self._slices.stepped:
+        for part in self._slices.stepped:
             # What any rank has used: slices of one parameter lie on several ranks, and are stepped on all or on none.
-            used = piece.unit < 0 or verdict.used[piece.unit][piece.position]
-            piece.show_gradient(used and not piece.removed)
+            used = part.unit < 0 or verdict.used[part.unit][part.position]
+            part.show_gradient(used and not part.removed)
         if self.config.gradient_clipping > 0:
             scale_gradients(self.engine, norm, self.config.gradient_clipping)
         # A refresh under way still reads the main weights that are about to be stepped.
@@ -391,10 +391,10 @@ class ZeroOptimizer(Optimizer):
         self.step_was_taken = False
         if self.engine.reductions.hold:
             return
-        for piece in self._slices.stepped:
-            piece.show_gradient(piece.arrived())
+        for part in self._slices.stepped:
+            part.show_gradient(part.arrived())
         # After every backward: the last window of an epoch may hold fewer than configured.
-        overflow_carrier = next((piece for piece in self._slices.stepped if piece.arrived()), self._slices.stepped[0])
+        overflow_carrier = next((part for part in self._slices.stepped if part.arrived()), self._slices.stepped[0])
         if not overflow_carrier.arrived():
             overflow_carrier.gradient.zero_()  # nothing here: what it holds is of another step
             overflow_carrier.show_gradient(True)
@@ -404,8 +404,8 @@ class ZeroOptimizer(Optimizer):
         """A new window begins, with nothing to show."""
         self.boundary.forget()
         self.engine.window.restart()
-        for piece in self._slices.stepped:
-            piece.show_gradient(False)
+        for part in self._slices.stepped:
+            part.show_gradient(False)
 
     # Inside.
 

@@ -35,7 +35,7 @@ __all__ = ["Schedule"]
 
 _log = logging.getLogger("zeropp")
 
-_BEGIN, _ROUND, _MEET, _AGAIN = 1, 2, 3, 4  # kinds of exchange
+_BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
 _OFFERS = 4  # finished units a rank offers for reduction in one round; with its want they must fit an exchange
 _GATHER = 1  # kind in the issue hash
@@ -329,7 +329,7 @@ class Schedule:
         self.reductions.before_use(place)
         late = unit is None and self.key[0] == "backward" and self.reductions.has_late()
         doing = self._asking(unit)
-        rows = self.agreement.exchange(_MEET, [_NONE if unit is None else unit.index, self._left, late], doing)
+        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, late], doing)
         wants = {row[0] for row in rows} - {_NONE}
         if not wants and place == len(order.uses):
             if any(row[2] for row in rows):

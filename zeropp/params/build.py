@@ -18,7 +18,7 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
 from zeropp.partition.levels import Mode, Placement
 from zeropp.partition.units import UnitSpec
-from zeropp.wire.codecs import BlockCodec, Feedback, dtype_name
+from zeropp.wire.codecs import BlockCodec, dtype_name
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
@@ -200,10 +200,9 @@ def _gradient_paths(
     legs = []
     for spec, codec in zip(specs, codecs, strict=True):
         hop, feedback = comm.hop("reduce", spec), None
-        if isinstance(codec, BlockCodec) and encoding.feeds_back(specs, spec):
+        if encoding.feeds_back(specs, spec):
             # A rank brings ``hop.size`` messages of [numel / outer] to this hop, each with errors of its own.
-            numel = layout.numel // spec.outer
-            feedback = Feedback(numel, hop.size, codec.bits, encoding.beta, device)
+            feedback = codec.feedback(layout.numel // spec.outer, hop.size, encoding.beta, device)
         legs.append(ReduceHop(hop, codec, feedback))
 
     def path(inner: int, outer: int) -> ReducePath:

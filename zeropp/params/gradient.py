@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeropp._compat import unguarded
 from zeropp.comm.streams import Work, used_here
 from zeropp.partition.layout import BufferLayout, Fragment
-from zeropp.wire.codecs import BlockCodec, Feedback
+from zeropp.wire.codecs import Feedback
 from zeropp.wire.paths import GatherPath, ReducePath
 from zeropp_kernels import block_table
 from zeropp_kernels.reference import sum_messages_
@@ -77,11 +77,11 @@ class Gradient:
         self._holding = False
         self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
-        if isinstance(paths.straight.codec, BlockCodec):
+        if paths.straight.codec.coded:
             numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
             self._table = block_table(numels, offsets, layout.numel, device=self.device)
         # Rotated codes spread their error over whole blocks, padding included, which norms must not see.
-        rotates = any(isinstance(leg.codec, BlockCodec) and leg.codec.rotate for leg in paths.straight.legs)
+        rotates = any(leg.codec.rotate for leg in paths.straight.legs)
         self._padding = self._find_padding() if rotates else []
 
     @property

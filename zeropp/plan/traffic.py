@@ -14,7 +14,7 @@ from zeropp.params.build import BufferKey
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement
 from zeropp.plan.planned import plan_units
-from zeropp.wire.codecs import BlockCodec, Codec, PlainCodec
+from zeropp.wire.codecs import Codec, PlainCodec
 from zeropp.wire.differences import make_difference_codec
 from zeropp.wire.encoding import Encoding
 
@@ -176,8 +176,8 @@ def _gradients(
     mode, world = placement.mode, placement.chain.world
     path = placement.reduce_path(1, world)
     for hop, codec in zip(path, encoding.gradient_codecs(path, key.wire_dtype), strict=True):
-        coded = isinstance(codec, BlockCodec)
-        name = f"feedback({codec.name})" if coded and encoding.feeds_back(path, hop) else codec.name
+        fed_back = codec.feedback_nbytes(layout.numel // hop.outer) > 0 and encoding.feeds_back(path, hop)
+        name = f"feedback({codec.name})" if fed_back else codec.name
         way = TrafficKey(unit, "reduce", f"{hop.inner}->{hop.outer}", hop.link, len(hop.ranks), name)
         # Up to the level where gradients wait, every micro-batch's travel; beyond it their sum.
         once = mode.sums and hop.outer > mode.held

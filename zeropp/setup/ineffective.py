@@ -10,7 +10,6 @@ from zeropp.config.base import notify
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
-from zeropp.wire.codecs import BlockCodec
 
 __all__ = ["warn_of_idle"]
 
@@ -55,7 +54,7 @@ def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[s
     if zero.zero_quantized_gradients and legs:
         one_hop = all(len(path) == 1 for path in paths)
         hops = sorted({f"{leg.codec.name} over {leg.hop.size} ranks" for leg in legs})
-        if own.hadamard and not any(isinstance(leg.codec, BlockCodec) for leg in legs):
+        if own.hadamard and not any(leg.codec.rotate for leg in legs):
             yield f"zeropp.hadamard has no effect: gradients travel as {', '.join(hops)}; set gradient_bits to 8 or 4"
         if zero.zeropp_loco_param is not None and all(leg.feedback is None for leg in legs):
             yield (

@@ -61,6 +61,9 @@ class Codec(Protocol):
     Attributes:
         name: in the ledger.
         apart: messages that are summed may lie anywhere, and need not follow each other in memory.
+        coded: messages hold codes, each message from a block of 256 elements on, and tensors are packed by a table of
+            blocks.
+        rotate: elements are rotated against each other, so that errors spread over a block, padding included.
     """
 
     @property
@@ -68,6 +71,12 @@ class Codec(Protocol):
 
     @property
     def apart(self) -> bool: ...
+
+    @property
+    def coded(self) -> bool: ...
+
+    @property
+    def rotate(self) -> bool: ...
 
     def nbytes(self, numel: int) -> int:
         """Bytes of one message of [numel] elements."""
@@ -100,8 +109,23 @@ class Codec(Protocol):
         """``out`` [numel], float32 or float64, becomes, or gains, ``scale`` times the messages' sum."""
         ...
 
+    def encode_sum_(
+        self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
+        feedback: Feedback | None, scale: float, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """Write ``scale`` times the sum of messages of [numel] from ``source``, in ``dtype``, as ``count`` messages."""
+        ...
+
     def headroom(self, count: int) -> float:
         """Exact power of two to scale a sum of ``count`` messages by, so that it fits a message again."""
+        ...
+
+    def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
+        """For errors of ``count`` messages of [numel]; None where they are not fed back, as those of a cast are not."""
+        ...
+
+    def feedback_nbytes(self, numel: int) -> int:
+        """Bytes of the errors of one message of [numel]; 0 where they are not fed back."""
         ...
 
 
@@ -111,6 +135,8 @@ class PlainCodec:
 
     dtype: torch.dtype
     apart = True
+    coded = False
+    rotate = False
 
     @property
     def name(self) -> str:
@@ -157,6 +183,21 @@ class PlainCodec:
         """See :class:`Codec`."""
         sum_messages_(messages, out, scale=scale, accumulate=accumulate)
 
+    def encode_sum_(
+        self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
+        feedback: Feedback | None, scale: float, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """See :class:`Codec`."""
+        self.encode_(messages, _sum(source, parts, numel, scale, dtype), count=count, feedback=feedback)
+
+    def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
+        """See :class:`Codec`."""
+        return None
+
+    def feedback_nbytes(self, numel: int) -> int:
+        """See :class:`Codec`."""
+        return 0
+
 
 @dataclass(frozen=True)
 class BlockCodec:
@@ -172,6 +213,7 @@ class BlockCodec:
     rotate: bool = False
     # The kernels find messages by their distance from the first.
     apart = False
+    coded = True
 
     @property
     def name(self) -> str:
@@ -239,15 +281,14 @@ class BlockCodec:
             out.add_(target) if accumulate else out.copy_(target)
 
     def encode_sum_(
-        self,
-        source: BlockCodec,
-        parts: Sequence[Tensor],
-        numel: int,
-        messages: Tensor,
-        count: int,
-        feedback: Feedback | None,
-    ) -> None:
-        """Sum messages of [numel] that ``source`` encoded, and encode the sum as ``count`` messages."""
+        self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
+        feedback: Feedback | None, scale: float, dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        """See :class:`Codec`; codes become codes in one kernel, and their float32 sum never goes through memory."""
+        if not isinstance(source, BlockCodec):
+            self.encode_(messages, _sum(source, parts, numel, scale, dtype), count=count, feedback=feedback)
+            return
+        assert scale == 1.0  # what ``headroom`` says of codes
         state = feedback.arguments() if feedback is not None else {}
         kernels.reduce_quantize_(
             adjacent(parts), messages, numel=numel, count=len(parts), source_bits=source.bits, out_count=count,
@@ -255,10 +296,25 @@ class BlockCodec:
             bits=self.bits, rotate=self.rotate and not source.rotate, **state,  # type: ignore[arg-type]
         )  # fmt: skip
 
+    def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
+        """See :class:`Codec`."""
+        return Feedback(numel, count, self.bits, beta, device)
+
+    def feedback_nbytes(self, numel: int) -> int:
+        """See :class:`Codec`."""
+        return kernels.state_layout(numel, self.bits).nbytes
+
+
+def _sum(source: Codec, parts: Sequence[Tensor], numel: int, scale: float, dtype: torch.dtype) -> Tensor:
+    # In the main dtype, so that a hop rounds once, when its sum is encoded, and not at each addition.
+    total = torch.empty(numel, dtype=dtype, device=parts[0].device)
+    source.decode_sum_(parts, total, scale=scale)
+    return total
+
 
 def adjacent(messages: Sequence[Tensor]) -> Tensor:
     """The memory of messages that follow each other in it."""
-    # They are rows of one tensor: see Hop.exchange, ``apart``. as_strided keeps the first row's offset when given none.
+    # Rows of one tensor: see Hop.all_to_all, ``apart``. as_strided keeps the first row's offset when given none.
     first, total = messages[0], sum(message.numel() for message in messages)
     return first.as_strided((total,), (1,))
 

@@ -13,7 +13,6 @@ import torch
 from zeropp.config import Config
 from zeropp.partition.levels import HopSpec, Mode, choose_mode
 from zeropp.wire.codecs import BlockCodec, PlainCodec
-from zeropp_kernels import state_layout
 
 __all__ = ["Encoding", "choose_encoding", "choose_groups"]
 
@@ -66,7 +65,7 @@ class Encoding:
 
     def return_codec(self, codecs: Sequence[BlockCodec | PlainCodec]) -> BlockCodec | PlainCodec:
         """For sums that go back to several copies, after hops with these codecs: 8 bits where any of them has codes."""
-        coded = any(isinstance(codec, BlockCodec) for codec in codecs)
+        coded = any(codec.coded for codec in codecs)
         # Never 4 bits: on the way back nothing is fed back, and no mean over ranks evens out what encoding loses.
         return BlockCodec(8, self.rotate) if coded else codecs[-1]
 
@@ -84,8 +83,8 @@ class Encoding:
         total = 0
         # Any dtype would do: plain values have no error to feed back.
         for hop, codec in zip(path, self.gradient_codecs(path, torch.float32), strict=True):
-            if isinstance(codec, BlockCodec) and self.feeds_back(path, hop):
-                total += hop.outer // hop.inner * state_layout(numel // hop.outer, codec.bits).nbytes
+            if self.feeds_back(path, hop):
+                total += hop.outer // hop.inner * codec.feedback_nbytes(numel // hop.outer)
         return total
 
     def secondary_nbytes(self, numel: int, mode: Mode, dtype: torch.dtype, *, trainable: bool) -> int:

@@ -235,10 +235,10 @@ class ReducePath:
         for number, leg in enumerate(self.legs):
             if number and leg.hop.spec.link != self.legs[number - 1].hop.spec.link:
                 yield
-                # Made by _pass_on, on the lane before. See [Note: memory on several streams].
+                # Made below, on the lane before. See [Note: memory on several streams].
                 used_here(message)
             # FSDP2 leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
-            parts = leg.hop.exchange(message, unit, leg.name, apart=leg.codec.apart)
+            parts = leg.hop.all_to_all(message, unit, leg.name, apart=leg.codec.apart)
             numel //= leg.hop.size
             if number + 1 == len(self.legs):
                 # Asked only now: an earlier message of the same buffer may have arrived since this one was queued.
@@ -248,7 +248,13 @@ class ReducePath:
                 # the mean does not. FSDP2 divides float16 by about the root of the world, before and after.
                 headroom = leg.codec.headroom(len(parts))
                 scale /= headroom
-                message = _pass_on(leg.codec, parts, self.legs[number + 1], numel, headroom, out.dtype)
+                following = self.legs[number + 1]
+                count = following.hop.size
+                message = following.codec.empty(numel // count, count, parts[0].device)
+                following.codec.encode_sum_(
+                    leg.codec, parts, numel, message, count=count, feedback=following.feedback, scale=headroom,
+                    dtype=out.dtype,
+                )  # fmt: skip
             # A generator that stands still keeps its locals, and the next lane may come to it much later.
             del parts
 
@@ -256,20 +262,3 @@ class ReducePath:
         """Reduce without a pause."""
         for _ in self.reduce(message, numel, out, scale=scale, accumulate=lambda: accumulate, unit=unit):
             pass
-
-
-def _pass_on(
-    codec: Codec, parts: Sequence[Tensor], leg: ReduceHop, numel: int, headroom: float, dtype: torch.dtype
-) -> Tensor:
-    """Sum what has come over one hop, [numel], and encode ``headroom`` times the sum for the next."""
-    count, device = leg.hop.size, parts[0].device
-    message = leg.codec.empty(numel // count, count, device)
-    if isinstance(codec, BlockCodec) and isinstance(leg.codec, BlockCodec):
-        # Codes to codes in one kernel: the float32 sum never goes through memory. ``headroom`` is 1 for codes.
-        leg.codec.encode_sum_(codec, parts, numel, message, count, leg.feedback)
-        return message
-    # In the main dtype, so that a hop rounds once, when its sum is encoded, and not at each addition.
-    partial_sum = torch.empty(numel, dtype=dtype, device=device)
-    codec.decode_sum_(parts, partial_sum, scale=headroom)
-    leg.codec.encode_(message, partial_sum, count=count, feedback=leg.feedback)
-    return message
