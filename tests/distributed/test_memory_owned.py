@@ -141,7 +141,7 @@ def under_way(small: int) -> int:
     model = Routed(6)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     most = 0
-    pack, exchange = Gradient.pack, Hop.exchange
+    pack, all_to_all = Gradient.pack, Hop.all_to_all
 
     def packed(gradient: Gradient, *, hold: bool) -> Tensor | None:
         nonlocal most
@@ -150,12 +150,12 @@ def under_way(small: int) -> int:
 
     def slow(hop: Hop, *args: Any, **kwargs: Any) -> Any:
         time.sleep(0.1)
-        return exchange(hop, *args, **kwargs)
+        return all_to_all(hop, *args, **kwargs)
 
     with (
         mock.patch.object(reductions, "_SMALL", small),
         mock.patch.object(Gradient, "pack", packed),
-        mock.patch.object(Hop, "exchange", slow),
+        mock.patch.object(Hop, "all_to_all", slow),
     ):
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()

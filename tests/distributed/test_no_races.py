@@ -28,7 +28,7 @@ from zeropp.wire.paths import GatherPath
 # Where a rank can be slow: (class, method, before or after it).
 PLACES: dict[str, tuple[Any, str]] = {
     "gather hop": (Hop, "all_gather"),
-    "reduce hop": (Hop, "exchange"),
+    "reduce hop": (Hop, "all_to_all"),
     "boundary sum": (Comm, "sum"),
     "agreement": (Comm, "all_gather_ints"),
     "gather copy": (GatherPath, "_begin"),

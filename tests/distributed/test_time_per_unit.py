@@ -47,12 +47,12 @@ def waited(kind: str, method: str, settings: dict[str, object], steps: int) -> d
 
 CASES: dict[str, tuple[str, str, dict[str, object], int]] = {
     "gather": ("gather", "all_gather", {}, 1),
-    "reduce": ("reduce", "exchange", {}, 1),
+    "reduce": ("reduce", "all_to_all", {}, 1),
     "refresh of a second copy": ("refresh", "all_gather", {"zero_hpz_partition_size": 2}, 2),
     "refresh of whole weights": ("refresh", "all_gather", {"stage": 2, "overlap_comm": True}, 2),
     "refresh that is waited for before weights change": ("refresh", "all_gather", {"zero_hpz_partition_size": 2}, 1),
     "gather, no overlap": ("gather", "all_gather", {"overlap_comm": False}, 1),
-    "reduce, no overlap": ("reduce", "exchange", {"overlap_comm": False}, 1),
+    "reduce, no overlap": ("reduce", "all_to_all", {"overlap_comm": False}, 1),
     "refresh, no overlap": ("refresh", "all_gather", {"overlap_comm": False, "zero_hpz_partition_size": 2}, 1),
 }
 
