@@ -9,6 +9,7 @@ from tests.distributed.shapes import Route, Routed, chain, make_config
 __all__ = ["ALL", "BARE", "BRANCHES", "agreements", "follow"]
 
 ALL = chain(4)
+BARE = {"reuse": 0, "prefetch": 0}
 BRANCHES = [((0, 1), (2, 3)), ((1, 0), (3, 2))]
 
 
@@ -29,6 +30,3 @@ def follow(steps: list[list[Route]], settings: dict[str, object], zero_grad: boo
 
 def agreements(optimizer: zeropp.ZeroOptimizer) -> int:
     return sum(row.calls for row in optimizer.engine.comm.ledger.rows if row.unit == "<agreement>")
-
-
-BARE = {"reuse": 0, "prefetch": 0}
