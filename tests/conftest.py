@@ -38,7 +38,10 @@ FAST = (
     # partition, config, plan
     "tests/unit/test_topology.py",
     "tests/unit/test_layout.py",
-    "tests/unit/test_units.py",
+    "tests/unit/test_units_cut.py",
+    "tests/unit/test_units_persistent.py",
+    "tests/unit/test_units_padding.py",
+    "tests/unit/test_units_of_any_tree.py",
     "tests/unit/test_config_load.py",
     "tests/unit/test_config_rules.py",
     "tests/unit/test_config_support.py",
@@ -61,7 +64,7 @@ FAST = (
     # optimizer, access, setup, fsdp2
     "tests/distributed/test_parity_steps.py::test_optimizers[AdamW]",
     "tests/distributed/test_gathered.py::test_values_are_those_of_the_main_weights",
-    "tests/distributed/test_recipes.py",
+    "tests/distributed/test_contributing.py",
     "tests/distributed/test_warnings.py",
     "tests/distributed/test_fsdp2.py::test_the_divide_factor_replaces_the_mean",
 )

@@ -1,13 +1,12 @@
 """Small models, each with one trait that is hard for an engine that takes weights away between uses.
 
-`MODELS` maps a name to a `Trait`: how to build the model, one rank's micro-batch, and the loss. Sizes are odd on
-purpose, so that parameters end inside blocks and pieces end inside parameters. No model draws random numbers when it
-runs.
+`MODELS` maps a name to a `Trait`: how to build the model, one rank's micro-batch, and the loss. No model draws random
+numbers when it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["MODELS", "Lion", "Trait"]
+from tests.distributed.gpt import GPT, ROWS, VOCABULARY, Block, Nested, Repeated, TiedSegments, tokens
 
-VOCABULARY = 37
-LENGTH = 5
-ROWS = 3
+__all__ = ["MODELS", "Trait"]
 
 
 @dataclass(frozen=True)
@@ -36,140 +33,6 @@ class Trait:
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], tuple[Tensor, ...]]
     loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor]
-
-
-# GPT-like.
-
-
-class Attention(nn.Module):
-    """One causal head."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
-
-
-class Block(nn.Module):
-    """Attention and a two-layer network."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
-        self.norm2, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 53), nn.Linear(53, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
-
-
-class GPT(nn.Module):
-    """Decoder with a tied embedding.
-
-    Args:
-        tie: "parameter" shares the parameter object; "use" reads the embedding's weight in the root's own forward.
-        recompute: None, or "block"/"segment"/"model" with `reentrant` True or False: what is checkpointed.
-    """
-
-    def __init__(
-        self,
-        width: int = 25,
-        depth: int = 3,
-        *,
-        tie: str = "parameter",
-        recompute: str | None = None,
-        reentrant: bool = False,
-    ) -> None:
-        super().__init__()
-        self.tie, self.recompute, self.reentrant = tie, recompute, reentrant
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.position = nn.Embedding(LENGTH, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        if tie == "parameter":
-            self.head = nn.Linear(width, VOCABULARY, bias=False)
-            self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        if self.recompute == "block":
-            for block in self.blocks:
-                x = checkpoint(block, x, use_reentrant=self.reentrant)
-        elif self.recompute == "segment":
-            x = checkpoint(partial(self._run, 0, 2), x, use_reentrant=self.reentrant)
-            x = checkpoint(partial(self._run, 2, len(self.blocks)), x, use_reentrant=self.reentrant)
-        else:
-            x = self._run(0, len(self.blocks), x)
-        x = self.norm(x)
-        return self.head(x) if self.tie == "parameter" else F.linear(x, self.embedding.weight)
-
-    def _run(self, start: int, stop: int, x: Tensor) -> Tensor:
-        for block in self.blocks[start:stop]:
-            x = block(x)
-        return x
-
-
-class TiedSegments(nn.Module):
-    """Two reentrant segments that share a layer: its gradients come from two inner backwards."""
-
-    def __init__(self, width: int = 25, *, reentrant: bool = True) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.shared = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = checkpoint(partial(self._segment, block), x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-    def _segment(self, block: nn.Module, x: Tensor) -> Tensor:
-        return self.shared(block(torch.tanh(self.shared(x))))
-
-
-class Nested(nn.Module):
-    """ModuleLists inside ModuleLists, of uneven width, and a ModuleDict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = (25, 31)
-        self.embedding = nn.Embedding(VOCABULARY, widths[0])
-        self.stages = nn.ModuleList(nn.ModuleList(Block(width) for _ in range(2)) for width in widths)
-        self.between = nn.ModuleDict({"down": nn.Linear(widths[0], widths[1]), "back": nn.Linear(widths[1], 25)})
-        self.heads = nn.ModuleList([nn.Sequential(nn.LayerNorm(25), nn.Linear(25, VOCABULARY)) for _ in range(2)])
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.stages[0]:
-            x = block(x)
-        y = self.between["down"](x)
-        for block in self.stages[1]:
-            y = block(y)
-        x = x + self.between["back"](y)
-        return self.heads[0](x) + self.heads[1](x.flip(1))
-
-
-class Repeated(nn.Module):
-    """One block used four times in a forward, another twice, in mixed order."""
-
-    def __init__(self, width: int = 25) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for index in (0, 1, 0, 0, 1, 0):
-            x = self.blocks[index](x) / 2
-        return self.head(x)
 
 
 # Outputs that are no plain tensors.
@@ -372,11 +235,6 @@ class Encoder(nn.Module):
 # What they are fed.
 
 
-def tokens(generator: torch.Generator) -> tuple[Tensor, ...]:
-    """[ROWS, LENGTH] ids."""
-    return (torch.randint(0, VOCABULARY, (ROWS, LENGTH), generator=generator),)
-
-
 def images(generator: torch.Generator) -> tuple[Tensor, ...]:
     """[ROWS, 3, 6, 6] in channels_last, and labels."""
     pixels = torch.randn(ROWS, 3, 6, 6, generator=generator).to(memory_format=torch.channels_last)
@@ -448,36 +306,3 @@ MODELS: dict[str, Trait] = {
     "modes": _text(Modes),
     "encoder": _text(Encoder),
 }
-
-
-class Lion(torch.optim.Optimizer):
-    """Sign of the momentum, as users write it; zeropp does not know this class and tries it out."""
-
-    def __init__(
-        self,
-        params: Iterable[Tensor] | Iterable[dict[str, object]],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum"] = torch.zeros_like(parameter)
-                momentum = state["momentum"]
-                update = momentum.mul(beta1).add(parameter.grad, alpha=1 - beta1).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-                momentum.mul_(beta2).add_(parameter.grad, alpha=1 - beta2)
-        return loss

@@ -1,10 +1,14 @@
-"""The same training twice: partitioned over ranks, and in one process in plain torch on the same global batch."""
+"""Recipes: training whose sharded half runs on ranks, and its plain half once, in the parent process.
+
+That is what keeps the large table of parity tests quick. :mod:`tests.distributed.pair` has the halves.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +17,11 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.models import MODELS, Lion
+from tests.distributed.models import MODELS
+from tests.distributed.optimizers import OPTIMIZERS
+from tests.distributed.pair import Half
 
 __all__ = [
-    "OPTIMIZERS",
     "Recipe",
     "Trained",
     "assert_close",
@@ -29,18 +34,6 @@ __all__ = [
     "train_plain",
     "train_zero",
 ]
-
-OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
-    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "Adam": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
-    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
-    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3, "momentum": 0.5, "centered": True}),
-    # A larger eps than the default 1e-10, which would turn the rounding noise of key biases into steps.
-    "Adagrad": (torch.optim.Adagrad, {"lr": 3e-2, "lr_decay": 0.1, "eps": 1e-6}),
-    "Lion": (Lion, {"lr": 3e-3}),
-}
 
 
 @dataclass(frozen=True)
@@ -145,8 +138,40 @@ def evaluations(recipe: Recipe, model: nn.Module, step: int, rank: int) -> list[
     return found
 
 
+def train(recipe: Recipe, half: Half, steps: range, step: Callable[[], float]) -> list[Trained]:
+    """What a half comes to, for each of its ranks: they differ in losses only. ``step`` returns the gradient's norm."""
+    losses: list[list[float]] = [[] for _ in half.ranks]
+    norms = []
+    for number in steps:
+        half.steps = number
+        half.zero_grad()
+        for micro in range(recipe.accumulation):
+            with accumulating(recipe, half.optimizer, micro):
+                for own, loss in zip(losses, half.backward(), strict=True):
+                    own.append(loss)
+        norms.append(step())
+        for own, rank in zip(losses, half.ranks, strict=True):
+            own += evaluations(recipe, half.model, number, rank)
+    names = [name for name, _ in half.model.named_parameters(remove_duplicate=False)]
+    state = half.state()
+    return [Trained(own, norms, state, names) for own in losses]
+
+
+@contextlib.contextmanager
+def accumulating(recipe: Recipe, optimizer: Any, micro: int) -> Iterator[None]:
+    """Inside no_sync where the recipe says so; in plain torch there is nothing to hold back."""
+    inside = {
+        "no_sync": micro < recipe.accumulation - 1,
+        "no_sync mixed": micro == 1,
+        "no_sync only": True,
+    }.get(recipe.how, False)
+    sharded = isinstance(optimizer, zeropp.ZeroOptimizer)
+    with optimizer.no_sync() if inside and sharded else contextlib.nullcontext():
+        yield
+
+
 def train_zero(recipe: Recipe, group: Any = None, rank: int | None = None) -> Trained:
-    """The run on this rank; other ranks than 0 start from other weights, which must not matter."""
+    """The sharded half on this rank; other ranks than 0 start from other weights, which must not matter."""
     rank = dist.get_rank() if rank is None else rank
     model = build(recipe, seed=7 + 100 * rank)
     inner = make_optimizer(recipe, model)
@@ -159,68 +184,41 @@ def train_zero(recipe: Recipe, group: Any = None, rank: int | None = None) -> Tr
 def continue_zero(
     recipe: Recipe, model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: range, rank: int
 ) -> Trained:
-    """Train on; the optimizer may be new."""
-    losses: list[float] = []
-    norms: list[float] = []
-    loss_of = MODELS[recipe.model].loss
-    for step in steps:
-        optimizer.zero_grad()
-        for micro in range(recipe.accumulation):
-            with accumulating(recipe, optimizer, micro):
-                loss = loss_of(model, micro_batch(recipe, step, micro, rank))
-                losses.append(loss.item())
-                if recipe.how == "optimizer.backward":
-                    optimizer.backward(loss)
-                else:
-                    (loss / recipe.accumulation).backward()
-        if recipe.clip_call is not None:
-            norms.append(optimizer.clip_grad_norm_(recipe.clip_call).item())
-        optimizer.step()
-        if recipe.clip_call is None:
-            norms.append(optimizer.grad_norm)
-        losses += evaluations(recipe, model, step, rank)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    return Trained(losses, norms, zeropp.full_state(model), names)
+    """Train the sharded half on; the optimizer may be new."""
+    half = Half(model, optimizer, [rank], partial(micro_batch, recipe), MODELS[recipe.model].loss)
+    if recipe.how == "optimizer.backward":
+        half.call = optimizer.backward
+    else:
+        half.divisor = recipe.accumulation
 
+    def step() -> float:
+        norm = None if recipe.clip_call is None else optimizer.clip_grad_norm_(recipe.clip_call).item()
+        half.step()
+        return optimizer.grad_norm if norm is None else norm
 
-@contextlib.contextmanager
-def accumulating(recipe: Recipe, optimizer: zeropp.ZeroOptimizer, micro: int) -> Iterator[None]:
-    """Inside no_sync where the recipe says so."""
-    inside = {
-        "no_sync": micro < recipe.accumulation - 1,
-        "no_sync mixed": micro == 1,
-        "no_sync only": True,
-    }.get(recipe.how, False)
-    with optimizer.no_sync() if inside else contextlib.nullcontext():
-        yield
+    (run,) = train(recipe, half, steps, step)
+    return run
 
 
 def train_plain(recipe: Recipe, world: int, scale: float | None = None) -> list[Trained]:
-    """The reference, one result for each rank; they differ in losses only.
+    """The plain half, one result for each rank.
 
     Args:
         scale: factor on gradients summed over ranks; None for the mean.
     """
     model = build(recipe)
-    optimizer = make_optimizer(recipe, model)
-    losses: list[list[float]] = [[] for _ in range(world)]
-    norms = []
-    loss_of = MODELS[recipe.model].loss
-    for step in range(recipe.steps):
-        optimizer.zero_grad()
-        for micro in range(recipe.accumulation):
-            for rank in range(world):
-                loss = loss_of(model, micro_batch(recipe, step, micro, rank))
-                losses[rank].append(loss.item())
-                (loss * ((1 / world if scale is None else scale) / recipe.accumulation)).backward()
-        bound = min(recipe.clip or float("inf"), recipe.clip_call or float("inf"))
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), bound).item())
-        optimizer.step()
-        for rank in range(world):
-            losses[rank] += evaluations(recipe, model, step, rank)
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return [Trained(own, norms, state, names) for own in losses]
+    half = Half(
+        model, make_optimizer(recipe, model), range(world), partial(micro_batch, recipe), MODELS[recipe.model].loss
+    )
+    half.divisor = recipe.accumulation * (world if scale is None else 1 / scale)
+    bound = min(recipe.clip or float("inf"), recipe.clip_call or float("inf"))
+
+    def step() -> float:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), bound).item()
+        half.step()
+        return norm
+
+    return train(recipe, half, range(recipe.steps), step)
 
 
 def check(recipe: Recipe, world: int, *, nodes: int = 1, tolerance: float = 1e-9) -> None:

@@ -1,4 +1,4 @@
-"""Small models whose way through their blocks is an argument, and the plain run that they are compared with.
+"""Small models whose way through their blocks is an argument, how they are configured, and what is read off them.
 
 A *route* is a tuple of stages; a stage is a tuple of block numbers, called in that order on the same input and summed.
 So ``((0,), (1, 2))`` is ``b1(b0(x)) + b2(b0(x))``, and ``((0,), (2, 1))`` the same function in another order of calls.
@@ -7,7 +7,6 @@ So ``((0,), (1, 2))`` is ``b1(b0(x)) + b2(b0(x))``, and ``((0,), (2, 1))`` the s
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -22,8 +21,8 @@ from zeropp.config.zero import ZeroConfig
 from zeropp.params.unit import Unit, UnitState
 
 __all__ = [
+    "WIDTH",
     "Block",
-    "Pair",
     "Route",
     "Routed",
     "apart",
@@ -98,77 +97,6 @@ def make_config(**settings: object) -> dict[str, object]:
     return {"zero_optimization": zero, "zeropp": own, **top}
 
 
-class Pair:
-    """A partitioned model on every rank, and beside it the same model, whole, that sees every rank's batch.
-
-    SGD with momentum and weight decay tells a parameter without gradient from one whose gradient is zero.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        config: dict[str, object],
-        *,
-        dtype: torch.dtype = torch.float64,
-        lr: float = 0.1,
-        device: str = "cpu",
-    ) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.dtype = dtype
-        self.device = device
-        self.model = model.to(device, dtype)
-        share(self.model)
-        self.plain = copy.deepcopy(self.model)
-        settings = {"lr": lr, "momentum": 0.9, "weight_decay": 0.05}
-        self.optimizer = zeropp.ZeroOptimizer(
-            torch.optim.SGD(self.model.parameters(), **settings), self.model, config
-        )
-        self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), **settings)
-        self.steps = 0
-
-    @property
-    def engine(self) -> object:
-        return self.optimizer.engine
-
-    def batch(self, rank: int, width: int = WIDTH) -> Tensor:
-        """The input of a rank at the running step."""
-        generator = torch.Generator().manual_seed(1000 * self.steps + rank)
-        return torch.randn(3, width, generator=generator, dtype=torch.float64).to(self.device, self.dtype)
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-        self.plain_optimizer.zero_grad()
-
-    def backward(self, *routes: object) -> float:
-        """Forward and backward; one route for all ranks, or one each. Returns this rank's loss."""
-        each = routes if len(routes) > 1 else routes * self.world
-        for rank in range(self.world):
-            out = self.plain(self.batch(rank), each[rank])
-            (out.square().mean() / self.world).backward()
-        loss = self.model(self.batch(self.rank), each[self.rank]).square().mean()
-        loss.backward()
-        return float(loss)
-
-    def step(self) -> None:
-        self.optimizer.step()
-        self.plain_optimizer.step()
-        self.steps += 1
-
-    def train(self, *routes: object) -> None:
-        """One whole step."""
-        self.zero_grad()
-        self.backward(*routes)
-        self.step()
-
-    def difference(self) -> float:
-        """Largest difference between the partitioned weights and the plain ones."""
-        return worst(zeropp.full_state(self.model), self.plain.state_dict())
-
-    def check(self, bound: float = 1e-12) -> None:
-        found = self.difference()
-        assert found <= bound, f"weights differ by {found} after {self.steps} steps"
-
-
 @contextlib.contextmanager
 def logged() -> Iterator[list[str]]:
     """What the package logs meanwhile."""
@@ -193,9 +121,10 @@ def share(model: nn.Module) -> None:
             dist.broadcast(tensor.detach(), 0)
 
 
-def apart(left: Tensor, right: Tensor) -> float:
+def apart(left: Tensor | float, right: Tensor | float) -> float:
     """Largest absolute difference; infinite where one is NaN, over which Python's ``max`` would pass."""
-    return float((left.cpu().double() - right.cpu().double()).abs().nan_to_num(math.inf).max())
+    a, b = (torch.as_tensor(each, device="cpu", dtype=torch.float64) for each in (left, right))
+    return float((a - b).abs().nan_to_num(math.inf).max())
 
 
 def worst(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:

@@ -9,34 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Block, make_config
+from tests.distributed.shapes import make_config
+from tests.distributed.uneven import Uneven
 from tests.netns import EACH, UNDER, beside, private_network
 from zeropp.comm.ledger import Ledger
 from zeropp.partition.layout import BLOCK
 
 SCRIPT = Path(__file__).with_name("step_bytes.py")
-
-
-class Uneven(nn.Module):
-    """Blocks of different widths, so that no two units have the same bytes, and a frozen one."""
-
-    widths = (12, 24, 40)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for width in self.widths)
-        self.frozen = nn.Linear(40, 40, bias=False).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block, width in zip(self.blocks, self.widths, strict=True):
-            x = block(nn.functional.pad(x, (0, width - x.shape[-1])))
-        return self.frozen(x)
-
-
 Traffic = dict[tuple[str, str, str, str], tuple[int, int]]  # unit, kind, hop, link -> calls, bytes sent
 
 

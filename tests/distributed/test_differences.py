@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import zeropp
 import zeropp_kernels as kernels
 from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.quantized import Model, tokens
 from tests.distributed.shapes import make_config
-from tests.distributed.test_quantized import Model, tokens
 from tests.distributed.watch import watch_weights
 from zeropp.engine.engine import Engine
 

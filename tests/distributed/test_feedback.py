@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.quantized import GRADIENTS, WEIGHTS, bound, tokens, wrapped
 from tests.distributed.shapes import make_config
-from tests.distributed.test_quantized import GRADIENTS, WEIGHTS, bound, tokens, wrapped
 
 STEPS = 32
 

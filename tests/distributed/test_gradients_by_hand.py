@@ -1,7 +1,8 @@
-"""Gradients that users clear or replace in the ways torch's own optimizers allow, against plain torch."""
+"""Gradients that users clear, replace or edit in the ways torch's own optimizers allow, against plain torch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import make_config, worst
+from tests.distributed.pair import Pair
+from tests.distributed.routes import ALL
+from tests.distributed.shapes import Routed, make_config, worst
 
 Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, the plain optimizer, the one that steps
 
@@ -155,3 +158,32 @@ def replaced() -> float:
 
 def test_gradients_replaced_between_micro_batches() -> None:
     assert max(run_ranks(2, replaced)) < 1e-12
+
+
+def edited_by_hand(clipping: float) -> None:
+    """Between backward and step: one gradient taken away, one replaced, one changed in place; on every rank."""
+    pair = Pair(Routed(3), make_config(persist=9, gradient_clipping=clipping))
+    for _ in range(3):
+        pair.zero_grad()
+        pair.backward(ALL[:3])
+        plain = dict(pair.plain.named_parameters())
+        plain["blocks.0.lin.weight"].grad = None
+        plain["blocks.1.lin.weight"].grad.mul_(3)
+        plain["blocks.2.lin.bias"].grad.mul_(2)
+        for piece in pair.optimizer._slices.stepped:
+            if piece.name == "blocks.0.lin.weight":
+                piece.parameter.grad = None
+            if piece.name == "blocks.1.lin.weight":
+                piece.parameter.grad = piece.parameter.grad * 3
+            if piece.name == "blocks.2.lin.bias":
+                piece.parameter.grad.mul_(2)
+        norm = nn.utils.clip_grad_norm_(pair.plain.parameters(), clipping or math.inf)
+        pair.step()
+        pair.check()
+        assert pair.optimizer.grad_norm == pytest.approx(float(norm), rel=1e-9)
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.01])
+@pytest.mark.parametrize("world", [1, 2])
+def test_gradients_edited_by_hand(world: int, clipping: float) -> None:
+    run_ranks(world, edited_by_hand, clipping)

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Pair, Routed, chain, logged, make_config, shards, share
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import Routed, chain, logged, make_config, shards, share
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 VALUES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}

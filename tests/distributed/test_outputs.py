@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Pair, Routed, make_config, worst
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import Routed, make_config, worst
 
 KEPT = {"released": 0, "some kept": 30, "kept": 10_000}
 

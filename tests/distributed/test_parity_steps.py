@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import MODELS
+from tests.distributed.optimizers import OPTIMIZERS
 from tests.distributed.parity import (
-    OPTIMIZERS,
     Recipe,
     Trained,
     assert_close,
@@ -327,9 +327,7 @@ def train_two_models(recipe: Recipe) -> list[Trained]:
             optimizer.step()
             norms[index].append(optimizer.grad_norm)
     names = [name for name, _ in wrapped[0][0].named_parameters(remove_duplicate=False)]
-    return [
-        Trained(losses[i], norms[i], zeropp.full_state(model), names) for i, (model, _, _) in enumerate(wrapped)
-    ]
+    return [Trained(losses[i], norms[i], zeropp.full_state(model), names) for i, (model, _, _) in enumerate(wrapped)]
 
 
 def test_two_models_side_by_side() -> None:

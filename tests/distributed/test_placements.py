@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.parity import Recipe, check
-from tests.distributed.test_parity import CORE, SETTINGS, pairwise
+from tests.distributed.settings import CORE, SETTINGS, pairwise
 
 NODES = {"1x4": (4, 1), "2x2": (4, 2), "4x1": (4, 4)}
 DEFER: dict[str, object] = {"defer_cross_reduction": True}

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.distributed.harness import RankFailure, run_ranks
-from tests.distributed.shapes import Pair, Route, Routed, chain, make_config
-from tests.distributed.test_sequence import agreements
+from tests.distributed.pair import Pair
+from tests.distributed.routes import agreements
+from tests.distributed.shapes import Route, Routed, chain, make_config
 
 USED = chain(0, 2)  # of four blocks
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
-from tests.distributed.test_bytes import Uneven
+from tests.distributed.uneven import Uneven
 from zeropp.comm.ledger import TrafficKey
 
 HPZ = {"zero_hpz_partition_size": 2}

@@ -239,7 +239,7 @@ def twice(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
 SHOWN: dict[str, object] = {"stage": 1, "overlap_comm": True}
 STOPPED: dict[str, object] = {"overlap_comm": False}
 LOSSLESS: dict[str, object] = {"stage": 1, "weight_codec": "lossless", "bf16": {"enabled": True}, **STOPPED}
-GATHER, EXCHANGE, SUM = (Hop, "all_gather"), (Hop, "exchange"), (Comm, "sum")
+GATHER, EXCHANGE, SUM = (Hop, "all_gather"), (Hop, "all_to_all"), (Comm, "sum")
 INTS, OBJECTS = (Comm, "all_gather_ints"), (Comm, "all_gather_objects")
 FORWARD = "in a forward with gradients"
 EVALUATION = "a forward without gradients, in eval mode"
@@ -321,7 +321,7 @@ def cut_while_stepping() -> tuple[str, bool, str]:
         optimizer.step()
     changed = any(not torch.equal(a, b.shard) for a, b in zip(before, optimizer.engine.buffers, strict=True))
     model, optimizer = wrapped(stage=1, overlap_comm=False)
-    with mock.patch.object(Hop, "exchange", side_effect=cut), pytest.raises(RuntimeError) as ahead:
+    with mock.patch.object(Hop, "all_to_all", side_effect=cut), pytest.raises(RuntimeError) as ahead:
         model(BATCH).square().mean().backward()
     return str(behind.value), changed, str(ahead.value)
 

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
 
-from tests.kernels import test_agreement
+from tests.kernels import agreement
 from tests.kernels.cases import BITS, DTYPES
 from tests.kernels.fast import device
 from zeropp_kernels import reference
@@ -47,7 +47,7 @@ def known(case: Case) -> Configuration:
 
 
 def launch_everything() -> set[Configuration]:
-    """Run the agreement tests with launches noted in place of made."""
+    """Do the calls of the agreement tests with launches noted in place of made."""
     found = set()
 
     def run(self: jit.JITFunction, *arguments: object, grid: object, warmup: bool, **options: object) -> None:
@@ -59,23 +59,23 @@ def launch_everything() -> set[Configuration]:
         getattr(reference, name)(*arguments)  # the next operation's input
 
     jit.JITFunction.run = run
-    test_agreement.check = check
+    agreement.check = check
     lengths = (1, 128, 257, 512, 1536)
     for numel, dtype, bits in itertools.product(lengths, DTYPES, BITS):
-        test_agreement.test_quantize(numel, dtype, bits)
-        test_agreement.test_dequantize(numel, dtype, bits)
-        test_agreement.test_reduce(numel, dtype, bits)
+        agreement.quantize(numel, dtype, bits)
+        agreement.dequantize(numel, dtype, bits)
+        agreement.reduce(numel, dtype, bits)
         for source_bits in BITS:
-            test_agreement.test_reduce_quantize(numel, source_bits, bits)
-    for shapes, dtype, other in itertools.product(test_agreement.SHAPES, DTYPES, DTYPES):
-        test_agreement.test_copies(shapes, dtype, other)
+            agreement.reduce_quantize(numel, source_bits, bits)
+    for shapes, dtype, other in itertools.product(agreement.SHAPES, DTYPES, DTYPES):
+        agreement.copies(shapes, dtype, other)
         for bits in BITS:
-            test_agreement.test_quantize_tensors(shapes, dtype, bits)
+            agreement.quantize_tensors(shapes, dtype, bits)
     for numel in lengths:
         for dtype in DTYPES[1:]:
-            test_agreement.test_delta(numel, dtype)
+            agreement.delta(numel, dtype)
         for dtype in DTYPES[:2]:
-            test_agreement.test_lossless(numel, dtype)
+            agreement.lossless(numel, dtype)
     return found
 
 

@@ -2,205 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor
 
-from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, poisoned, same_bits, values
-from tests.kernels.fast import device
-from zeropp_kernels import BlockTable, block_table, lossless_layout, message_layout, reference, state_layout
+from tests.kernels import agreement
+from tests.kernels.agreement import SHAPES
+from tests.kernels.cases import BITS, DTYPES, LENGTHS
 
 EVERY = [0, *LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]
-VARIANTS = [(False, False), (True, False), (False, True), (True, True)]  # rotate, feedback
-
-Arguments = tuple[object, ...]
-
-
-def check(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
-    """Run an operation both ways on copies; the arguments at ``outputs`` must end equal. They keep the results."""
-
-    def copied(argument: object, where: str) -> object:
-        if isinstance(argument, Tensor):
-            moved = torch.empty(argument.numel() + 1, dtype=argument.dtype, device=where)
-            moved = moved[1:] if argument.data_ptr() % 16 else moved[:-1]  # misaligned as it was
-            return moved.view(argument.shape).copy_(argument)
-        if isinstance(argument, list):
-            return [copied(item, where) for item in argument]
-        return argument
-
-    plain = [copied(argument, "cpu") for argument in arguments]
-    fast = [copied(argument, DEVICE) for argument in arguments]
-    getattr(reference, name)(*plain)
-    getattr(device, name)(*fast)
-    for position in outputs:
-        left, right = plain[position], fast[position]
-        pairs = zip(left, right, strict=True) if isinstance(left, list) else [(left, right)]
-        for a, b in pairs:
-            assert same_bits(a, b), f"{name}: argument {position} differs"
-        target = arguments[position]
-        if isinstance(target, Tensor):
-            target.copy_(left)
-
-
-def states(numel: int, count: int, bits: int, feedback: bool) -> Tensor | None:
-    nbytes = state_layout(numel, bits).nbytes * count
-    return torch.zeros(nbytes, dtype=torch.uint8) if feedback else None
-
-
-def encode(x: Tensor, count: int, bits: int, rotate: bool = False) -> Tensor:
-    messages = poisoned(message_layout(x.numel() // count, bits).nbytes * count)
-    reference.quantize_(x, messages, count, bits, rotate, None, 0.0, False)
-    return messages
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
 def test_quantize(numel: int, dtype: torch.dtype, bits: int) -> None:
-    for rotate, feedback in VARIANTS:
-        count = 3 if numel < 1000 else 1
-        state = states(numel, count, bits, feedback)
-        for step in range(3 if feedback and numel < 1000 else 1 + feedback):
-            messages = poisoned(message_layout(numel, bits).nbytes * count)
-            x = values(numel * count, dtype, step)
-            check("quantize_", (x, messages, count, bits, rotate, state, 0.8, step == 2), [1, 5] if feedback else [1])
+    agreement.quantize(numel, dtype, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
 def test_dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
-    for rotate in (False, True):
-        for source in DTYPES if numel < 1000 else DTYPES[:1]:
-            messages = encode(values(2 * numel, source), 2, bits, rotate)
-            out = torch.full((2 * numel + 1,), float("nan"), dtype=dtype)[1:]
-            check("dequantize_", (messages, out, 2, bits, rotate), [1])
+    agreement.dequantize(numel, dtype, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
 def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
-    variants = [(1, False, 1.0, False), (4, True, 0.25, False), (3, False, 1 / 3, True), (2, True, 3e38, False)]
-    for count, rotate, scale, accumulate in variants:
-        messages = torch.cat([encode(values(numel, torch.float32, rank), 1, bits, rotate) for rank in range(count)])
-        accumulate = accumulate and dtype == torch.float32
-        out = values(numel, dtype, 9)
-        check("reduce_", (messages, out, count, bits, rotate, scale, accumulate), [1])
+    agreement.reduce(numel, dtype, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("source_bits", BITS)
 @pytest.mark.parametrize("numel", [*EVERY, 1536])
 def test_reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
-    for (rotate, feedback), rotated in zip(VARIANTS, (False, False, True, True), strict=True):
-        count, parts = 3, 2 if numel % 512 == 0 else 1
-        shares = [encode(values(numel, torch.float32, rank), 1, source_bits, rotated) for rank in range(count)]
-        messages = poisoned(message_layout(numel // parts, bits).nbytes * parts)
-        state = states(numel // parts, parts, bits, feedback)
-        sources = torch.cat(shares)
-        arguments = (sources, numel, count, source_bits, 0.5, messages, parts, bits, rotate, state, 0.8, False)
-        check("reduce_quantize_", arguments, [5, 9] if feedback else [5])
-
-
-SCALES = [-1.0, 0.0, 1e30]  # gaps stay +0 under each
-SHAPES = {
-    "even": [(64, 3), (1024,), (64,), (8, 640)],
-    "odd": [(7, 3), (0,), (1000,), (1,), (513,)],
-    "misaligned": [(64, 3), (1024,), (64,), (8, 640)],
-}
-
-
-def laid_out(kind: str, dtype: torch.dtype) -> tuple[list[Tensor], BlockTable]:
-    """Tensors, and their places on blocks with a gap here and there, in two messages."""
-    shapes = SHAPES[kind]
-    numels = [torch.Size(shape).numel() for shape in shapes]
-    tensors = [values(n, dtype, i).view(shape) for i, (n, shape) in enumerate(zip(numels, shapes, strict=True))]
-    if kind != "misaligned":
-        tensors = [tensor.clone() for tensor in tensors]
-    offsets, end = [], 256
-    for index, tensor in enumerate(tensors):
-        offsets.append(end)
-        end += -(-tensor.numel() // 256) * 256 + 256 * (index % 2)
-    return tensors, block_table(numels, offsets, -(-end // 512) * 512)
+    agreement.reduce_quantize(numel, source_bits, bits)
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_quantize_tensors(shapes: str, dtype: torch.dtype, bits: int) -> None:
-    tensors, table = laid_out(shapes, dtype)
-    half = table.numel // 2
-    for rotate, feedback in VARIANTS:
-        messages = poisoned(message_layout(half, bits).nbytes * 2)
-        state = states(half, 2, bits, feedback)
-        places = (table.host, table.entries, table.owners, table.numel)
-        check(
-            "quantize_tensors_",
-            (tensors, *places, messages, 2, bits, rotate, state, 0.8, False),
-            [5, 9] if feedback else [5],
-        )
+    agreement.quantize_tensors(shapes, dtype, bits)
 
 
 @pytest.mark.parametrize("target", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
 def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
-    tensors, table = laid_out(shapes, source)
-    if shapes == "odd":
-        tensors[2][500] = float("inf")
-    places = (table.host, table.entries, table.owners)
-    for cut, stats in [(0, True), (100, True), (0, False)]:
-        flat = torch.full((table.numel - cut,), float("nan"), dtype=target)
-        norms = torch.full((-(-flat.numel() // 256),), float("nan")) if stats else None
-        flag = torch.zeros(1, dtype=torch.int32) if stats else None
-        for scale in SCALES if stats else SCALES[:1]:
-            flag_then = torch.zeros(1, dtype=torch.int32) if stats else None
-            check("gather_", (tensors, *places, flat, scale, norms, flag_then), [4, 6, 7] if stats else [4])
-        check("gather_", (tensors, *places, flat, 0.7, norms, flag), [4, 6, 7] if stats else [4])
-        assert not stats or bool(flag) == (not bool(flat.isfinite().all()))
-        back = [torch.full((t.numel() + 4,), float("nan"), dtype=source)[bool(t.data_ptr() % 16) :] for t in tensors]
-        back = [room[: t.numel()].view(t.shape) for room, t in zip(back, tensors, strict=True)]
-        for scale in (3.0, -1.0, 1e30) if stats else (3.0,):
-            check("scatter_", (flat, back, *places, scale, norms, flag), [1, 6, 7] if stats else [1])
+    agreement.copies(shapes, source, target)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("numel", EVERY)
 def test_delta(numel: int, dtype: torch.dtype) -> None:
-    shard = values(numel, torch.float32)
-    held = values(numel, torch.float32).add_(values(numel, torch.float32, 1, spoilt=False) * 0.01).to(dtype)
-    for update in (False, True):
-        message = poisoned(message_layout(numel, 4).nbytes)
-        owned = held.clone()
-        check("delta_encode_", (shard, owned, message, update), [1, 2])
-    received = torch.cat([held, held])
-    check("delta_apply_", (torch.cat([message, message]), received, 2), [1])
-    assert same_bits(received, torch.cat([owned, owned])), "owner and receivers differ"
-
-
-def weights(numel: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
-    """Values near a reference, some of them far, some of them special."""
-    held = values(numel, torch.bfloat16, seed)
-    noise = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    new = (held.float() * (1 + 0.02 * noise)).to(dtype)
-    new[::17] = values(numel, torch.float32, seed + 1).to(dtype)[::17]
-    return new, held
+    agreement.delta(numel, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("numel", EVERY)
 def test_lossless(numel: int, dtype: torch.dtype) -> None:
-    new, held = weights(numel, dtype, 0)
-    offsets = torch.full((2, -(-numel // 256) + 1), -1)
-    check("lossless_count_", (new, held, offsets), [2])
-    room8, room16 = offsets[:, -1].tolist()
-    for rooms in [(room8, room16), (room8 + 7, room16 + 3), (room8 // 2, room16 // 2)]:
-        message = poisoned(lossless_layout(numel, *rooms).nbytes)
-        check("lossless_encode_", (new, held, offsets, message, *rooms), [3])
-        out = torch.zeros(2 * numel, dtype=torch.bfloat16)
-        work = torch.full((2, *offsets.shape), -1)
-        twice = torch.cat([message, message])
-        check("lossless_decode_", (twice, torch.cat([held, held]), out, work, 2, *rooms), [2, 3])
+    agreement.lossless(numel, dtype)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.kernels import report
 from bench.kernels.operations import OPERATIONS, Operation
-from tests.kernels.test_ops import NAMES
+from tests.kernels.operations import NAMES
 
 NUMEL = 6144
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import zeropp_kernels as kernels
 from tests.kernels.cases import same_bits, values
-from tests.kernels.test_ops import NAMES, listed, samples, written
+from tests.kernels.operations import NAMES, listed, samples, written
 from zeropp_kernels import block_table, message_layout
 
 pytestmark = pytest.mark.gpu

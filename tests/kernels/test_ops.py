@@ -1,12 +1,8 @@
-"""The registered operations: what torch asks of them, and what they ask of their arguments."""
+"""The registered operations as torch sees them: schemas, what they write, empty inputs, layouts of memory, flags."""
 
 from __future__ import annotations
 
-import math
-import re
-import shutil
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,52 +10,8 @@ from torch import Tensor
 
 import zeropp_kernels as kernels
 from tests.kernels.cases import BITS, DTYPES, values
-from zeropp_kernels import block_table, lossless_layout, message_layout, state_layout
-
-NUMEL = 600
-
-
-def messages_for(numel: int, bits: int, count: int = 1) -> Tensor:
-    return torch.zeros(message_layout(numel, bits).nbytes * count, dtype=torch.uint8)
-
-
-def real_messages(numel: int, bits: int, count: int = 1) -> Tensor:
-    messages = messages_for(numel, bits, count)
-    kernels.quantize_(values(numel * count, torch.float32, 3), messages, count=count, bits=bits)
-    return messages
-
-
-def samples() -> dict[str, tuple[object, ...]]:
-    """Arguments of one call of each operation, as torch.ops sees them."""
-    x = values(NUMEL, torch.bfloat16)
-    state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
-    held = values(NUMEL, torch.bfloat16, 1)
-    offsets = torch.zeros(2, 4, dtype=torch.int64)
-    kernels.lossless_count_(x, held, offsets)
-    lossless = torch.zeros(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
-    tensors, table = [values(100, torch.float32), values(300, torch.float32)], block_table([100, 300], [0, 256], NUMEL)
-    places = (table.host, table.entries, table.owners)
-    shard, flat = values(NUMEL, torch.float32).clone(), torch.zeros(NUMEL)
-    norms, flag = torch.zeros(3), torch.zeros(1, dtype=torch.int32)
-    return {
-        "quantize_": (x, messages_for(NUMEL, 4), 1, 4, True, state, 0.8, False),
-        "quantize_tensors_": (tensors, *places, NUMEL, messages_for(NUMEL, 8), 1, 8, False, None, 0.0, False),
-        "reduce_quantize_": (
-            real_messages(NUMEL, 8, 2), NUMEL, 2, 8, 0.5, messages_for(NUMEL, 4), 1, 4, False, state, 0.8, True,
-        ),
-        "dequantize_": (real_messages(NUMEL, 8), torch.zeros(NUMEL), 1, 8, False),
-        "reduce_": (real_messages(NUMEL, 8, 3), torch.zeros(NUMEL), 3, 8, False, 0.5, True),
-        "delta_encode_": (shard, held.clone(), messages_for(NUMEL, 4), True),
-        "delta_apply_": (real_messages(NUMEL, 4), held.clone(), 1),
-        "lossless_count_": (x, held, torch.zeros_like(offsets)),
-        "lossless_encode_": (x, held, offsets, lossless, NUMEL, NUMEL),
-        "lossless_decode_": (lossless, held, torch.zeros_like(held), offsets[None].clone(), 1, NUMEL, NUMEL),
-        "gather_": (tensors, *places, flat, 1.0, norms, flag),
-        "scatter_": (shard, [tensor.clone() for tensor in tensors], *places, 2.0, None, None),
-    }  # fmt: skip
-
-
-NAMES = list(samples())
+from tests.kernels.operations import NAMES, NUMEL, messages_for, real_messages_of, samples, written
+from zeropp_kernels import block_table, message_layout
 
 
 def test_every_operation_has_a_sample() -> None:
@@ -69,13 +21,6 @@ def test_every_operation_has_a_sample() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.zeropp, name).default, samples()[name])
-
-
-def written(name: str, arguments: tuple[object, ...]) -> list[Tensor]:
-    """The tensors that an operation says it writes."""
-    declared = getattr(torch.ops.zeropp, name).default._schema.arguments
-    pairs = zip(declared, arguments, strict=True)
-    return [t for each, value in pairs if each.alias_info and each.alias_info.is_write for t in listed(value)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -88,32 +33,6 @@ def test_outputs_count_as_written(name: str) -> None:
     before = [each._version for each in outputs]
     getattr(torch.ops.zeropp, name)(*arguments)
     assert outputs and all(each._version > old for each, old in zip(outputs, before, strict=True))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_inside_a_compiled_region(name: str) -> None:
-    """One graph, and the same results; the compiler sees through to the operation and its outputs."""
-    operation = getattr(torch.ops.zeropp, name)
-
-    def run(*arguments: object) -> None:
-        operation(*arguments)
-
-    torch._dynamo.reset()  # one function serves all operations, and compiles anew for each
-    plain, compiled = samples()[name], samples()[name]
-    run(*plain)
-    torch.compile(run, fullgraph=True, backend="aot_eager")(*compiled)
-    changed = 0
-    for before, left, right in zip(samples()[name], plain, compiled, strict=True):
-        for old, a, b in zip(listed(before), listed(left), listed(right), strict=True):
-            assert torch.equal(a.nan_to_num(), b.nan_to_num())
-            changed += not torch.equal(old.nan_to_num(), a.nan_to_num())
-    assert changed, "the operation wrote nothing"
-
-
-def listed(argument: object) -> list[Tensor]:
-    """The tensors of an argument."""
-    found = argument if isinstance(argument, list) else [argument]
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]
 
 
 def test_after_inference_mode_and_with_gradients() -> None:
@@ -145,40 +64,6 @@ def test_after_inference_mode_and_with_gradients() -> None:
     assert torch.equal(found[3][:100], values(NUMEL, torch.float32)[:100])
 
 
-def test_public_functions_compile_whole() -> None:
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def round_trip(x: Tensor, message: Tensor, out: Tensor) -> Tensor:
-        kernels.quantize_(x * 2, message)
-        kernels.dequantize_(message, out)
-        return out + 1
-
-    x, message = values(NUMEL, torch.float32).clamp(-9, 9), messages_for(NUMEL, 8)
-    found = round_trip(x, message, torch.zeros(NUMEL))
-    assert (found - 1 - 2 * x).abs().max() < 0.1
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
-def test_default_compiler() -> None:
-    """Through inductor, which plans memory anew: what operations write stays where they write it."""
-    table, norms = block_table([100, 300], [0, 256], NUMEL), torch.empty(3)
-
-    def step(x: Tensor, message: Tensor, state: Tensor, out: Tensor, targets: list[Tensor]) -> Tensor:
-        kernels.quantize_(x * 2, message, bits=4, rotate=True, state=state)
-        kernels.dequantize_(message, out, bits=4, rotate=True)
-        kernels.scatter_(out * 3, targets, table, norms=norms)
-        return out + 1
-
-    found = []
-    for run in (step, torch.compile(step, fullgraph=True)):
-        x, message = values(NUMEL, torch.float32), messages_for(NUMEL, 4)
-        state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
-        out, targets = torch.empty(NUMEL), [torch.empty(100), torch.empty(300)]
-        found.append([run(x, message, state, out, targets), message, state, out, *targets, norms.clone()])
-    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
-
-
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_empty_inputs(dtype: torch.dtype, bits: int) -> None:
@@ -201,132 +86,6 @@ def test_empty_inputs(dtype: torch.dtype, bits: int) -> None:
         assert (offsets == 0).all()
         kernels.delta_encode_(torch.empty(0), nothing, messages_for(0, 4))
         kernels.delta_apply_(messages_for(0, 4), nothing)
-
-
-def quantize(**changes: object) -> Callable[[], None]:
-    arguments: dict[str, object] = {"x": torch.ones(NUMEL), "messages": messages_for(NUMEL, 8), **changes}
-    return lambda: kernels.quantize_(**arguments)  # type: ignore[arg-type]
-
-
-def gather(**changes: object) -> Callable[[], None]:
-    arguments: dict[str, object] = {"tensors": [torch.ones(9)] * 2, "table": TABLE, "flat": torch.ones(600)}
-    return lambda: kernels.gather_(**{**arguments, **changes})  # type: ignore[arg-type]
-
-
-def reduce(**changes: object) -> Callable[[], None]:
-    arguments: dict[str, object] = {"messages": messages_for(NUMEL, 8, 2), "out": torch.ones(NUMEL), "count": 2}
-    return lambda: kernels.reduce_(**{**arguments, **changes})  # type: ignore[arg-type]
-
-
-TABLE = block_table([9, 9], [0, 256], NUMEL)
-BF16 = torch.ones(NUMEL, dtype=torch.bfloat16)
-ROOMS = {"room8": 0, "room16": 0}
-WRONG: dict[str, tuple[Callable[[], None], str]] = {
-    "dtype of x": (quantize(x=torch.ones(NUMEL, dtype=torch.float64)), "x is float64; expected float32 or bfloat16"),
-    "shape of x": (quantize(x=torch.ones(20, 30)), r"x has shape \(20, 30\).*one contiguous dimension"),
-    "strides of x": (quantize(x=torch.ones(2 * NUMEL)[::2]), r"x has shape.*strides \(2,\).*contiguous"),
-    "count": (quantize(count=7), "x has 600 elements, which count=7 does not divide"),
-    "scale past float32": (reduce(scale=1e39), "scale is 1e\\+39; expected a number that float32 can hold"),
-    "beta without a state": (quantize(beta=5.0), "beta is 5.0; expected 0 <= beta < 1"),
-    "count of nothing": (quantize(count=0), "count is 0; expected 1 to 65535"),
-    "bits": (quantize(bits=5), "bits is 5; expected 4 or 8"),
-    "dtype of messages": (quantize(messages=torch.ones(896)), "messages is float32; expected uint8"),
-    "size of messages": (quantize(messages=messages_for(NUMEL + 256, 8)), "messages has 1152 bytes; expected 896: 1 x"),
-    "alignment of messages": (quantize(messages=messages_for(NUMEL + 256, 8)[8:904]), "messages starts at an address"),
-    "size of state": (quantize(state=messages_for(10, 8)), "state has 384 bytes; expected 896.*state_layout"),
-    "beta": (quantize(state=messages_for(NUMEL, 8), beta=1.0), "beta is 1.0; expected 0 <= beta < 1"),
-    "device": (quantize(x=torch.ones(NUMEL, device="meta")), "messages is on cpu; expected meta like the other"),
-    "dtype of out": (reduce(out=torch.ones(NUMEL, dtype=torch.int32)), "out is int32"),
-    "accumulate in 16 bits": (reduce(out=BF16, accumulate=True), "out is bfloat16; expected float32"),
-    "size of what is summed": (reduce(count=3), "messages has 1792 bytes; expected 2688: 3 x 896"),
-    "parts of a sum": (
-        lambda: kernels.reduce_quantize_(
-            messages_for(NUMEL, 8), messages_for(300, 4, 2), numel=NUMEL, count=1, out_count=2
-        ),
-        "numel // out_count is 300; expected a multiple of 256",
-    ),
-    "several messages off blocks": (
-        lambda: kernels.quantize_tensors_([], block_table([], [], 600), messages_for(300, 8, 2), count=2),
-        "table.numel // count is 300; expected a multiple of 256",
-    ),
-    "offset off a block": (
-        lambda: block_table([9, 9], [0, 100], 600),
-        r"offsets\[1\] is 100; expected a multiple of 256",
-    ),
-    "overlap": (lambda: block_table([300, 9], [0, 256], 600), r"offsets\[1\] is 256; .*at least 300"),
-    "past the end": (
-        lambda: block_table([9, 9], [0, 768], 600),
-        "tensor 1 would end at element 777; the flat buffer has 600",
-    ),
-    "number of offsets": (lambda: block_table([9, 9], [0], 600), "numels has 2 entries and offsets 1"),
-    "scale of a copy": (gather(scale=math.inf), "scale is inf; expected a number that float32"),
-    "scale of a sum": (reduce(scale=math.nan), "scale is nan; expected a number that float32"),
-    "no tensor": (quantize(x=None), "x is NoneType; expected a dense tensor"),
-    "sizes that are none": (lambda: block_table([3.5]), r"numels is \[3.5\]; expected integers"),
-    "a layout of less than nothing": (lambda: message_layout(-1, 8), "numel is -1; a message holds 0 or more"),
-    "a layout of a fraction": (lambda: message_layout(10.5, 8), "numel is 10.5; expected an integer"),
-    "a lossless layout of less": (lambda: lossless_layout(-1, 0, 0), "numel is -1; a message holds 0 or more"),
-    "less than nothing": (lambda: block_table([-9], [0], 600), r"numels\[0\] is -9; expected 0 or more"),
-    "another size": (gather(tensors=[torch.ones(9), torch.ones(8)]), r"tensors\[1\] has 8 elements; .* made for 9"),
-    "too few tensors": (
-        gather(tensors=[torch.ones(9)]),
-        r"table.host is int64 \[3, 2\]; expected int64 \[3, 1\]",
-    ),
-    "a longer buffer": (gather(flat=torch.ones(900)), r"table.owners is int32 \[3\]; expected int32 \[4\].*of flat"),
-    "a buffer that ends early": (
-        gather(tensors=[torch.ones(9), torch.ones(200)], table=block_table([9, 200], [0, 512], 768)),
-        "end at element 712; the flat buffer has 600",
-    ),
-    "two dtypes": (gather(tensors=[torch.ones(9), BF16[:9]]), r"tensors\[1\] is bfloat16 and tensors\[0\] float32"),
-    "tensor with gaps": (gather(tensors=[torch.ones(9, 9).t()[:3]] * 2), r"tensors\[0\] has shape \(3, 9\).*gaps"),
-    "tensor that overlaps": (gather(tensors=[torch.ones(1).expand(9)] * 2), r"tensors\[0\] has shape \(9,\).*gaps"),
-    "norms": (gather(norms=torch.ones(2)), "norms has 2 elements; expected 3"),
-    "flag": (gather(flag=torch.ones(1)), "flag is float32; expected int32"),
-    "shard": (lambda: kernels.delta_encode_(BF16, BF16.clone(), messages_for(NUMEL, 4)), "shard is bfloat16"),
-    "reference": (lambda: kernels.delta_apply_(messages_for(NUMEL, 4), torch.ones(NUMEL)), "reference is float32"),
-    "offsets": (
-        lambda: kernels.lossless_count_(BF16, BF16, torch.zeros(2, 3, dtype=torch.int64)),
-        r"offsets has shape \(2, 3\); expected \(2, 4\)",
-    ),
-    "room": (
-        lambda: kernels.lossless_encode_(
-            BF16, BF16, torch.zeros(2, 4, dtype=torch.int64), messages_for(NUMEL, 8), **ROOMS
-        ),
-        "message has 896 bytes; expected 384.*room8=0",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_named(name: str) -> None:
-    call, pattern = WRONG[name]
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-        call()
-    assert re.search(pattern, str(caught.value), re.DOTALL), str(caught.value)
-
-
-def test_another_device_is_refused_by_name() -> None:
-    from zeropp_kernels.dispatch import _unsupported
-
-    elsewhere = [torch.ones(1, device="meta")]
-    with pytest.raises(ValueError, match=r"zeropp.gather_ runs on dense CPU, CUDA and ROCm tensors; got one on meta"):
-        _unsupported("gather_", elsewhere, torch.ones(1), elsewhere[0])
-    with pytest.raises(ValueError, match=r"zeropp.quantize_ runs on dense .*got a torch.sparse_coo one"):
-        kernels.quantize_(torch.ones(NUMEL).to_sparse(), messages_for(NUMEL, 8))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_outputs_that_autograd_watches_are_refused(name: str) -> None:
-    """A backward through what they were before would be silently wrong; under no_grad they are plain memory."""
-    arguments = samples()[name]
-    outputs = [each for each in written(name, arguments) if each.is_floating_point()]
-    for output in outputs:
-        output.requires_grad_()
-        with pytest.raises(ValueError, match=r"requires grad and would be overwritten; call under torch.no_grad\(\)"):
-            getattr(torch.ops.zeropp, name)(*arguments)
-        with torch.no_grad():
-            getattr(torch.ops.zeropp, name)(*arguments)
-        output.requires_grad_(False)
 
 
 def test_tensors_are_read_in_the_order_of_their_memory() -> None:
@@ -381,41 +140,6 @@ def test_a_rotated_sum_that_passes_the_largest_number_shows(dtype: torch.dtype) 
     out = torch.empty(256, dtype=dtype)
     kernels.reduce_(torch.cat([real_messages_of(x, rotate=True)] * 3), out, count=3, rotate=True)
     assert out.isnan().tolist() == (x != 0).tolist()
-
-
-def test_sizes_may_change_inside_a_compiled_region() -> None:
-    """Sizes, counts and rooms are symbols to the compiler: one graph for fixed ones, and one for all others."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-
-    def pass_on(x: Tensor, message: Tensor, out: Tensor, count: int) -> None:
-        kernels.quantize_(x, message, count=count)
-        kernels.reduce_quantize_(message, out, numel=x.numel() // count, count=count)
-
-    compiled = torch.compile(pass_on, fullgraph=True, backend="aot_eager")
-    for step in range(1, 12):
-        numel, count = 256 * step, step % 3 + 1
-        x = values(numel * count, torch.float32)
-        given = [(x, messages_for(numel, 8, count), messages_for(numel, 4), count) for _ in range(2)]
-        pass_on(*given[0])
-        compiled(*given[1])
-        assert torch.equal(given[0][2], given[1][2])
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
-
-
-def test_offsets_of_other_values_are_refused() -> None:
-    x, reference = values(NUMEL, torch.bfloat16), values(NUMEL, torch.bfloat16, 1)
-    message = torch.empty(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="call lossless_count_ with the same values"):
-        kernels.lossless_encode_(
-            x, reference, torch.zeros(2, 4, dtype=torch.int64), message, room8=NUMEL, room16=NUMEL
-        )
-
-
-def real_messages_of(x: Tensor, rotate: bool = False) -> Tensor:
-    message = messages_for(x.numel(), 8)
-    kernels.quantize_(x, message, rotate=rotate)
-    return message
 
 
 def test_a_table_packs_by_default() -> None:

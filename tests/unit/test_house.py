@@ -21,6 +21,7 @@ import zeropp
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"zeropp": ROOT / "zeropp", "zeropp_kernels": ROOT / "kernels" / "zeropp_kernels"}
 SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 FILE_LINES = 420
 FUNCTION_LINES = 60  # of code: what a docstring and comments say beside it is not counted
@@ -157,8 +158,31 @@ def test_the_import_rule_finds_what_it_should(tmp_path: Path, monkeypatch: pytes
 
 
 def test_files_are_short() -> None:
-    lines = {short(path): len(path.read_text().splitlines()) for path in SOURCES}
+    lines = {short(path): len(path.read_text().splitlines()) for path in [*SOURCES, *TESTS]}
     assert {name: count for name, count in lines.items() if count > FILE_LINES} == {}
+
+
+def imported(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every module that a file may get by importing, as far as its text tells."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = f"{'.' * node.level}{node.module or ''}"
+            yield node.lineno, base
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def test_no_test_imports_another_test() -> None:
+    """What two test files share is in a file whose name does not begin with ``test_``."""
+    tests = {path.stem for path in TESTS if path.stem.startswith("test_")}
+    found = [
+        f"{short(path)}:{line} imports {name}"
+        for path in TESTS
+        for line, name in imported(path)
+        if name.startswith(("tests.", ".")) and name.rpartition(".")[2] in tests
+    ]
+    assert found == []
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:

@@ -1,0 +1,77 @@
+"""A model of awkward shapes, what its weights are once decoded, and how far its quantized gradients may be off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeropp
+import zeropp_kernels as kernels
+
+__all__ = ["GRADIENTS", "WEIGHTS", "Model", "bound", "decoded", "tokens", "wrapped"]
+
+WEIGHTS = {"zero_quantized_weights": True}
+GRADIENTS = {"zero_quantized_gradients": True}
+
+
+class Model(nn.Module):
+    """Matrices, vectors, a scalar, a convolution in channels_last, a table with unused rows, odd sizes."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.table = nn.Embedding(11, 37)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(37, 37), nn.LayerNorm(37)) for _ in range(3))
+        self.conv = nn.Conv2d(1, 5, 3).to(memory_format=torch.channels_last)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(37, 300)
+        self.to(dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        picture = self.conv(x.reshape(-1, 1, 37, 1).expand(-1, 1, 37, 5))
+        return self.head(x).square().mean() + self.scale * picture.square().mean()
+
+
+def tokens(step: int, rank: int) -> Tensor:
+    return torch.randint(0, 9, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def wrapped(config: dict[str, object], lr: float, dtype: torch.dtype = torch.float32) -> Any:
+    model = Model(dtype)
+    return model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model, config)
+
+
+def decoded(value: Tensor, bits: int = 8) -> Tensor:
+    """What a weight should be once it has travelled: a function of that weight alone."""
+    flat = value.detach().reshape(-1).float()
+    message = torch.empty(kernels.message_layout(flat.numel(), bits).nbytes, dtype=torch.uint8)
+    kernels.quantize_(flat, message, bits=bits)
+    out = torch.empty_like(flat)
+    kernels.dequantize_(message, out, bits=bits)
+    return out.reshape(value.shape)
+
+
+def bound(plain: list[dict[str, Tensor]], name: str, local: int, bits: tuple[int, int]) -> float:
+    """Largest error of an element of the mean: half a scale of each code, summed over the codes that meet in it.
+
+    Groups' maxima are at most the parameter's; bf16 scales are rounded up by up to 2^-8 of them. With one hop all codes
+    are of the second kind. What decoding added to a partial sum widens its groups in turn. No bits stand for no error.
+    """
+    world = len(plain)
+    steps = {8: 127, 4: 7}
+    first, second = (0.5 * (1 + 2**-7) / steps[b] if b else 0.0 for b in bits)
+    values = [each[name] for each in plain]
+    if local in (1, world):
+        return sum(float(v.abs().max()) for v in values) * second / world
+    total = 0.0
+    for start in range(0, world, local):
+        members = values[start : start + local]
+        error = sum(float(v.abs().max()) for v in members) * first
+        partial = torch.stack(members).sum(0).abs().max()
+        total += error + (float(partial) + error) * second
+    return total / world

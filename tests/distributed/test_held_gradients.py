@@ -1,0 +1,144 @@
+"""Gradients that are held until a window's last micro-batch are all in its step, and never mixed with another's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
+from tests.distributed.parity import assert_close
+from tests.distributed.shapes import make_config
+
+
+class Sometimes(nn.Module):
+    """One layer whose weights only some micro-batches use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.always = nn.Linear(16, 16)
+        self.sometimes = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if both else x
+
+
+def halves(settings: dict[str, object], micros: int, **more: Any) -> Pair:
+    config = make_config(**settings, gradient_accumulation_steps=micros)
+    return Pair(Sometimes(), config, batch=batch, micros=micros, **more)
+
+
+def in_parts(settings: dict[str, object], uses: list[list[bool]], steps: int) -> None:
+    """Each step's micro-batches use both layers or one; some steps have fewer than configured."""
+    pair = halves(settings, 3, optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1))
+    for step in range(steps):
+        pair.zero_grad()
+        for both in uses[step % len(uses)]:
+            pair.backward(both)
+        norm = nn.utils.clip_grad_norm_(pair.plain.parameters(), float("inf")).item()
+        pair.step()
+        assert_close(pair.optimizer.grad_norm, norm, 1e-9, "norm")
+    assert all(gradient.held is None for gradient in pair.optimizer.engine.gradients)
+    pair.check(1e-9)
+
+
+def batch(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + micro * 10 + rank)
+    return torch.randn(2, 16, dtype=torch.float64, generator=generator)
+
+
+WINDOWS = {
+    "whole": [[True, True, True]],
+    "used first": [[True, False, False]],
+    "used last": [[False, False, True]],
+    "short": [[True, True], [True]],
+    "changing": [[True, False, False], [False, True], [True, True, True], [False]],
+    "too many": [[True, False, True, False, True]],
+    "new in a short one": [[False, False, False], [True]],
+}
+HOLDING: dict[str, dict[str, object]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "deferred": {"defer_cross_reduction": True},
+    "mics": {"mics_shard_size": 2},
+    "mics 1": {"mics_shard_size": 1},
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("name", HOLDING)
+def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
+    """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""
+    run_ranks(4, in_parts, HOLDING[name], WINDOWS[window], 4, local_world_size=2)
+
+
+def after_an_error(settings: dict[str, object], how: str) -> None:
+    """A micro-batch, an error on every rank, the second micro-batch; the step is that of plain torch."""
+    pair = halves(settings, 2)
+    for step in range(3):
+        pair.zero_grad()
+        pair.backward(True)
+        if step and how == "lent":
+            with pytest.raises(RuntimeError, match="inside Gathered"), zeropp.zero.GatheredParameters(pair.model):
+                pair.model(batch(step, 5, pair.rank), True)
+        elif step:
+            with torch.set_grad_enabled(how == "forward"), pytest.raises(TypeError):
+                pair.model("no tensor", True)
+        pair.backward(True)
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("how", ["forward", "evaluation", "lent"])
+@pytest.mark.parametrize("name", HOLDING)
+def test_an_error_between_micro_batches_loses_none(name: str, how: str) -> None:
+    run_ranks(4, after_an_error, HOLDING[name], how, local_world_size=2)
+
+
+def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, int]:
+    """With torch's GradScaler: how far weights are off after steps that were not skipped, and how many were."""
+    pair = halves(settings, 2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    pair.sharded.call = lambda loss: pair.optimizer.backward(scaler.scale(loss))
+    for window in uses:
+        pair.zero_grad()
+        for both in window:
+            pair.backward(both)
+        scaler.step(pair.optimizer)
+        scaler.update()
+        if not pair.optimizer.step_was_skipped:
+            pair.plain_optimizer.step()
+        pair.advance()
+    return pair.difference(), pair.optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_held_gradients_and_a_scaler_are_never_mixed(name: str) -> None:
+    """A layer that only the first micro-batch of a later window uses: in that step or, once, a step is skipped."""
+    uses = [[False, False], [True, False], [True, False], [True, True], [True, False]]
+    for off, skipped in run_ranks(4, scaled, HOLDING[name], uses, local_world_size=2):
+        assert off <= 1e-12 and skipped <= 1
+
+
+def cleared(settings: dict[str, object]) -> None:
+    """The wrapped optimizer's own ``zero_grad`` after the first of three micro-batches: the other two are stepped."""
+    pair = halves(settings, 2)
+    pair.backward(True)
+    pair.optimizer.inner.zero_grad()
+    pair.plain_optimizer.zero_grad()
+    pair.backward(True)
+    pair.backward(True)
+    pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", HOLDING)
+def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
+    run_ranks(4, cleared, HOLDING[name], local_world_size=2)

@@ -1,0 +1,88 @@
+"""The registered operations inside torch.compile: one graph, the same results, and sizes that may change."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from torch import Tensor
+
+import zeropp_kernels as kernels
+from tests.kernels.cases import values
+from tests.kernels.operations import NAMES, NUMEL, listed, messages_for, samples
+from zeropp_kernels import block_table, state_layout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inside_a_compiled_region(name: str) -> None:
+    """One graph, and the same results; the compiler sees through to the operation and its outputs."""
+    operation = getattr(torch.ops.zeropp, name)
+
+    def run(*arguments: object) -> None:
+        operation(*arguments)
+
+    torch._dynamo.reset()  # one function serves all operations, and compiles anew for each
+    plain, compiled = samples()[name], samples()[name]
+    run(*plain)
+    torch.compile(run, fullgraph=True, backend="aot_eager")(*compiled)
+    changed = 0
+    for before, left, right in zip(samples()[name], plain, compiled, strict=True):
+        for old, a, b in zip(listed(before), listed(left), listed(right), strict=True):
+            assert torch.equal(a.nan_to_num(), b.nan_to_num())
+            changed += not torch.equal(old.nan_to_num(), a.nan_to_num())
+    assert changed, "the operation wrote nothing"
+
+
+def test_public_functions_compile_whole() -> None:
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def round_trip(x: Tensor, message: Tensor, out: Tensor) -> Tensor:
+        kernels.quantize_(x * 2, message)
+        kernels.dequantize_(message, out)
+        return out + 1
+
+    x, message = values(NUMEL, torch.float32).clamp(-9, 9), messages_for(NUMEL, 8)
+    found = round_trip(x, message, torch.zeros(NUMEL))
+    assert (found - 1 - 2 * x).abs().max() < 0.1
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+def test_default_compiler() -> None:
+    """Through inductor, which plans memory anew: what operations write stays where they write it."""
+    table, norms = block_table([100, 300], [0, 256], NUMEL), torch.empty(3)
+
+    def step(x: Tensor, message: Tensor, state: Tensor, out: Tensor, targets: list[Tensor]) -> Tensor:
+        kernels.quantize_(x * 2, message, bits=4, rotate=True, state=state)
+        kernels.dequantize_(message, out, bits=4, rotate=True)
+        kernels.scatter_(out * 3, targets, table, norms=norms)
+        return out + 1
+
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True)):
+        x, message = values(NUMEL, torch.float32), messages_for(NUMEL, 4)
+        state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
+        out, targets = torch.empty(NUMEL), [torch.empty(100), torch.empty(300)]
+        found.append([run(x, message, state, out, targets), message, state, out, *targets, norms.clone()])
+    assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+
+def test_sizes_may_change_inside_a_compiled_region() -> None:
+    """Sizes, counts and rooms are symbols to the compiler: one graph for fixed ones, and one for all others."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def pass_on(x: Tensor, message: Tensor, out: Tensor, count: int) -> None:
+        kernels.quantize_(x, message, count=count)
+        kernels.reduce_quantize_(message, out, numel=x.numel() // count, count=count)
+
+    compiled = torch.compile(pass_on, fullgraph=True, backend="aot_eager")
+    for step in range(1, 12):
+        numel, count = 256 * step, step % 3 + 1
+        x = values(numel * count, torch.float32)
+        given = [(x, messages_for(numel, 8, count), messages_for(numel, 4), count) for _ in range(2)]
+        pass_on(*given[0])
+        compiled(*given[1])
+        assert torch.equal(given[0][2], given[1][2])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 6
