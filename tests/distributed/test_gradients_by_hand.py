@@ -14,7 +14,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL
-from tests.distributed.shapes import Routed, make_config, worst
+from tests.distributed.shapes import Routed, chain, make_config, worst
 
 Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, the plain optimizer, the one that steps
 
@@ -187,3 +187,24 @@ def edited_by_hand(clipping: float) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_edited_by_hand(world: int, clipping: float) -> None:
     run_ranks(world, edited_by_hand, clipping)
+
+
+def looked_at_between_backwards(bound: float) -> None:
+    """The norm is asked for, and gradients are clipped, before a second backward adds to them through other blocks."""
+    pair = Pair(Routed(4), make_config())
+    pair.train(chain(4))
+    for _ in range(3):
+        pair.zero_grad()
+        pair.backward(chain(0, 1))
+        found, plain = pair.optimizer.clip_grad_norm_(bound), nn.utils.clip_grad_norm_(pair.plain.parameters(), bound)
+        assert float(found) == pytest.approx(float(plain), rel=1e-9)
+        pair.backward(chain(1, 3))
+        norm = nn.utils.get_total_norm([p.grad for p in pair.plain.parameters() if p.grad is not None])
+        pair.step()
+        pair.check()
+        assert pair.optimizer.grad_norm == pytest.approx(float(norm), rel=1e-9)
+
+
+@pytest.mark.parametrize("bound", [1e-3, math.inf])
+def test_gradients_looked_at_between_backwards(bound: float) -> None:
+    run_ranks(2, looked_at_between_backwards, bound)

@@ -75,15 +75,18 @@ class Box:
 
 
 class Boxed(nn.Module):
-    """A child returns its output where no hook can find it: inside a closure in an object with slots."""
+    """A child returns its output where no hook can find it: inside a closure in an object with slots.
+
+    The first one's input needs no gradient, and its second layer's weight is wanted in backward all the same.
+    """
 
     class Inner(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lin = nn.Linear(8, 8)
+            self.lin, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Box:
-            return Box(torch.tanh(self.lin(x)))
+            return Box(torch.tanh(self.out(torch.tanh(self.lin(x)))))
 
     def __init__(self) -> None:
         super().__init__()

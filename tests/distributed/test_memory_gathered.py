@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Block, Routed, chain, live, make_config
+from tests.distributed.shapes import WIDTH, Block, Routed, chain, live, make_config
 from tests.distributed.storages import trained
 from tests.owned import live_numel, owned_bytes
 from zeropp.comm.streams import Event
@@ -171,3 +171,36 @@ def released_by(make: Callable[[], nn.Module]) -> int:
 
 def test_nothing_is_gathered_between_steps() -> None:
     assert run_ranks(2, released_by, Routed) == [0, 0]
+
+
+class Tied(nn.Module):
+    """Its last module has no parameter but the first one's; says what is gathered once that is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.head.weight = self.blocks[0].lin.weight
+        self.look: Callable[[], None] = lambda: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.head(x)
+        self.look()
+        return x
+
+
+def gathered_behind_a_tied_module() -> list[int]:
+    model, found = Tied(), []
+    optimizer = trained(model, make_config(reuse=0, prefetch=0))
+    model.look = lambda: found.append(live_numel(optimizer.engine.units))
+    for _ in range(2):
+        model(torch.randn(2, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def test_a_module_releases_a_weight_that_it_shares_with_another_unit() -> None:
+    assert run_ranks(2, gathered_behind_a_tied_module) == [[0, 0]] * 2
