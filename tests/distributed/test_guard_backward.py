@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.pair import Pair
+from tests.distributed.routes import BARE
 from tests.distributed.shapes import Routed, chain, make_config, worst
 
 
@@ -148,6 +149,38 @@ def read_after_a_failure(who: list[int]) -> None:
 @pytest.mark.parametrize("who", [[0], [0, 1]])
 def test_values_are_refused_after_a_backward_that_failed(who: list[int]) -> None:
     run_ranks(2, read_after_a_failure, who)
+
+
+def backward_that_failed_once_more(settings: dict[str, object]) -> float:
+    """A graph that is kept, whose backward fails half-way and is run again; how far weights are off then."""
+    pair = Pair(Routed(4), make_config(**settings))
+    pair.train(chain(4))
+    fails = [True]
+
+    def fail_once(gradient: Tensor) -> None:
+        if fails and fails.pop():
+            raise ArithmeticError("of the user")
+
+    def watch(module: nn.Module, args: object, out: Tensor) -> None:
+        out.register_hook(fail_once)
+
+    with pair.model.blocks[1].register_forward_hook(watch):
+        for _ in range(2):
+            pair.zero_grad()
+            pair.whole.backward(chain(4))
+            loss = pair.model(pair.batch(pair.rank), chain(4)).square().mean()
+            if fails:
+                with pytest.raises(ArithmeticError):
+                    loss.backward(retain_graph=True)
+                pair.optimizer.zero_grad()
+            loss.backward()
+            pair.step()
+    return pair.difference()
+
+
+@pytest.mark.parametrize("settings", [{}, BARE, {"stage": 1}], ids=["3", "bare", "1"])
+def test_a_backward_that_failed_is_run_again(settings: dict[str, object]) -> None:
+    assert max(run_ranks(2, backward_that_failed_once_more, settings)) < 1e-12
 
 
 def backward_after_a_failure(settings: dict[str, object], again: bool) -> tuple[bool, float]:

@@ -184,7 +184,10 @@ def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize(
-    "settings", [{}, {"mics_shard_size": 2}, {"stage": 1, "gradient_bits": {"local": 4, "cross": 4}}], ids=str
+    "settings",
+    # 1 rank a node: one hop.
+    [{}, {"local_world_size": 1}, {"mics_shard_size": 2}, {"stage": 1, "gradient_bits": {"local": 4, "cross": 4}}],
+    ids=str,
 )
 def test_norms_are_those_of_parameters_alone(settings: dict[str, object], scale: float) -> None:
     """Rotated codes leave errors in the padding behind a parameter, which unscaling does not reach."""

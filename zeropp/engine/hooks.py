@@ -379,9 +379,6 @@ class ModuleHooks:
         opaque: Callable[..., object] = torch.compiler.disable(after)
 
         def after_or_skip(*arguments: object) -> object:
-            if torch.compiler.is_compiling() and hooked.skipped:
-                hooked.skipped = False
-                return None
-            return opaque(*arguments)
+            return None if torch.compiler.is_compiling() and hooked.skipped else opaque(*arguments)
 
         return opaque if hooked.units else after_or_skip
