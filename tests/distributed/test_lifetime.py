@@ -14,6 +14,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import MODELS
 from tests.distributed.parity import Recipe, build, continue_zero, make_optimizer
+from tests.distributed.routes import agreements
 from tests.distributed.shapes import Routed, make_config
 from tests.distributed.storages import storages, trained
 from zeropp.engine.hooks import BackwardCall
@@ -157,3 +158,20 @@ def test_close_takes_every_hook_away() -> None:
     for before, during, after in run_ranks(2, closed):
         assert len(during) > len(before)
         assert after == before
+
+
+def saved_whole(persist: int) -> tuple[int, int]:
+    """Bytes that a state dict which is given up leaves behind, and how often ranks asked each other for it."""
+    model = Routed()
+    optimizer = trained(model, make_config(persist=persist, overlap_comm=False))
+    model(torch.randn(2, 8)).square().mean().backward()
+    optimizer.step()
+    model.state_dict()  # the lanes of gathers and the gather's own buffers are there from here on
+    before, asked = sum(storages().values()), agreements(optimizer)
+    model.state_dict()
+    return sum(storages().values()) - before, agreements(optimizer) - asked
+
+
+@pytest.mark.parametrize("persist", [0, 10])
+def test_a_state_dict_leaves_nothing_behind_and_asks_once(persist: int) -> None:
+    assert run_ranks(2, saved_whole, persist) == [(0, 1)] * 2
