@@ -241,16 +241,18 @@ def test_a_state_that_carries_nothing_loads() -> None:
     assert run_ranks(2, old_state, {**GRADIENTS, "zeropp_loco_param": {}}) == [True] * 2
 
 
-def lost_on_one(settings: dict[str, object], change: str) -> tuple[int, bool, str]:
-    """Rank 1 of two has lost what it carried, or has a file of another step; steps carried after loading, and what."""
+def lost_on_one(settings: dict[str, object], change: str, who: int) -> tuple[int, bool, str]:
+    """One rank of two has lost what it carried, or has a file of another step; steps and errors after loading."""
     model, optimizer = wrapped(make_config(**settings), 0.1)
     model(tokens(0, dist.get_rank())).backward()
     optimizer.step()
     state = optimizer.state_dict()
-    if dist.get_rank() == 1 and change == "lost":
+    if dist.get_rank() == who and change == "lost":
         del state["zeropp"]["carried"]
-    elif dist.get_rank() == 1:
+    elif dist.get_rank() == who and change == "age":
         state["zeropp"]["carried"]["steps"] += 1
+    elif dist.get_rank() == who:
+        state["zeropp"]["carried"]["errors"] = {}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer.load_state_dict(state)
@@ -258,10 +260,18 @@ def lost_on_one(settings: dict[str, object], change: str) -> tuple[int, bool, st
     return carried["steps"], any(error.any() for error in carried["errors"].values()), str(caught[0].message)
 
 
-@pytest.mark.parametrize(("change", "cause"), [("lost", "of ranks [1] do not fit"), ("age", "differ in age")])
-def test_errors_that_one_rank_has_lost_begin_anew_on_all(change: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "who", "cause"),
+    [
+        ("lost", 1, "of ranks [1] do not fit"),
+        ("age", 1, "differ in age"),
+        ("of no unit", 0, "of ranks [0] do not fit"),
+        ("of no unit", 1, "of ranks [1] do not fit"),
+    ],
+)
+def test_errors_that_one_rank_has_lost_begin_anew_on_all(change: str, who: int, cause: str) -> None:
     settings = {**GRADIENTS, "zeropp_loco_param": {}}
-    for steps, anything, said in run_ranks(2, lost_on_one, settings, change):
+    for steps, anything, said in run_ranks(2, lost_on_one, settings, change, who):
         assert (steps, anything) == (0, False) and cause in said, said
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.pair import Pair
-from tests.distributed.shapes import WIDTH, Block, Routed, make_config
+from tests.distributed.shapes import WIDTH, Block, Routed, gathers, make_config
 from tests.distributed.tower import Tower, batch, train, wrap
 from tests.owned import live_numel, owned_bytes
 
@@ -170,6 +170,46 @@ def live_in_backward(when: str, kind: type[Routed]) -> tuple[int, int]:
 def test_frozen_blocks_are_released_in_backward(when: str, kind: type[Routed]) -> None:
     for most, block in run_ranks(2, live_in_backward, when, kind):
         assert block <= most <= 2 * block
+
+
+class TwoWays(nn.Module):
+    """A trained layer for one call, and a frozen one for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x: Tensor, *, gain: bool) -> Tensor:
+        return torch.tanh(self.gain(x)) if gain else self.frozen(x)
+
+
+class Early(nn.Module):
+    """A gain is computed first and used last: backward comes to it behind the frozen layer of the same unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(TwoWays() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gain = self.blocks[0](x, gain=True)
+        return self.blocks[0](self.blocks[1](x, gain=True), gain=False) * gain
+
+
+def gathered_in_a_step() -> dict[str, int]:
+    """How often units are gathered, where nothing is kept for later."""
+    model = Early()
+    optimizer = wrap(model, prefetch=0, reuse=0)
+    for _ in range(3):
+        before = gathers(optimizer)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: count - before[name] for name, count in gathers(optimizer).items()}
+
+
+def test_a_unit_stays_until_the_gradients_behind_its_frozen_part_have_come() -> None:
+    """For each call in forward, and once in backward; both of its buffers."""
+    assert run_ranks(2, gathered_in_a_step) == [{"blocks.0": 2 * 3, "blocks.1": 2 * 2}] * 2
 
 
 class Scaled(nn.Module):
