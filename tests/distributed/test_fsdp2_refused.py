@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
 
 from tests.distributed.fsdp2_models import PLAIN, gradients, hooks, sharded
 from tests.distributed.fsdp2_oracle import Net, tokens
@@ -68,6 +70,14 @@ def replicated() -> nn.Module:
     return fully_shard(Net(), mesh=mesh)
 
 
+def of_two_meshes() -> nn.Module:
+    """Biases on a mesh of their own, which torch can do from 2.13 on."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
+    own = _fsdp_common.FSDPMeshInfo(mesh["local"], shard_mesh_dim=0)
+    result = _fsdp_common.ShardPlacementResult(Shard(0), own)
+    return fully_shard(Net(), shard_placement_fn=lambda parameter: result if parameter.ndim == 1 else None)
+
+
 def applied() -> nn.Module:
     model = sharded()
     fsdp2.apply(model)
@@ -85,6 +95,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "not sharded": (Net, {}),
     "twice": (applied, {}),
     "replicas": (replicated, {}),
+    **({"several meshes": (of_two_meshes, {})} if hasattr(_fsdp_common, "ShardPlacementResult") else {}),
     "dtypes": (lambda: unmixed(Mixed), {}),
     "integers": (lambda: unmixed(Whole), {}),
     "extension": (extended, {}),
@@ -110,6 +121,7 @@ SAID = {
     "not sharded": "no module of this Net has been sharded; call torch.distributed.fsdp.fully_shard",
     "twice": r"has a GatherComm already; expected FSDP2's DefaultAllGather.*remove\(\)",
     "replicas": r"replicates \(HSDP\).*reshard_after_forward=<ranks per node>",
+    "several meshes": r"\(root\): shard_placement_fn puts its parameters on 2 meshes.*expected one mesh for each call",
     "dtypes": r"\(root\): parameters are gathered together in several dtypes.*'torch.bfloat16': \['fixed.weight'\]",
     "integers": "in several dtypes.*torch.int64",
     "extension": r"blocks.0: \['blocks.0.0.weight'\] bring their own all-gather extension",
@@ -181,10 +193,12 @@ def late_changes() -> list[str]:
     with pytest.raises(RuntimeError, match=r"FSDP2 sends torch\.uint8, since its parameters have had several dtypes"):
         model(tokens(0, dist.get_rank()))
     model = sharded()
+    groups = len(dist.distributed_c10d._world.pg_map)
     adapter = fsdp2.apply(model)
     model(tokens(0, dist.get_rank())).backward()
     before = adapter.ledger.total_bytes
     adapter.remove()
+    assert len(dist.distributed_c10d._world.pg_map) == groups, "process groups outlive the adapter"
     model.zero_grad()
     model(tokens(0, dist.get_rank())).backward()
     usual = sharded()
