@@ -61,7 +61,7 @@ class VirtualHop(Hop):
         self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
         self._meeting.swap(self.index, list(out.view(self.size, -1).unbind()), [piece] * self.size)
 
-    def exchange(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
+    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
         """See :class:`Hop`."""
         sent = message.nbytes // self.size * (self.size - 1)
         self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
