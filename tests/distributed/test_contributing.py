@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -17,13 +18,14 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.pair import Pair
 from tests.distributed.shapes import Routed, chain, make_config
-from zeropp.config.extension import ExtensionConfig
+from zeropp.config.extension import Bits, ExtensionConfig
 from zeropp.config.support import SUPPORT, Kind
 from zeropp.config.zero import ZeroConfig
-from zeropp.partition.levels import Mode, choose_mode
+from zeropp.partition.levels import HopSpec, Mode, choose_mode
 from zeropp.partition.topology import build_chain
 from zeropp.wire.codecs import Codec, Feedback, PlainCodec
 from zeropp.wire.encoding import Encoding
+from zeropp_kernels.wire import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,26 +49,30 @@ class CutCodec(PlainCodec):
 
 
 class Cutting(Encoding):
-    """Cuts gradients on every hop."""
+    """Cuts gradients on every hop, and weights if it is told to."""
 
-    def gradient_codecs(self, path: Sequence[object], wire_dtype: torch.dtype) -> list[Codec]:  # type: ignore[override]
+    def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[Codec]:
         return [CutCodec() for _ in path]
 
 
-def with_a_codec() -> tuple[float, dict[str, int], dict[str, int]]:
-    """The difference to plain torch, and bytes of gradients as the ledger has them and as the plan does."""
-    with mock.patch("zeropp.params.build.choose_encoding", lambda config: Cutting()):
+def with_a_codec(kind: str) -> tuple[float, dict[str, int], dict[str, int]]:
+    """The difference to plain torch, and bytes of a gather or reduction in the ledger, and as they should be."""
+    weights = CutCodec() if kind == "gather" else None
+    with mock.patch("zeropp.params.build.choose_encoding", lambda config: Cutting(weights=weights)):
         pair = Pair(Routed(3), make_config(), dtype=torch.float32)
         for _ in range(4):
             pair.train(chain(3))
-    sent = {row.unit: row.bytes // 4 for row in zeropp.comm_report(pair.model).rows if row.kind == "reduce"}
-    assert {row.codec for row in zeropp.comm_report(pair.model).rows if row.kind == "reduce"} == {"cut16"}
+    rows = [row for row in zeropp.comm_report(pair.model).rows if row.kind == kind]
+    assert {row.codec for row in rows} == {"cut16"}
+    # Of a call: as many steps have other numbers of gathers than of reductions.
+    sent = {row.unit: row.bytes // row.calls for row in rows}
     return pair.difference(), sent, {unit.name: unit.numel * 2 // 2 for unit in pair.engine.units}
 
 
-def test_a_codec() -> None:
-    for difference, sent, expected in run_ranks(2, with_a_codec):
-        assert 0 < difference < 0.02  # seven bits of mantissa: a gradient is off by 2**-7 of itself at most
+@pytest.mark.parametrize("kind", ["reduce", "gather"])
+def test_a_codec(kind: str) -> None:
+    for difference, sent, expected in run_ranks(2, with_a_codec, kind):
+        assert 0 < difference < 0.02  # seven bits of mantissa: what travels is off by 2**-7 of itself at most
         assert sent == expected
 
 
@@ -94,7 +100,7 @@ def test_a_placement() -> None:
 def test_a_placement_of_a_configuration_is_levels_and_nothing_else() -> None:
     config = zeropp.load_config(make_config(zero_hpz_partition_size=2))
     mode = choose_mode(config, 4, 2)
-    assert mode == replace(mode) and mode.cached == 2  # a value: no state, no process
+    assert choose_mode(config, 4, 2) == mode and mode.cached == 2  # a value: no state, no process
 
 
 # A key.
@@ -124,6 +130,11 @@ def test_a_key(model: type[ExtensionConfig | ZeroConfig]) -> None:
 # A width of codes: what tells one from another is in few files.
 
 _WIDTH = re.compile(r"\b(bits|BITS|source_bits)\b *(==|!=|//|in \()|\bGROUPS\b.* = \{|Literal\[4, 8")
+
+
+def test_a_configuration_has_every_width() -> None:
+    widths = {width for part in get_args(Bits) for width in get_args(part)}
+    assert widths == {16, 32, *GROUPS}  # plain values, and codes
 
 
 def test_few_files_tell_widths_apart() -> None:

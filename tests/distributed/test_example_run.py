@@ -137,7 +137,7 @@ layers = [torch.nn.Linear(width, width) for _ in range(4)]
 """
 
 
-@pytest.mark.parametrize("width", [16, 400])
+@pytest.mark.parametrize("width", [pytest.param(16, marks=pytest.mark.campaign), 400])
 def test_readme_s_ten_lines_end_well(width: int, tmp_path: Path) -> None:
     """As they stand: nothing is closed, and what was gathered after the last step may still be on its way."""
     block = re.search(r"## Use\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

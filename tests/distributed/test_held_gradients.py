@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, spread
 from tests.distributed.pair import Pair
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import make_config
@@ -72,8 +72,7 @@ HOLDING: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize(("name", "window"), spread(HOLDING, WINDOWS, 2))
 def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
     """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""
     run_ranks(4, in_parts, HOLDING[name], WINDOWS[window], 4, local_world_size=2)
@@ -96,8 +95,7 @@ def after_an_error(settings: dict[str, object], how: str) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("how", ["forward", "evaluation", "lent"])
-@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize(("name", "how"), spread(HOLDING, ["forward", "evaluation", "lent"], 2))
 def test_an_error_between_micro_batches_loses_none(name: str, how: str) -> None:
     run_ranks(4, after_an_error, HOLDING[name], how, local_world_size=2)
 

@@ -34,7 +34,7 @@ def command(tcp: str | None, *flags: str) -> list[str]:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
-@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.campaign)])
 def test_figures_of_a_small_model(nodes: int, tcp: str | None, busy: bool) -> None:
     words = command(tcp, f"--nodes={nodes}", "--systems=zeropp_s3,zeropp_pp", "--rates=5", *SMALL, "--equal=zeropp_pp")
     with beside(busy):

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import zeropp
 import zeropp_kernels as kernels
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, spread
 from tests.distributed.quantized import GRADIENTS, WEIGHTS, Model, bound, decoded, tokens, wrapped
 from tests.distributed.shapes import make_config
 from tests.distributed.watch import watch_weights
 from tests.owned import owned_bytes
 
-SHAPES = [(4, 4), (4, 2), (4, 1), (6, 2)]  # ranks, ranks to a node: 1x4, 2x2, 4x1, 3x2
+# Nodes x ranks of each: all ranks, ranks to a node.
+SHAPES = {"1x4": (4, 4), "2x2": (4, 2), "4x1": (4, 1), "3x2": (6, 2)}
 
 
 # Weights.
@@ -99,9 +100,9 @@ QUANTIZED: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
-@pytest.mark.parametrize(("world", "local"), SHAPES)
-def test_gradients_lie_within_the_codecs_bound(world: int, local: int, name: str) -> None:
+@pytest.mark.parametrize(("name", "shape"), spread(QUANTIZED, SHAPES, 2))
+def test_gradients_lie_within_the_codecs_bound(name: str, shape: str) -> None:
+    world, local = SHAPES[shape]
     settings, bits = QUANTIZED[name]
     if name == "hpz" and local != 2:
         settings = {"zero_hpz_partition_size": world}

@@ -22,14 +22,13 @@ def check(seeds: range, world: int) -> None:
     assert not missing, f"no session made {missing}"
 
 
-@pytest.mark.parametrize("first", range(0, 60, 20))
+@pytest.mark.parametrize("first", range(0, 40, 20))
 def test_sessions(first: int) -> None:
     check(range(first, first + 20), 2)
 
 
-@pytest.mark.parametrize("first", [100, 106])
-def test_sessions_on_two_nodes(first: int) -> None:
-    check(range(first, first + 6), 4)
+def test_sessions_on_two_nodes() -> None:
+    check(range(100, 108), 4)
 
 
 @pytest.mark.campaign

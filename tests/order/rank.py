@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.order.world import Agreement, Deadlock, Event, Lanes, World
 from zeropp.engine.backward import BackwardUses
-from zeropp.order.orders import IssueHash, PhaseKey
+from zeropp.order.known_orders import IssueHash, PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
@@ -194,7 +194,7 @@ class Rank:
         """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""
         while late := self._late():
             for index in late:
-                self.reductions.send_again(index)
+                self.reductions.send_held(index)
         for unit in self.units:
             unit.version += 1
         self.schedule.holdings.release_planned()

@@ -9,7 +9,7 @@ from zeropp.comm.accounts import Account, describe_phase, explain, likely_cause,
 FORWARD, EVALUATION = "a forward with gradients", "a forward without gradients, in eval mode"
 ALONE = "rank 0 called state_dict() of a GPT alone; it is collective: every rank calls it"
 SAVING = Account("at state_dict() of a GPT", call="state_dict() of a GPT")
-WAITING = Account("waiting for the gather of unit 'blocks.0'", phase=FORWARD)
+WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ WAITING = Account("waiting for the gather of unit 'blocks.0'", phase=FORWARD)
             "run",
         ),
         (
-            {0: Account("waiting", phase=EVALUATION), 1: WAITING},
+            {0: Account("waiting", where=EVALUATION), 1: WAITING},
             2,
             "the ranks made different numbers of forwards, backwards or steps: rank 0 in a forward without gradients, "
             "in eval mode, rank 1 in a forward with gradients",
         ),
         (
-            {0: WAITING, 1: Account("asking for unit 'head'", phase=FORWARD)},
+            {0: WAITING, 1: Account("asking for unit 'head'", where=FORWARD)},
             2,
             "the ranks ran different modules, or in another order; look for code that depends on the rank",
         ),

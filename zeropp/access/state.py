@@ -174,21 +174,19 @@ class _Saving:
 
     def save(self, module: nn.Module, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         """In place of ``_save_to_state_dict``: whole values in the compute dtype."""
-        own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
         engine = _alive(self.engine)
-        values: dict[int, Tensor] = {}
-        for unit in engine.units:
-            for buffer in unit.buffers:
-                if any(parameter is other for parameter in own.values() for other in buffer.parameters):
-                    gathered = self._whole(engine, buffer, unit)
-                    for parameter, value in zip(buffer.parameters, gathered, strict=True):
-                        # As the plain model has it; full_state gives the main weights.
-                        values[id(parameter)] = value.to(buffer.compute_dtype)
-        for name, parameter in own.items():
-            whole = values.get(id(parameter))
-            # Cloned: a view would keep its whole flat buffer in the state dict. What no buffer has, an integer
-            # parameter for one, is whole as it is.
-            destination[prefix + name] = parameter.detach() if whole is None else whole.clone()
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            unit = engine.unit_of.get(id(parameter))
+            if unit is None:
+                # What no unit has, an integer parameter for one, is whole as it is.
+                destination[prefix + name] = parameter.detach()
+                continue
+            buffer, index = next((b, i) for b in unit.buffers for i, p in enumerate(b.parameters) if p is parameter)
+            # As the plain model has it; full_state gives the main weights. A copy: a view would keep its whole flat
+            # buffer in the state dict.
+            destination[prefix + name] = self._whole(engine, buffer, unit)[index].to(buffer.compute_dtype, copy=True)
         parameters = module._parameters
         try:
             # Buffers and extra state the class saves itself, with whatever a subclass adds; it must not see released

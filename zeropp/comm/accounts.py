@@ -16,19 +16,19 @@ class Account:
     Attributes:
         doing: in the words of an error, after "rank 0 was".
         call: the collective call of the user that it has come to, "state_dict() of a GPT", or "".
-        phase: the pass or step that it is in, "a backward", or "".
+        where: the pass or step that it is in, "a backward", or "".
         until: what ended it, ", until ...", or "".
     """
 
     doing: str
     call: str = ""
-    phase: str = ""
+    where: str = ""
     until: str = ""
 
     def __str__(self) -> str:
-        # What a rank does often names the phase already ("starting a forward").
-        where = f" in {self.phase}" if self.phase and self.phase not in self.doing else ""
-        return f"{self.doing}{where}{self.until}"
+        # What a rank does often names it already ("starting a forward").
+        inside = f" in {self.where}" if self.where and self.where not in self.doing else ""
+        return f"{self.doing}{inside}{self.until}"
 
     def packed(self) -> str:
         """For a store."""
@@ -41,7 +41,7 @@ class Account:
 
 
 def describe_phase(key: Sequence[object]) -> str:
-    """The kind of a phase in words; see `zeropp.order.orders.PhaseKey`."""
+    """The kind of a phase in words; see `zeropp.order.known_orders.PhaseKey`."""
     if key[0] == "backward":
         return "a backward"
     # ("forward", path of the root that was called, training, grad mode): see Engine._begin_forward.
@@ -92,9 +92,9 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
             f"{name_ranks(silent)} {does} not wait for others: failed or ended, out of data, slow, or in code that "
             "only some ranks run"
         )
-    phases = _by({rank: account.phase for rank, account in accounts.items()})
-    if len(phases) > 1:
-        parts = ", ".join(f"{name_ranks(ranks)} in {phase or 'no pass'}" for phase, ranks in phases.items())
+    places = _by({rank: account.where for rank, account in accounts.items()})
+    if len(places) > 1:
+        parts = ", ".join(f"{name_ranks(ranks)} in {where or 'no pass'}" for where, ranks in places.items())
         return f"the ranks made different numbers of forwards, backwards or steps: {parts}"
     if len(_by({rank: account.doing for rank, account in accounts.items()})) > 1:
         return "the ranks ran different modules, or in another order; look for code that depends on the rank"

@@ -48,40 +48,40 @@ class Agreement:
         self.stalls = make_stalls(device, comm.ledger.add_wait)
         # The common error, once it was raised. Nothing is waited for after it.
         self.lost: str | None = None
-        self.phase = ""  # the pass that this rank is in, in words
+        self.where = ""  # the pass that this rank is in, in words
         self._stepped = False  # whether main weights are new that are being sent to where they are cached
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
 
-    def wait(self, wait: Callable[[float], bool], doing: str, exposed: tuple[str, str] | None = None) -> None:
-        """Call ``wait(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
+    def wait(self, arrives: Callable[[float], bool], doing: str, exposed: tuple[str, str] | None = None) -> None:
+        """Call ``arrives(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
 
         Args:
-            wait: whether what is waited for has come within so many seconds.
+            arrives: whether what is waited for has come within so many seconds.
             doing: for the error.
             exposed: (unit, kind) in the ledger that the time goes to.
         """
         timing = contextlib.nullcontext() if exposed is None else self.stalls.timing(*exposed)
         with timing, self.watching(doing):
-            if not wait(self.hang_timeout):
+            if not arrives(self.hang_timeout):
                 # Raised inside ``watching``, which lets it through: ``lost`` is set by then.
                 raise self.failure(doing, waited=True)
 
     @contextlib.contextmanager
-    def watching(self, *doing: str, call: str = "", phase: str = "") -> Iterator[None]:
+    def watching(self, *doing: str, call: str = "", where: str = "") -> Iterator[None]:
         """Turn an error of a collective into the common error; at once if the ranks have lost each other before.
 
         Args:
             doing: for the error.
             call: the collective call of the user that this is a part of, if ranks may come to it one by one.
-            phase: where the rank is, if it is in no pass.
+            where: the step, if the rank is in no pass.
         """
         if self.lost is not None:
             raise RuntimeError(self.lost)
         try:
             # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
-            with self.watch.waiting(lambda: Account(" ".join(doing), call, phase or self.phase)):
+            with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where)):
                 yield
         except RuntimeError as error:
             # Other ranks would wait in a collective to which this one does not come. Alone, out of memory stays
@@ -89,7 +89,7 @@ class Agreement:
             alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)
             if self.lost is not None or alone:
                 raise
-            account = Account(" ".join(doing), call, phase or self.phase)
+            account = Account(" ".join(doing), call, where or self.where)
             if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
                 raise self._lose(account, waited=True) from None
             if re.search(_CLOSED, str(error), re.IGNORECASE):
@@ -141,16 +141,16 @@ class Agreement:
         with self.watching(doing):
             return self.comm.all_gather_objects(value)
 
-    def failure(self, doing: str, call: str = "", phase: str = "", *, waited: bool = False) -> RuntimeError:
+    def failure(self, doing: str, call: str = "", where: str = "", *, waited: bool = False) -> RuntimeError:
         """The error to raise when waiting is over: the likely cause, and what each rank was doing.
 
         Args:
             doing: of this rank.
-            call: see :meth:`watching`, like ``phase``.
-            phase: where the rank is.
+            call: see :meth:`watching`.
+            where: see :meth:`watching`.
             waited: whether ``hang_timeout`` was reached.
         """
-        return self._lose(Account(doing, call, phase or self.phase), waited=waited)
+        return self._lose(Account(doing, call, where or self.where), waited=waited)
 
     def _lose(self, account: Account, *, waited: bool = False) -> RuntimeError:
         comm = self.comm

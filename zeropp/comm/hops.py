@@ -172,16 +172,16 @@ class Comm:
         """Number of ranks."""
         return self.chain.world
 
-    def hop(self, stream: str, spec: HopSpec) -> Hop:
-        """A hop, on a group that belongs to a stream. Collective over the members."""
-        # Each stream has groups of its own, so that one thread gives a group its collectives, in one order. Sums that
-        # go back to replicas share the groups of reductions: they run on the same lanes.
-        key = (stream, spec.outer, spec.inner)
+    def hop(self, kind: str, spec: HopSpec) -> Hop:
+        """A hop, on a group of one kind of work. Collective over the members."""
+        # Each kind of work has groups of its own, so that one thread gives a group its collectives, in one order. Sums
+        # that go back to replicas share the groups of reductions: they run on the same lanes.
+        key = (kind, spec.outer, spec.inner)
         if key not in self._groups:
             # In piece order, which need not ascend. new_group keeps it, so that member i of the group has part i.
             members = tuple(self.ranks[rank] for rank in spec.ranks)
-            self._groups[key] = self._make(members, self.backend, f"{stream} {spec.outer}->{spec.inner}")
-        return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, stream)
+            self._groups[key] = self._make(members, self.backend, f"{kind} {spec.outer}->{spec.inner}")
+        return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, kind)
 
     def broadcast(self, tensor: Tensor, source: int | None = None) -> None:
         """Everyone gets the values of one rank, global; of the group's first without ``source``."""
@@ -198,18 +198,18 @@ class Comm:
             self._note_control("<boundary>", 2 * (self.world - 1) * tensor.nbytes // self.world)
             dist.all_reduce(tensor, group=self.world_group)
 
-    def largest(self, tensor: Tensor, stream: str) -> None:
-        """The largest value of each element over all ranks, in place, on a group that belongs to a stream."""
+    def largest(self, tensor: Tensor, kind: str) -> None:
+        """The largest value of each element over all ranks, in place, on a group of one kind of work."""
         if self.world > 1:
-            self._note_control(f"<{stream}>", 2 * (self.world - 1) * tensor.nbytes // self.world)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.all_ranks(stream))
+            self._note_control(f"<{kind}>", 2 * (self.world - 1) * tensor.nbytes // self.world)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.all_ranks(kind))
 
-    def all_ranks(self, stream: str) -> dist.ProcessGroup:
-        """The group of all ranks that belongs to a stream. Collective over the members when first asked for."""
+    def all_ranks(self, kind: str) -> dist.ProcessGroup:
+        """The group of all ranks for a kind of work. Collective over the members when first asked for."""
         # 0 is no level, so this meets no hop's key; the group differs from the world's own in whose thread uses it.
-        key = (stream, self.world, 0)
+        key = (kind, self.world, 0)
         if key not in self._groups:
-            self._groups[key] = self._make(self.ranks, self.backend, f"{stream} all")
+            self._groups[key] = self._make(self.ranks, self.backend, f"{kind} all")
         return self._groups[key]
 
     def _note_control(self, unit: str, nbytes: int) -> None:

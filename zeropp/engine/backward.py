@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeropp.order.orders import PhaseKey
+from zeropp.order.known_orders import PhaseKey
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
 from zeropp.params.unit import Unit
@@ -23,7 +23,7 @@ class BackwardUses:
         self._schedule = schedule
         self._reductions = reductions
         # Unit in use -> calls of frozen modules that backward has reached and not left. Zero is an entry, too: the unit
-        # is held until its gradients have come.
+        # stays until its gradients have come.
         self._calls: dict[int, int] = {}
         self._whole: dict[int, None] = {}
 
@@ -55,7 +55,7 @@ class BackwardUses:
 
         If a call's inputs need no gradient, nothing signals that it is done before backward ends.
         """
-        # One hold for the whole backward, however many calls and outputs ask for the unit; calls are counted apart.
+        # One user for the whole backward, however many calls and outputs ask for the unit; calls are counted apart.
         if unit.index not in self._calls:
             self._calls[unit.index] = 0
             unit.users += 1
@@ -75,14 +75,14 @@ class BackwardUses:
         # Gradients alone do not tell for a frozen weight: it is read until the inputs of its module have theirs. FSDP2
         # watches the inputs of all that it shards; here they are asked only where something is frozen.
         if index not in self._whole and self._calls.get(index) == 0 and self._reductions.complete(index):
-            # First, so that a use that comes after all holds the unit anew.
+            # First, so that a use that comes after all is one of its own.
             del self._calls[index]
             self._release(unit)
 
     def give_up(self) -> bool:
         """Let go of what is left; returns whether anything was."""
-        # Left are those fetched for the whole of it, and those of which a gradient or input never came: this graph did
-        # not hold it.
+        # Left are those fetched for the whole of it, and those of which a gradient or input never came: they are
+        # not in this graph.
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
         for unit in left:
@@ -110,7 +110,7 @@ class Touched:
 
     def use(self, unit: Unit) -> None:
         """Have a unit for the rest of the pass."""
-        # A persistent unit is never released, and needs no hold; it may have to be shown, though.
+        # A persistent unit is never released, and needs no user; it may have to be exposed, though.
         if unit.index not in self._now and not unit.persistent:
             self._now.add(unit.index)
             unit.users += 1

@@ -111,7 +111,7 @@ class Boundary:
         self._extremes = self._find_extremes()
         # A NaN survives the sum and the addition, and zero changes nothing: no branch, so the host need not know.
         flag = torch.where(self._extremes.isfinite().all(), 0.0, torch.nan)
-        with self.engine.agreement.watching("sharing whether gradients are finite", phase="a backward"):
+        with self.engine.agreement.watching("sharing whether gradients are finite", where="a backward"):
             self.engine.comm.sum(flag)
         # GradScaler looks at every gradient it is shown, so one spoiled element of one of them is enough.
         target[:1] += flag.to(target.dtype)
@@ -125,7 +125,7 @@ class Boundary:
         return torch.stack(found) if found else torch.zeros(0, device=self.engine.device)
 
     def verdict(self) -> Verdict:
-        """The result, once per step; the one place that waits for the device.
+        """The result, once per step; all that waits for the device is in here.
 
         Raises:
             RuntimeError: the ranks did not issue the same collectives.
@@ -143,7 +143,7 @@ class Boundary:
                 # late.
                 self.engine.schedule.postpone(late, held=values[self._stray] == 0)
                 for index in late:
-                    self.engine.reductions.send_again(index)
+                    self.engine.reductions.send_held(index)
                 values = self._exchange()
             # The sum is the same everywhere, so all ranks go in here or none does. A step that is skipped needs no
             # clean norm.
@@ -191,7 +191,7 @@ class Boundary:
         changed = self._extremes is not None and not torch.equal(self._extremes, now) and bool(now.isfinite().all())
         # Summed, since an edit on one rank alone must make all of them skip.
         flag = torch.tensor([float(changed)], device=self.engine.device)
-        with self.engine.agreement.watching("asking whether gradients were changed by hand", phase="step()"):
+        with self.engine.agreement.watching("asking whether gradients were changed by hand", where="step()"):
             self.engine.comm.sum(flag)
         edited = self._read(flag)[0] > 0
         if edited:
@@ -223,7 +223,7 @@ class Boundary:
 
     def _exchange(self) -> list[float]:
         self._vector = self._assemble()
-        with self.engine.agreement.watching("adding up norms and flags", phase="step()"):
+        with self.engine.agreement.watching("adding up norms and flags", where="step()"):
             self.engine.comm.sum(self._vector)
         return self._read(self._vector)
 
@@ -284,7 +284,7 @@ class Boundary:
     def _check_in_step(self, values: list[float]) -> None:
         if self._differ(values[_HASH]):
             raise self.engine.agreement.failure(
-                f"comparing what was gathered and reduced, hash {self.engine.issued.value:x}", phase="step()"
+                f"comparing what was gathered and reduced, hash {self.engine.issued.value:x}", where="step()"
             )
         if self._differ(values[_SETTINGS]):
             raise self._settings.disagreement()

@@ -40,7 +40,7 @@ class CacheChecksum:
     @property
     def due(self) -> bool:
         """Whether this step compares; the same on every rank."""
-        return self._steps % self.every == self.every - 1 and any(buffer.cached is not None for buffer in self._buffers)
+        return self._steps % self.every == self.every - 1 and any(buffer.base is not None for buffer in self._buffers)
 
     def count_step(self) -> None:
         """A step is over."""
@@ -48,7 +48,7 @@ class CacheChecksum:
 
     @property
     def _buffers(self) -> list[FlatBuffer]:
-        return [buffer for buffer in self._engine.buffers if buffer.cached is not None]
+        return [buffer for buffer in self._engine.buffers if buffer.base is not None]
 
     @property
     def _levels(self) -> list[int]:
@@ -61,9 +61,9 @@ class CacheChecksum:
             buffers = [buffer for buffer in self._buffers if _level(buffer) == level]
             total = torch.zeros((), dtype=torch.int64, device=self._engine.device)
             for buffer in buffers:
-                assert buffer.cached is not None
+                assert buffer.base is not None
                 # Multiplied in between, so that the same bits in another buffer make another checksum.
-                total = total * _ODD + _checksum(buffer.cached)
+                total = total * _ODD + _checksum(buffer.base)
             numbers = torch.stack([(total >> _PIECE * i) & (2**_PIECE - 1) for i in range(_PIECES)]).double()
             # A row for each slice of this level, and this rank's filled: the sum over ranks is one over the holders of
             # a slice.

@@ -1,4 +1,4 @@
-"""The engine of one model: phases, and who holds which unit.
+"""The engine of one model: phases, and who uses which unit.
 
 The way of one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
 (`zeropp.order.schedule`), which has usually issued the gather already; a lane (`zeropp.comm.streams`) runs
@@ -24,7 +24,7 @@ from zeropp.engine.listener import Listener
 from zeropp.engine.pending import Pending
 from zeropp.engine.tensors import cast_floating
 from zeropp.engine.window import Window
-from zeropp.order.orders import IssueHash, Phase, PhaseKey
+from zeropp.order.known_orders import IssueHash, Phase, PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.refresh import Refresh
@@ -104,7 +104,7 @@ class Engine:
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = 0  # counts sets of trained parameters; backwards are learned for each
         self._backwards = 0  # finished or given up
-        self._ending: Callable[[], object] = lambda: None  # not None while the last backward runs
+        self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
         self._outstanding: list[PhaseKey] = []
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched = Touched(self.units, self.schedule)
@@ -113,7 +113,7 @@ class Engine:
         self.lent = 0  # uses of GatheredParameters that are open
         self.averaged = False  # main weights hold an average, not what is trained
         self.loading = False  # a state dict is being copied into the parameters
-        self._unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
+        self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
     # Forward.
 
@@ -147,7 +147,7 @@ class Engine:
             return self.recover()
         try:
             if returns is not Return.NEVER and self.phase is Phase.FORWARD:
-                self._backward.expect_in_backward(hooked.units, whole=returns is Return.UNANNOUNCED)
+                self._backward.expect_in_backward(hooked.units, whole=returns is Return.UNHOOKED)
             elif returns is not Return.NEVER:
                 self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
@@ -255,7 +255,7 @@ class Engine:
             self.require_idle("the model", averaged=True)
         if not self.running:
             return False
-        self._touched.use(self._unit_of[id(parameter)])
+        self._touched.use(self.unit_of[id(parameter)])
         return True
 
     def _expose(self, units: Iterable[Unit]) -> None:
@@ -319,7 +319,7 @@ class Engine:
         """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
         self.require_idle("requires_grad_", lent=True)
         self.flipped ^= {id(parameter)}
-        for buffer in self._unit_of[id(parameter)].buffers:
+        for buffer in self.unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)
 
     def note_storages(self) -> None:
@@ -354,14 +354,14 @@ class Engine:
 
     def use_in(self, module: nn.Module, parameter: nn.Parameter) -> None:
         """Fetch a parameter's unit for the forwards of a module, too."""
-        if (unit := self._unit_of[id(parameter)]).announced:
+        if (unit := self.unit_of[id(parameter)]).announced:
             self.hooks.extend(module, unit)
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
         """Take this rank's piece of a parameter's new values; see :class:`zeropp.params.guard.GuardHandler`."""
         if not self.loading:
             return False
-        for buffer in self._unit_of[id(parameter)].buffers:
+        for buffer in self.unit_of[id(parameter)].buffers:
             buffer.load(parameter, values)
         return True
 
@@ -413,7 +413,7 @@ class Engine:
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""
-        self.pending.forget_one(self._unit_of[id(parameter)], parameter)
+        self.pending.forget_one(self.unit_of[id(parameter)], parameter)
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, will_execute
 from zeropp.engine.tensors import copy_views, differentiable
-from zeropp.order.orders import PhaseKey
+from zeropp.order.known_orders import PhaseKey
 from zeropp.params.unit import Unit
 
 __all__ = ["OWNED_AS", "BackwardCall", "HookHandler", "HookedModule", "ModuleHooks", "Return"]
@@ -31,10 +31,10 @@ class Return(Enum):
 
     NEVER = "never"
     # By the outputs, or by another forward in it: checkpointing runs one again.
-    ANNOUNCED = "announced"
+    HOOKED = "hooked"
     # It records a graph, and nothing that it returns or keeps could be hooked: its units are there for all of
     # backward.
-    UNANNOUNCED = "unannounced"
+    UNHOOKED = "unhooked"
 
 
 @dataclass(eq=False)
@@ -43,7 +43,7 @@ class HookedModule:
 
     Attributes:
         path: qualified name.
-        units: fetched for the module's forward, persistent ones aside.
+        units: fetched for the module's forward; those of small parameters, used anywhere, aside.
         skipped: its running forward goes by without hooks. Inside a compiled region they would break its graph, and
             without units they are of use only where a pass begins.
         stored: tensors on the module that carry a hook already, of the call that made them.
@@ -301,7 +301,7 @@ class ModuleHooks:
 
     @property
     def depth(self) -> int:
-        """Sites on the call stack."""
+        """How many hooked modules are on the call stack."""
         return len(self._stack)
 
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
@@ -356,7 +356,7 @@ class ModuleHooks:
                 output = copy_views(output, driver.passing if stack else driver.storages, hooked.path)
             # Without a graph inside a forward that records one: checkpointing runs it so, and once more in backward.
             if frame.call is None and not failed and stack and stack[0].call is not None:
-                returns = Return.ANNOUNCED
+                returns = Return.HOOKED
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
                 stored = _stored_tensors(module, hooked, deep=not outputs)
@@ -367,9 +367,9 @@ class ModuleHooks:
                     if tensor.is_leaf:
                         self._on_leaves.append(handle)
                 if outputs:
-                    returns = Return.ANNOUNCED
+                    returns = Return.HOOKED
                 elif hooked.trainable or differentiable((args, kwargs)):
-                    returns = Return.UNANNOUNCED
+                    returns = Return.UNHOOKED
             driver.leave(hooked, returns=returns, failed=failed)
             # The outermost forward is over, and hooked modules may change.
             if later and not stack:

@@ -11,7 +11,7 @@ from torch import Tensor
 from zeropp.comm.hops import Hop
 from zeropp.fsdp2.shards import AllGather
 from zeropp.partition.layout import BLOCK
-from zeropp.wire.codecs import BlockCodec, dtype_name
+from zeropp.wire.codecs import Codec, dtype_name
 
 __all__ = ["GatherComm", "GatherRoute"]
 
@@ -31,7 +31,7 @@ class GatherRoute:
         codec: of what is sent; None for values as they are.
     """
 
-    def __init__(self, hops: Sequence[Hop], codec: BlockCodec | None) -> None:
+    def __init__(self, hops: Sequence[Hop], codec: Codec | None) -> None:
         self.hops = hops
         self.codec = codec
 
@@ -112,7 +112,7 @@ class GatherComm(AllGather):
         return None
 
 
-def _name_of(codec: BlockCodec | None, dtype: torch.dtype) -> str:
+def _name_of(codec: Codec | None, dtype: torch.dtype) -> str:
     """In the ledger. FSDP2 sends bytes where one buffer has parameters of several dtypes."""
     if codec is not None:
         return codec.name
@@ -120,7 +120,7 @@ def _name_of(codec: BlockCodec | None, dtype: torch.dtype) -> str:
     return dtype_name(dtype) if dtype.is_floating_point else "bytes"
 
 
-def _decode_(codec: BlockCodec, messages: Tensor, out: Tensor, count: int) -> None:
+def _decode_(codec: Codec, messages: Tensor, out: Tensor, count: int) -> None:
     """``out`` [count * n] becomes what ``count`` messages of [n] say, for any n.
 
     A kernel decodes several messages at once if each begins on a block of 256 elements. Where n is no multiple of

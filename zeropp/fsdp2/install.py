@@ -22,7 +22,7 @@ from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit, find_units
 from zeropp.partition.levels import HopSpec, Mode, Placement
 from zeropp.partition.topology import build_chain
-from zeropp.wire.codecs import BlockCodec, Feedback
+from zeropp.wire.codecs import BlockCodec, Codec, Feedback
 from zeropp.wire.encoding import Encoding
 
 __all__ = ["Adapter", "apply"]
@@ -262,7 +262,7 @@ class _Routes:
             dist.destroy_process_group(group)
         self.groups = []
 
-    def _secondary(self, group: dist.ProcessGroup, device: torch.device, codec: BlockCodec | None) -> GatherRoute:
+    def _secondary(self, group: dist.ProcessGroup, device: torch.device, codec: Codec | None) -> GatherRoute:
         """FSDP2 makes a group for each call of ``fully_shard``; one of each size is enough."""
         size = group.size()
         if size not in self._by_size:

@@ -34,7 +34,7 @@ def add_group(
         RuntimeError: another rank's is, or is another one.
     """
     # Before anything changes: a group that one rank refuses is added on none.
-    _agree_on_group(group, engine, slices.holds)
+    _agree_on_group(group, engine, slices.in_groups)
     # What was unfrozen for this group must have its main weights before slices are cut.
     apply_requires_grad()
     # The object's own attribute refuses; see refuse_inner_group. torch gets the model's parameters, for its checks.
@@ -47,13 +47,13 @@ def add_group(
             part.show_gradient(True)
 
 
-def _agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool]) -> None:
+def _agree_on_group(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], bool]) -> None:
     """Refuse a group that cannot be added, on every rank. Collective.
 
     Args:
         group: as torch takes it; its ``params`` become a list.
         engine: of the model.
-        holds: whether a parameter is in a group already.
+        in_groups: whether a parameter is in a group already.
 
     Raises:
         TypeError, ValueError: this rank's group is wrong.
@@ -62,7 +62,7 @@ def _agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tens
     error: Exception | None = None
     found = ""
     try:
-        found = f"{_names(group, engine, holds)} with {plain_settings(group)}"
+        found = f"{_names(group, engine, in_groups)} with {plain_settings(group)}"
     except (TypeError, ValueError) as caught:
         error = caught
     # A rank that refuses says so, too: the others wait at this exchange.
@@ -78,7 +78,7 @@ def _agree_on_group(group: dict[str, Any], engine: Engine, holds: Callable[[Tens
         )
 
 
-def _names(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool]) -> list[str]:
+def _names(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], bool]) -> list[str]:
     """The model's names of a group's parameters."""
     if not isinstance(group, dict) or "params" not in group:
         raise TypeError(f"param_group is {group!r}; expected a dict with 'params'")
@@ -97,7 +97,7 @@ def _names(group: dict[str, Any], engine: Engine, holds: Callable[[Tensor], bool
                 f"entry {position} of params, a {type(parameter).__name__}, is no parameter that zeropp partitioned; "
                 "give parameters of the model that was wrapped, floating-point ones"
             )
-        if holds(parameter) or names[id(parameter)] in found:
+        if in_groups(parameter) or names[id(parameter)] in found:
             raise ValueError(f"parameter {names[id(parameter)]!r} is in a group already, or twice in this one")
         found.append(names[id(parameter)])
     return found

@@ -117,12 +117,12 @@ class Slices:
             stepped.append(self._add_stand_in())
         self.stepped = stepped
 
-    def waiting(self) -> dict[str, dict[str, Any]]:
-        """States that wait for frozen parameters to be trained, by the parameters' names."""
+    def frozen_states(self) -> dict[str, dict[str, Any]]:
+        """States kept for frozen parameters to be trained, by the parameters' names."""
         return {name: self._states[id(p)] for name, p in self._frozen() if id(p) in self._states}
 
-    def wait_with(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take saved states that wait."""
+    def keep_frozen_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Take saved ones."""
         self._states = {id(p): states[name] for name, p in self._frozen() if name in states}
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -138,7 +138,7 @@ class Slices:
             part.take_edit()
         return bool(shown) and all(part.removed for part in shown)
 
-    def holds(self, parameter: Tensor) -> bool:
+    def in_groups(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""
         return any(parameter is other for given in self._given for other in given)
 

@@ -336,7 +336,7 @@ class ZeroOptimizer(Optimizer):
             "rank": self.engine.comm.rank,
             "world": self.engine.comm.world,
             "main_weights": main_weights(self.engine),
-            "waiting": self._slices.waiting(),
+            "waiting": self._slices.frozen_states(),
             "carried": self._carried.state_dict(),
             "skipped_steps": self.skipped_steps,
         }
@@ -356,7 +356,7 @@ class ZeroOptimizer(Optimizer):
         self.engine.refresh.wait()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
-        self._slices.wait_with(saved["waiting"])
+        self._slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self._carried, saved.get("carried"))
         self.skipped_steps = saved["skipped_steps"]
         self.zero_grad(now=True)

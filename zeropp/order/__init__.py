@@ -1,5 +1,6 @@
 """Which gathers and reductions are issued, and in which order: the same on every rank.
 
-Knows units by number and state, and what ranks have told each other; no module, no autograd, no codec.
-Start with `schedule`; `prefetch` is the pure plan of what to fetch ahead, `reductions` the gradients' part.
+Knows units by number and state, and what ranks have told each other; no module, no autograd, no process.
+Start with `schedule`, which decides; `known_orders` remembers, `prefetch` plans what to fetch ahead, `reductions` is
+the gradients' part, `refresh` renews what is cached, `holdings` keeps what is gathered and not in use.
 """

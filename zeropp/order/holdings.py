@@ -21,7 +21,7 @@ class Holdings:
     """
 
     def __init__(self, units: Sequence[Unit], lanes: Lanes, agreement: Agreement, live: int) -> None:
-        """Hold nothing yet; ``live`` bounds the elements of what is planned and retained."""
+        """Keep nothing yet; ``live`` bounds the elements of what is planned, and retained where ranks may ask again."""
         self.planned: set[int] = set()
         self.retained: dict[int, None] = {}
         self.numel: list[int] = []
@@ -58,7 +58,7 @@ class Holdings:
             self.release_if_unused(self._units[other])
 
     def release_if_unused(self, unit: Unit) -> None:
-        """Release a unit that nothing holds any more."""
+        """Release a unit that nothing needs any more."""
         kept = unit.index in self.planned or unit.index in self.retained or unit.users > 0 or unit.persistent
         if not kept and unit.state is not UnitState.SHARDED:
             self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")

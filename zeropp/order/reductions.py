@@ -18,7 +18,7 @@ from torch import Tensor
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Event, Lanes
-from zeropp.order.orders import CollectiveOrder, IssueHash
+from zeropp.order.known_orders import CollectiveOrder, IssueHash
 from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]
@@ -40,7 +40,7 @@ class Reductions:
         self.issued = issued
         self.scale = scale
         self.no_sync = False  # inside no_sync: gradients stay on this rank, or within the ranks of the held level
-        self.last = True  # no backward is known to follow before the optimizer steps
+        self.last = True  # gradients of this backward go all the way; or nothing is held
         self.reused: set[int] = set()  # units used more than once in one forward
         self._trained: list[tuple[bool, ...]] = []
         self._counts: list[list[int]] = []
@@ -53,7 +53,7 @@ class Reductions:
         self._uses = 0  # whose gathers have been issued in this phase
         self._ready: list[int] = []  # complete on this rank, not issued
         self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
-        self._doubtful: set[int] = set()  # of these, those whose place is another order's
+        self._doubtful: set[int] = set()  # of these, those sent for an order that was left
         self._in_flight: deque[tuple[Event, Tensor, str]] = deque()  # with the message, and whose it is
 
     def update_trained(self) -> None:
@@ -175,7 +175,7 @@ class Reductions:
 
     def send_late(self) -> dict[int, tuple[bool, ...]]:
         """Send again, on every rank, what any rank has got since it was sent; see :meth:`trained`."""
-        self.wait(0)  # what is on its way settles what is held
+        self.wait(0)  # what is on its way takes along what is held
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
         late = list(dict.fromkeys(index for units in lists for index in units))
         for index in late:
@@ -186,8 +186,8 @@ class Reductions:
         """Which parameters of each of ``units`` are trained."""
         return {index: self._trained[index] for index in units}
 
-    def send_again(self, index: int) -> None:
-        """Send what a unit still holds, at the boundary, on every rank."""
+    def send_held(self, index: int) -> None:
+        """Send what a unit still has, held or late, at the boundary, on every rank."""
         self._issue(index, self._uses, hold=False)
         self.wait(0)
 

@@ -18,7 +18,7 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Event, Lanes
-from zeropp.order.orders import IssueHash
+from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit

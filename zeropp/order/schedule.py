@@ -1,9 +1,10 @@
 """Turns uses of units into gathers that every rank issues in the same order.
 
 While a phase is being *learned*, each need is a round of agreement: ranks say which unit they want, all of them gather
-the first one wanted, and a rank goes on when its own has come. The units so gathered are the order of the phase, the
-union over ranks. While an order is *followed*, nothing is said: a rank that uses the unit at position j first issues
-what the plan starts at positions up to j, also for units only others need, and the reductions that lie between.
+the first of those in the model, and a rank goes on when its own has come. The units so gathered are the order of the
+phase, the union over ranks. While an order is *followed*, nothing is said: a rank that uses the unit at position j
+first issues what the plan starts at positions up to j, also for units only others need, and the reductions that lie
+between.
 
 [Note: how ranks may diverge] A rank may pass over units of the order or come to them in another: what it gathers for
 others it retains. Where known orders of a kind part, there is a *fork*: every rank says what it wants next, and all go
@@ -26,7 +27,7 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Lanes
 from zeropp.order.holdings import Holdings
-from zeropp.order.orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey
+from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
 from zeropp.params.unit import Unit, UnitState
@@ -100,7 +101,7 @@ class Schedule:
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
         self.key, self._then = key, then
-        self.agreement.phase = phase = describe_phase(key)
+        self.agreement.where = phase = describe_phase(key)
         if then is not None:
             self._forward = key
         self._learned, self._own, self._foreseen, self._new_fork = [], set(), set(), None
@@ -125,28 +126,28 @@ class Schedule:
         """Gather the unit, and what the plan fetches with it. The caller has counted itself among its users."""
         index = unit.index
         if unit.persistent:
-            return self._show(unit)
+            return self._wait_and_expose(unit)
         self._own.add(index)
         retained = self.holdings.retained
         if index in retained:
             if self._order is None or self._order.find(index, self._position) is not None:
                 del retained[index]  # else it may be needed once more, and no gather of it is to come
-            return self._show(unit)
+            return self._wait_and_expose(unit)
         # On in the order, past forks, and beyond its end if it does not hold the use.
         while self._order is not None:
             position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
             if position is not None and position < stop:
                 self._advance(position + 1, own=index)
-                return self._show(unit)
+                return self._wait_and_expose(unit)
             if position is None:
                 if unit.state is not UnitState.SHARDED:
-                    return self._show(unit)
+                    return self._wait_and_expose(unit)
                 self._leave(unit)
             self._advance(stop, own=index)
             self._meet(unit)
         self._agree_on(unit)
-        return self._show(unit)
+        return self._wait_and_expose(unit)
 
     def _leave(self, unit: Unit) -> None:
         """The order does not hold this use."""
@@ -157,7 +158,7 @@ class Schedule:
                 '{"zeropp": {"static_graph": true}} promises that they are alike'
             )
 
-    def _show(self, unit: Unit) -> None:
+    def _wait_and_expose(self, unit: Unit) -> None:
         with span("wait", unit.name):
             name = unit.name
             if unit.refreshing:  # told apart from the gather behind it: it takes other links
@@ -203,7 +204,7 @@ class Schedule:
             self.known.remember(self.key, self._order)
         self._recent.add(self.key)
         self.holdings.release_retained()
-        self.agreement.phase = ""
+        self.agreement.where = ""
 
     def _may_be_asked(self) -> bool:
         """Whether a rank may ask for more at the end of the order that is followed."""
@@ -233,7 +234,7 @@ class Schedule:
             order = CollectiveOrder(order.uses, *self.reductions.end_learning(len(order.uses)))
         else:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.phase}")
+        accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.where}")
         mixed = any(own != accounts[0][0] for own, _ in accounts)
         self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork)
         for _, foreseen in accounts:
@@ -247,7 +248,7 @@ class Schedule:
         """
         self._failed |= running and (self.key[0] == "backward" or not self._silent)
         self._order, self._plan, self._learned = None, None, []
-        self.agreement.phase = ""
+        self.agreement.where = ""
         for unit in self.units:
             unit.users = 0
         self.holdings.release_planned()
@@ -316,7 +317,7 @@ class Schedule:
     # Where known orders part or end.
 
     def _asking(self, unit: Unit | None) -> str:
-        return f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.phase}"
+        return f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.where}"
 
     def _meet(self, unit: Unit | None) -> bool:
         """Say what this rank wants next, None for nothing more, and go on as all ranks want: see the note above.
@@ -369,11 +370,12 @@ class Schedule:
         """
         assert self._order is not None
         if self.log_relearning:
-            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.phase, self._position)
+            _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, self._position)
         since = min(left) if len(left) == 1 and left != {_NONE} else place
         self._learned = list(self._order.uses[:since])
-        # Some ranks have left, and others used what lies between. The union has what was wanted there at its end; a
-        # rank that comes to it early holds all between. Where that is too much, they had better say what they want.
+        # Some ranks have left, and others used what lies between. In the union, what was wanted there
+        # comes last, and a rank that wants it early keeps all between gathered. Where that is too much, that place
+        # becomes a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
         self._new_fork = self._order.uses[: min(apart)] if apart else None
         self.known.note_variation(self.key)  # also if what is learned turns out to be known

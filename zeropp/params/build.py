@@ -18,7 +18,7 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
 from zeropp.partition.levels import Mode, Placement
 from zeropp.partition.units import UnitSpec
-from zeropp.wire.codecs import BlockCodec, dtype_name
+from zeropp.wire.codecs import dtype_name
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
@@ -163,10 +163,10 @@ def _weight_paths(
     cache_codes = encoding.cache_codes and cached not in (None, 1)
 
     def path(
-        outer: int, inner: int, stream: str, *, encoded: bool, coded: bool = coded, decodes: bool = True
+        outer: int, inner: int, kind: str, *, encoded: bool, coded: bool = coded, decodes: bool = True
     ) -> GatherPath:
         # Makes process groups, so every rank must come here for the same buffers in the same order.
-        hops = [comm.hop(stream, spec) for spec in placement.gather_path(outer, inner)]
+        hops = [comm.hop(kind, spec) for spec in placement.gather_path(outer, inner)]
         if codec is None or not encoded:
             return GatherPath(placement, outer, inner, hops, dtype)
         return CodedGatherPath(placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes)
@@ -177,8 +177,8 @@ def _weight_paths(
         # Frozen weights change by loads and edits only, after which there is no base. Without hops nothing travels.
         changes = key.trainable and bool(refresh.hops)
         if encoding.differences is not None and changes and dtype in BASES[encoding.differences]:
-            of = make_difference_codec(encoding.differences)
-            differences = DifferencePath(placement, states, cached, refresh.hops, dtype, of)
+            difference = make_difference_codec(encoding.differences)
+            differences = DifferencePath(placement, states, cached, refresh.hops, dtype, difference)
             if differences.counted is not None:
                 # Made now, by all: later it would be made on a lane, where ranks may be at different places.
                 comm.all_ranks("refresh")
@@ -212,10 +212,10 @@ def _gradient_paths(
 
     replicas: GatherPath | None = None
     if states != world:
-        # A gather, but of lane "reduce": it follows a reduction, and must not be ordered among the gathers of weights.
+        # A gather, but of kind "reduce": it follows a reduction, and must not be ordered among the gathers of weights.
         hops = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
         codec = encoding.return_codec(codecs)
-        if isinstance(codec, BlockCodec):
+        if codec.coded:
             replicas = CodedGatherPath(placement, world, states, hops, key.main_dtype, codec, level=world)
         else:
             replicas = GatherPath(placement, world, states, hops, codec.dtype)

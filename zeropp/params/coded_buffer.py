@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.partition.layout import BufferLayout, Fragment
-from zeropp.wire.codecs import BlockCodec
 from zeropp.wire.paths import CodedGatherPath
 from zeropp_kernels import message_layout
 from zeropp_kernels.wire import BLOCK
@@ -42,7 +41,7 @@ class CodedBuffer(FlatBuffer):
         # No gradient: a parameter that is to be trained leaves for a buffer of its own, see Trainability.
         super().__init__(unit, parameters, layout, main_dtype, paths, None)
         self.codes = codes
-        self.codec: BlockCodec = codes.codec
+        self.codec = codes.codec
         # The shard's own size says nothing of it: that is bytes of codes and scales.
         self._piece_numel = layout.numel // self.placement.mode.states
 

@@ -52,7 +52,7 @@ class WeightPaths:
     differences: DifferencePath | None = None
 
     @property
-    def none(self) -> bool:
+    def shared(self) -> bool:
         """Whether the shard is what the model computes with: whole, in its dtype."""
         return self.refresh is None and self.fetch is None
 
@@ -113,7 +113,7 @@ class FlatBuffer:
             self.shard = self._take_piece(whole)
             # Before memory for gathered values is there. It stays if it is the shard.
             del whole
-            shared = self.paths.none
+            shared = self.paths.shared
             self.flat = self.shard if shared else torch.empty(numel, dtype=self.compute_dtype, device=self.device)
             # Made once. They survive the release, since the storage object stays: see [Note: storage].
             self._present = self.layout.views(self.flat)
@@ -177,8 +177,8 @@ class FlatBuffer:
         return self.paths.refresh is not None and self.cached_version != self.version
 
     @property
-    def cached(self) -> Tensor | None:
-        """What is cached between uses, where it is renewed by differences."""
+    def base(self) -> Tensor | None:
+        """What is cached between uses, where it is renewed by differences to it."""
         return self._difference_places[-1] if self.paths.differences is not None else None
 
     @property

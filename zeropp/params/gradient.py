@@ -70,11 +70,11 @@ class Gradient:
         self.arrived = False
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
-        # Backwards in ``held``; a float16 message of it needs room for so many.
-        self._holds = 0
+        # In ``held``; a float16 message of it needs room for so many.
+        self._held_backwards = 0
         # Whether the last reduction that was queued leaves something held below the whole. ``held`` tells of it only
         # when the lane has come to it.
-        self._holding = False
+        self._partly_held = False
         self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
         if paths.straight.codec.coded:
@@ -105,10 +105,10 @@ class Gradient:
             whole = self._hold_whole(gradients)
             if hold:
                 return None
-            self._scaled = path.codec.headroom(self._holds)
+            self._scaled = path.codec.headroom(self._held_backwards)
             message = path.empty(self.layout.numel, self.device)
             path.encode_(message, whole if self._scaled == 1.0 else whole * self._scaled)
-            self.held, self._holds = None, 0
+            self.held, self._held_backwards = None, 0
             return message
         self._scaled = 1.0
         # Allocated on the caller's stream. Whoever queues the message keeps it until it has been reduced, so lanes
@@ -131,7 +131,7 @@ class Gradient:
         if self.held is None:
             # Zeros: parameters without a gradient, and the padding, are written by nobody.
             self.held = torch.zeros(self.layout.numel, dtype=self.dtype, device=self.device)
-        self._holds += 1
+        self._held_backwards += 1
         views = self.layout.views(self.held)
         present = [(view, g) for view, g in zip(views, gradients, strict=True) if g is not None]
         if present:
@@ -143,8 +143,8 @@ class Gradient:
     def prepare_reduce(self, message: Tensor, scale: float, *, hold: bool) -> Work:
         """What is to be queued: every rank's message, and what is held, summed into the shard; or into what is held."""
         # By the flag, on the caller's thread: the lane may not have come to what was queued before.
-        straight = not hold and not self._holding
-        self._holding = hold and self.paths.held != 1  # whole gradients are held by ``pack``
+        straight = not hold and not self._partly_held
+        self._partly_held = hold and self.paths.held != 1  # whole gradients are held by ``pack``
         # Now: another message may be packed before this one is sent.
         scale /= self._scaled
         numel = self.layout.numel
@@ -174,14 +174,14 @@ class Gradient:
         )
         # Allocated on the first lane, or by an earlier backward; the last hop's lane has just written to it.
         used_here(held)
-        self._holds += 1
+        self._held_backwards += 1
         if hold:
             return
         # ``held`` is a sum over so many backwards and ranks; float16 may have room for their mean only.
-        headroom = paths.straight.codec.headroom(self._holds * paths.held)
+        headroom = paths.straight.codec.headroom(self._held_backwards * paths.held)
         message = paths.rest.empty(held.numel(), self.device)
         paths.rest.encode_(message, held if headroom == 1.0 else held * headroom)
-        self.held, self._holds = None, 0
+        self.held, self._held_backwards = None, 0
         yield
         used_here(message)
         yield from self._reduce_replicas(paths.rest, message, held.numel(), scale / headroom)
@@ -239,7 +239,7 @@ class Gradient:
         return self.held is not None or self.has_stray()
 
     def has_stray(self) -> bool:
-        """Whether gradients came that the known order did not expect."""
+        """Whether autograd has brought gradients that nothing has taken."""
         with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 
@@ -254,7 +254,7 @@ class Gradient:
         self.forget_stray()
 
     def _forget_held(self) -> None:
-        self.held, self._holds, self._holding = None, 0, False
+        self.held, self._held_backwards, self._partly_held = None, 0, False
 
     def forget_stray(self) -> None:
         """Forget what autograd has brought and nothing has taken."""

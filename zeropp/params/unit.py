@@ -61,7 +61,7 @@ class Unit:
         return tuple(trained for gradient in self.gradients for trained in gradient.trained)
 
     def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
-        """Put parts of a frozen buffer in its place, between passes; trainable ones last: others keep their place."""
+        """Put parts of a frozen buffer in its place, between passes; trainable ones last: gradients keep places."""
         rest = [other for other in self.buffers if other is not buffer]
         self.buffers = (*rest, *parts)
         self.state = self._resting
@@ -98,7 +98,7 @@ class Unit:
         return max(buffer.version for buffer in self.buffers)
 
     def owned_bytes(self) -> Iterator[tuple[str, int]]:
-        """(term of ``plan.memory``, bytes) of each storage, as it is right now."""
+        """(term, bytes) of each storage, as it is right now: those in ``TERMS``, "gathered" and "held_gradients"."""
         for buffer in self.buffers:
             yield "main_weights" if buffer.trainable else "frozen_weights", buffer.shard.untyped_storage().nbytes()
             if buffer.gradient is not None:
@@ -109,7 +109,7 @@ class Unit:
                     yield "held_gradients", buffer.gradient.held.untyped_storage().nbytes()
             if buffer.secondary is not None:
                 yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
-            if not buffer.paths.none:
+            if not buffer.paths.shared:
                 # Where paths lead nowhere ``flat`` is the shard, which has been counted.
                 yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
 

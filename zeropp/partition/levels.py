@@ -1,6 +1,6 @@
 """From a mode to levels, from levels to paths: over how many ranks each thing is spread, and how it travels.
 
-This is the one file that knows stages, hpZ and MiCS; below it there are only levels.
+Stages, hpZ and MiCS end here: whatever takes a mode (layouts, paths, units, the engine) knows levels only.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class UnitSpec:
     name: str
     owners: tuple[Owner, ...]
     parameters: tuple[str, ...]
-    # Cached whole between uses; such a unit has no owners, its parameters may be used anywhere.
+    # Cached whole in every stage; such a unit has no owners, its parameters may be used anywhere.
     persistent: bool = False
 
 
@@ -123,7 +123,7 @@ class _Run:
 
 
 @dataclass
-class _Former:
+class _UnitBuilder:
     """State of one walk over the module tree."""
 
     options: UnitOptions
@@ -208,9 +208,9 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     """
     parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
     persistent = _small_parameters(parameters, options)
-    former = _Former(options, {name: p for name, p in parameters.items() if name not in persistent})
-    former.first_name = {id(p): name for name, p in model.named_parameters()}
-    runs = former.form(model, "", repeated=False)
+    builder = _UnitBuilder(options, {name: p for name, p in parameters.items() if name not in persistent})
+    builder.first_name = {id(p): name for name, p in model.named_parameters()}
+    runs = builder.form(model, "", repeated=False)
     minimum = options.unit_min_blocks * BLOCK * world
     # The end of a buffer is padded by less than a block for each rank. With so many blocks a rank, that is at most
     # one part in so many.

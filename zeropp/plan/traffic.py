@@ -143,10 +143,9 @@ def _weights(
             yield from _hops(unit, "refresh", "lossless", placement.gather_path(states, cached), states,
                              int(piece * _LOSSLESS_BITS / 8), 1)  # fmt: skip
         elif encoding.differences is not None:
-            of = make_difference_codec(encoding.differences)
-            yield from _hops(
-                unit, "refresh", of.name, placement.gather_path(states, cached), states, of.nbytes(piece), 1
-            )
+            difference = make_difference_codec(encoding.differences)
+            yield from _hops(unit, "refresh", difference.name, placement.gather_path(states, cached), states,
+                             difference.nbytes(piece), 1)  # fmt: skip
         else:
             yield from _hops(unit, "refresh", name, placement.gather_path(states, cached), states, nbytes, 1)
     # What is cached whole is not gathered between refreshes.

@@ -36,7 +36,6 @@ from zeropp.wire.encoding import choose_groups
 __all__ = ["build_engine"]
 
 
-
 def build_engine(
     model: nn.Module,
     config: Config,
@@ -96,7 +95,7 @@ def build_engine(
         device,
         Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
         listener,
-        limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
+        limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),
         scale=scale,
         hang_timeout=patience,
         warn_after=extension.warn_after,
@@ -207,7 +206,6 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
     # Only for what it refuses; what it finds is asked for again where it is used.
     former_engines(model)
     return next(iter(devices))
-
 
 
 def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:

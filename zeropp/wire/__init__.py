@@ -1,5 +1,5 @@
 """What travels: codecs, the choice of one for each hop, and paths, which are hops with what their messages hold.
 
 Knows flat tensors and hops; no parameter, no module, no order.
-Start with `codecs`, then `paths`; `encoding` is the one file that knows the names of ZeRO++.
+Start with `codecs`, then `paths`; `encoding` chooses codecs for a configuration.
 """

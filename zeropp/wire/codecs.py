@@ -60,6 +60,7 @@ class Codec(Protocol):
 
     Attributes:
         name: in the ledger.
+        dtype: of a message's memory.
         apart: messages that are summed may lie anywhere, and need not follow each other in memory.
         coded: messages hold codes, each message from a block of 256 elements on, and tensors are packed by a table of
             blocks.
@@ -68,6 +69,9 @@ class Codec(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def apart(self) -> bool: ...
@@ -101,6 +105,10 @@ class Codec(Protocol):
         feedback: Feedback | None,
     ) -> None:
         """Write tensors of the layout's shapes, None for zeros, as messages of the whole buffer."""
+        ...
+
+    def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
+        """``out`` [count * numel], any floating dtype, becomes what the messages say."""
         ...
 
     def decode_sum_(
@@ -177,6 +185,10 @@ class PlainCodec:
         for start, stop in layout.gaps:
             messages[start:stop].zero_()
 
+    def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
+        """See :class:`Codec`."""
+        out.copy_(messages)
+
     def decode_sum_(
         self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
     ) -> None:
@@ -211,6 +223,7 @@ class BlockCodec:
 
     bits: int
     rotate: bool = False
+    dtype = torch.uint8
     # The kernels find messages by their distance from the first.
     apart = False
     coded = True
@@ -258,7 +271,7 @@ class BlockCodec:
         )  # fmt: skip
 
     def decode_(self, messages: Tensor, out: Tensor, *, count: int) -> None:
-        """``out`` [count * numel], any floating dtype, becomes what the messages say."""
+        """See :class:`Codec`."""
         # A copy in float32 where ``out`` has 64 bits, and otherwise ``out`` itself, which the kernel then writes to.
         target = _single(out)
         kernels.dequantize_(messages, target, count=count, bits=self.bits, rotate=self.rotate)

@@ -126,8 +126,9 @@ def _offsets(count: int, numel: int, device: torch.device) -> Tensor:
 
 
 def make_difference_codec(name: str) -> DifferenceCodec:
-    """A codec for one buffer; it may remember things of that buffer."""
-    return Lossless() if name == "lossless" else Delta4()
+    """A codec for one buffer, by its name in ``BASES``; it may remember things of that buffer."""
+    made: dict[str, type[DifferenceCodec]] = {"delta4": Delta4, "lossless": Lossless}
+    return made[name]()
 
 
 class DifferencePath(GatherPath):

@@ -1,6 +1,6 @@
 """From a configuration to codecs: what the messages of each hop hold.
 
-This is the one file that knows the names of ZeRO++; below it there are only codecs.
+The names of ZeRO++ end here: paths and buffers know codecs only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 
 from zeropp.config import Config
 from zeropp.partition.levels import HopSpec, Mode, choose_mode
-from zeropp.wire.codecs import BlockCodec, PlainCodec
+from zeropp.wire.codecs import BlockCodec, Codec, PlainCodec
+from zeropp.wire.differences import BASES
 
 __all__ = ["Encoding", "choose_encoding", "choose_groups"]
 
@@ -34,8 +35,8 @@ class Encoding:
         beta: share of the old error that is kept.
     """
 
-    weights: BlockCodec | None = None
-    frozen: BlockCodec | None = None
+    weights: Codec | None = None
+    frozen: Codec | None = None
     differences: str | None = None
     cache_codes: bool = False
     bits: tuple[int, int] | None = None
@@ -43,16 +44,16 @@ class Encoding:
     feedback: str | None = None
     beta: float = 0.8
 
-    def weight_codec(self, trainable: bool) -> BlockCodec | None:
+    def weight_codec(self, trainable: bool) -> Codec | None:
         """The codec for gathers of a buffer's weights; None for plain values."""
         # Both are 8-bit codes, so where both are asked for it does not matter which one answers for frozen weights.
         return self.weights or (None if trainable else self.frozen)
 
-    def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[BlockCodec | PlainCodec]:
+    def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[Codec]:
         """For each hop of a whole reduce path; a single one counts as between nodes."""
         return [self._gradient_codec(self._crosses(path, hop), wire_dtype) for hop in path]
 
-    def _gradient_codec(self, crosses: bool, wire_dtype: torch.dtype) -> BlockCodec | PlainCodec:
+    def _gradient_codec(self, crosses: bool, wire_dtype: torch.dtype) -> Codec:
         if self.bits is None:
             return PlainCodec(wire_dtype)
         # A pair (inside, between), indexed by a bool.
@@ -63,7 +64,7 @@ class Encoding:
         """Whether what encoding for a hop of a whole reduce path loses is fed back."""
         return self.feedback == "both" or (self.feedback == "cross" and self._crosses(path, hop))
 
-    def return_codec(self, codecs: Sequence[BlockCodec | PlainCodec]) -> BlockCodec | PlainCodec:
+    def return_codec(self, codecs: Sequence[Codec]) -> Codec:
         """For sums that go back to several copies, after hops with these codecs: 8 bits where any of them has codes."""
         coded = any(codec.coded for codec in codecs)
         # Never 4 bits: on the way back nothing is fed back, and no mean over ranks evens out what encoding loses.
@@ -117,7 +118,7 @@ def choose_encoding(config: Config) -> Encoding:
     return Encoding(
         weights=BlockCodec(8) if quantized and zero.stage > 0 else None,
         frozen=BlockCodec(8) if zero.zero_quantized_nontrainable_weights and zero.stage > 0 else None,
-        differences=codec if codec != "int8" and zero.stage > 0 else None,
+        differences=codec if codec in BASES and zero.stage > 0 else None,
         cache_codes=extension.secondary == "codes",
         bits=bits,
         rotate=extension.hadamard,

@@ -13,7 +13,7 @@ from zeropp.comm.hops import Hop
 from zeropp.comm.streams import used_here
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import Placement
-from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec, dtype_name
+from zeropp.wire.codecs import Codec, Feedback, PlainCodec, dtype_name
 from zeropp_kernels import BlockTable
 
 __all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath"]
@@ -122,7 +122,7 @@ class CodedGatherPath(GatherPath):
         inner: int,
         hops: Sequence[Hop],
         dtype: torch.dtype,
-        codec: BlockCodec,
+        codec: Codec,
         *,
         level: int,
         coded: bool = False,

@@ -267,6 +267,7 @@ def code_values(lower, upper, scale, BITS: tl.constexpr):
     """
     if BITS == 8:
         return _code_value(lower, 8), _code_value(upper, 8), scale, scale
+    tl.static_assert(BITS == 4)  # here and below: another width lies in other bytes
     # Read as 8 bits, a nibble in the upper half is 16 times its value. A sixteenth of the smallest scale is subnormal
     # and still exact.
     return _code_value(lower, 4), _code_value(upper, 8), scale, scale * 0.0625
@@ -293,6 +294,7 @@ def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr
         tl.store(base + at, lower.to(tl.uint8), mask=live)
         tl.store(base + at + 64, upper.to(tl.uint8), mask=live)
     else:
+        tl.static_assert(BITS == 4)
         # Codes come without sign extension, so the two do not overlap.
         tl.store(base + at, (lower | (upper << 4)).to(tl.uint8), mask=live)
 
@@ -308,6 +310,7 @@ def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constex
         lower = tl.load(base + at, mask=live, other=0).to(tl.int32)
         upper = tl.load(base + at + 64, mask=live, other=0).to(tl.int32)
     else:
+        tl.static_assert(BITS == 4)
         packed = tl.load(base + at, mask=live, other=0).to(tl.int32)
         lower = packed & 15
         # Not shifted down: see code_values.

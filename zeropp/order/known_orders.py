@@ -32,7 +32,7 @@ class CollectiveOrder:
     """One learned phase; the same object contents on every rank.
 
     Attributes:
-        uses: units in order of first need.
+        uses: units in the order of need; a unit that is released in between comes again.
         reductions: (unit, uses before it) in the order gradients are sent: after the gathers of that many uses, and
             before those of the next. Gathers and reductions so have one order, whatever runs beside what.
         fires: for each unit reduced, how often each of its parameters receives a gradient in this phase.
