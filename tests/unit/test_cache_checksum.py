@@ -1,4 +1,4 @@
-"""Checksums of base weights: any changed word shows, wherever it lies and whoever keeps it, and nothing else does."""
+"""Checksums of cached weights: any changed word shows, wherever it lies and whoever keeps it, and nothing else does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def kept(rank: int, caches: Iterable[tuple[Tensor, int]]) -> CacheChecksum:
     buffers = [
         SimpleNamespace(
             base=None if level == 0 else each.view(torch.bfloat16),
-            placement=SimpleNamespace(mode=SimpleNamespace(base=level), chain=chain),
+            placement=SimpleNamespace(mode=SimpleNamespace(cached=level), chain=chain),
         )
         for each, level in caches
     ]
