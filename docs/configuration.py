@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from zeropp.config.base import Block, spellings
-from zeropp.config.describe import blocks, bounds_text, type_text, value_text
+from zeropp.config.describe import blocks, bounds_text, nested_block, type_text, value_text
 from zeropp.config.inert import OutsideKeys
 from zeropp.config.support import SUPPORT, Kind, Support, accepted_values
 from zeropp.config.top import Config
@@ -19,7 +19,9 @@ PAGE = Path(__file__).with_suffix(".md")
 TOP = "Top level"
 OUTSIDE = "Keys of other DeepSpeed features"
 
-_ORDER = {Kind.EFFECT: 0, Kind.BLOCK: 0, Kind.IDLE: 1, Kind.UNREAD: 1, Kind.LIMITED: 2, Kind.GOVERNED: 2}
+# What works first, then what changes nothing, then what is refused: sections and the rows in each. A block counts as
+# the first of its keys.
+_ORDER = {Kind.EFFECT: 0, Kind.IDLE: 1, Kind.UNREAD: 1, Kind.LIMITED: 2, Kind.GOVERNED: 2}
 
 _INTRODUCTION = """\
 # Configuration
@@ -72,12 +74,20 @@ def page() -> str:
     """The whole reference page, one section a block."""
     # Config inherits the keys of other features, which have a section of their own.
     own = [name for name in Config.model_fields if name not in OutsideKeys.model_fields]
-    sections = [_INTRODUCTION]
-    for path, model in blocks(Config):
-        names = list(model.model_fields) if path else own
-        sections.append(_section(_title(path), model, names))
-    sections.append(_section(OUTSIDE, OutsideKeys, list(OutsideKeys.model_fields)))
-    return "\n".join(sections)
+    found = [(_title(path), model, list(model.model_fields) if path else own) for path, model in blocks(Config)]
+    found.append((OUTSIDE, OutsideKeys, list(OutsideKeys.model_fields)))
+    found.sort(key=lambda section: min(_rank(section[1], name) for name in section[2]))
+    return "\n".join([_INTRODUCTION, *(_section(*each) for each in found)])
+
+
+def _rank(model: type[Block], name: str) -> int:
+    # The keys of other features belong to the top level, which is where their entries are.
+    kind = SUPPORT[Config if model is OutsideKeys else model][name].kind
+    if kind is not Kind.BLOCK:
+        return _ORDER[kind]
+    block = nested_block(model.model_fields[name])
+    assert block is not None
+    return min(_rank(block, key) for key in block.model_fields)
 
 
 def _title(path: Sequence[str]) -> str:
@@ -100,9 +110,8 @@ def _section(title: str, model: type[Block], names: Sequence[str]) -> str:
         "| key | type | default | bounds | description | this version |",
         "|---|---|---|---|---|---|",
     ]
-    # What works first, then what changes nothing, then what is refused; as they were defined among each.
-    owner = Config if model is OutsideKeys else model
-    rows.extend(_row(model, name) for name in sorted(names, key=lambda name: _ORDER[SUPPORT[owner][name].kind]))
+    # As they were defined among each rank.
+    rows.extend(_row(model, name) for name in sorted(names, key=lambda name: _rank(model, name)))
     if model.retired:
         rows.extend(["", "Deprecated keys, each accepted with one warning:", ""])
         rows.extend(f"- `{old}`: now {new}" for old, new in model.retired.items())
@@ -112,7 +121,6 @@ def _section(title: str, model: type[Block], names: Sequence[str]) -> str:
 def _row(model: type[Block], name: str) -> str:
     field = model.model_fields[name]
     keys = " or ".join(f"`{key}`" for key in spellings(name, field))
-    # the keys of other features belong to the top level, which is where their entries are
     owner = Config if model is OutsideKeys else model
     cells = (
         keys,

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,12 +80,11 @@ def test_a_codec(kind: str) -> None:
         assert sent == expected
 
 
-# A placement: states over a node, gradients of several micro-batches over a pair of it.
+# A placement that no configuration asks for: stage 1 within pairs of ranks, which are replicas of each other.
 
 
 def pairs(config: object, world: int, local: int) -> Mode:
-    chain = build_chain(world, [2, 4])
-    return Mode(chain, states=4, cached=2, gradients=2)
+    return Mode(build_chain(world, [2]), states=2, cached=1, gradients=1)
 
 
 def with_a_placement() -> float:
@@ -89,12 +92,14 @@ def with_a_placement() -> float:
         pair = Pair(Routed(3), make_config())
         for _ in range(4):
             pair.train(chain(3))
-        assert pair.engine.mode.cached == 2 and pair.engine.mode.held == 2
+        states = sum(part.parameter.numel() for part in pair.optimizer._slices.stepped)
+        numel = sum(unit.numel for unit in pair.engine.units)
+        assert 0 < states <= numel // 2 and all(unit.persistent for unit in pair.engine.units)
     return pair.difference()
 
 
 def test_a_placement() -> None:
-    assert all(difference <= 1e-12 for difference in run_ranks(4, with_a_placement, local_world_size=4))
+    assert all(difference <= 1e-12 for difference in run_ranks(4, with_a_placement, local_world_size=2))
 
 
 def test_a_placement_of_a_configuration_is_levels_and_nothing_else() -> None:
@@ -103,7 +108,42 @@ def test_a_placement_of_a_configuration_is_levels_and_nothing_else() -> None:
     assert choose_mode(config, 4, 2) == mode and mode.cached == 2  # a value: no state, no process
 
 
-# A key.
+# A key: a setting of zeropp's own, put into a copy of the tree.
+
+
+def insert(path: Path, before: str, text: str) -> None:
+    source = path.read_text()
+    assert source.count(before) == 1, f"{before!r} is there {source.count(before)} times"
+    path.write_text(source.replace(before, text + before))
+
+
+def test_a_key_by_its_recipe(tmp_path: Path) -> None:
+    for room in ("zeropp", "docs", "kernels"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    path = os.pathsep.join(map(str, (tmp_path, tmp_path / "kernels")))
+
+    def python(*arguments: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, text=True,
+            capture_output=True, check=False,
+        )  # fmt: skip
+        return done.stdout + done.stderr
+
+    field = '    patience: Positive = 3\n    """Seconds to be patient for."""\n\n'
+    insert(tmp_path / "zeropp/config/extension.py", "    unit_numel: Count", field)
+    forgotten = (
+        "from zeropp.config.support import uncovered; from zeropp.config import Config; print(uncovered(Config))"
+    )
+    assert python("-c", forgotten).strip() == "['ExtensionConfig.patience']"
+    insert(tmp_path / "zeropp/config/support.py", '        "gradient_bits": BLOCK,', '        "patience": EFFECT,\n')
+    assert python("-c", forgotten).strip() == "[]"
+    assert "is out of date" in python("-m", "docs.configuration", "--check")
+    assert python("-m", "docs.configuration") == ""
+    row = "| `patience` | integer | `3` | >= 1 | Seconds to be patient for. | works |"
+    assert row in (tmp_path / "docs/configuration.md").read_text()
+    load = "import zeropp; print(zeropp.load_config({'zeropp': {'patience': %s}}).zeropp.patience)"
+    assert python("-W", "ignore", "-c", load % 4).strip() == "4"
+    assert "zeropp.patience" in python("-W", "ignore", "-c", load % 0).splitlines()[-1]
 
 
 def names_read() -> set[str]:

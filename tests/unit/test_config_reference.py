@@ -51,6 +51,21 @@ def test_it_runs_as_a_module() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def reach(status: str) -> int:
+    """Of a row, by its last column: works, changes nothing, refused."""
+    return 0 if status == "works" else 1 if status in ("nothing to do", "no effect") else 2
+
+
+def test_what_works_comes_first_and_what_is_refused_last() -> None:
+    firsts = []
+    for section in re.split(r"\n## (?=Top|`|Keys)", page())[1:]:
+        rows = [re.split(r"(?<!\\)\|", line)[-2].strip() for line in section.splitlines() if line.startswith("| `")]
+        found = [reach(status) for status in rows if status != "block"]
+        assert found == sorted(found), section.splitlines()[0]
+        firsts.append(found[0])
+    assert firsts == sorted(firsts) and set(firsts) == {0, 1, 2}
+
+
 def test_every_key_has_a_row() -> None:
     text = page()
     for path, model, name in FIELDS:

@@ -6,21 +6,18 @@ import json
 import math
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import train_gpt
+from gpt import GPT, GPTConfig, generate, parameter_count
+from job import Job, Metrics
+from text_data import Batches, list_files, load_text, standard_library, validation_batches
+
+import zeropp
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.insert(0, str(EXAMPLES))  # scripts, not a package: they import each other by their bare names
-
-import train_gpt  # noqa: E402
-from gpt import GPT, GPTConfig, generate, parameter_count  # noqa: E402
-from job import Job, Metrics  # noqa: E402
-from text_data import Batches, list_files, load_text, standard_library, validation_batches  # noqa: E402
-
-import zeropp  # noqa: E402
 
 TINY = GPTConfig(layers=2, d_model=32, heads=2, seq_len=16)
 

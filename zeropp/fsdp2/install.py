@@ -111,20 +111,15 @@ def apply(
     """Let a model sharded with ``fully_shard`` gather weights and reduce gradients through zeropp's codecs and hops.
 
     Collective: every rank of the model's mesh calls it, after all calls of ``fully_shard`` and before the first
-    forward. Weights: a rank's shard of a ``fully_shard`` call is encoded once, forwarded as it is, and decoded into
-    FSDP2's buffer; every rank, the owner included, computes with the decoded values. Gradients: exchanged and summed
-    inside the node, then between nodes, in float32 each time; FSDP2's mean, or the factor that is set in its place, is
-    applied once. The sharded parameters and gradients stay what they were: float32 or bfloat16 DTensors.
-
-    Unlike in zeropp's own engine, 256 elements (128 at 4 bits) that share a scale can belong to two parameters that
-    follow each other in FSDP2's buffer.
+    forward. Weights are encoded once, at the shard, and decoded into FSDP2's buffer; every rank, the owner included,
+    computes with the decoded values. Gradients are summed inside the node, then between nodes, in float32. The sharded
+    parameters and gradients stay what they were: float32 or bfloat16 DTensors. docs/fsdp2.md has the details.
 
     Args:
         model: with ``fully_shard`` called on it, on modules below it, or both.
         weights: "int8", or None for values as they are.
-        secondary: what travels in backward where ``reshard_after_forward`` is a number: "values" (backward computes
-            with the weights of forward, to the bit) or "codes" (half the bytes, or fewer; those weights are rounded a
-            second time).
+        secondary: what travels in backward where ``reshard_after_forward`` is a number: "values" (the weights of
+            forward, to the bit) or "codes" (half the bytes, or fewer; those weights are rounded a second time).
         gradient_bits: bits of an element inside a node and between nodes: 8 or 4 for codes, 16 (bfloat16) or 32 for
             values. Where there is one hop only it takes the second. None for values in FSDP2's reduce dtype.
         hadamard: rotate 32 elements of a gradient at a time before they are encoded.
@@ -153,7 +148,17 @@ def apply(
         weights, secondary, gradient_bits, hadamard, feedback, beta, gather_hops, local_world_size, hang_timeout
     )
     # Local: before a model has been looked at there is no group to tell others over.
-    units = find_units(model)
+    units, ledger = find_units(model), Ledger()
+    routes = _make_routes(units, options, ledger)
+    # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
+    comms = _all_comms(routes)
+    for unit in units:
+        unit.install(*comms[unit])
+    return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
+
+
+def _make_routes(units: Sequence[ShardedUnit], options: Options, ledger: Ledger) -> dict[dist.ProcessGroup, _Routes]:
+    """Hops for the units of each mesh, once every rank has found that it can go on."""
     # In order of modules and not as a set: collectives need one order on all ranks.
     meshes = list(dict.fromkeys(unit.group for unit in units))
     hosts: dict[int, str] = {}
@@ -163,14 +168,8 @@ def apply(
     for mesh in meshes:
         # All units on each mesh, so that a refusal reaches everyone before groups are made.
         on_all_ranks(mesh, "zeropp.fsdp2.apply", partial(_check, units, options, hosts), same=True)
-    ledger = Ledger()
     # Makes process groups: from here on all members must come along.
-    routes = {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts) for mesh in meshes}
-    # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
-    comms = _all_comms(routes)
-    for unit in units:
-        unit.install(*comms[unit])
-    return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
+    return {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts) for mesh in meshes}
 
 
 def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit, tuple[GatherComm, ReduceComm]]:
@@ -286,7 +285,9 @@ class _Routes:
         hops = [self._hop(spec, group, members, placement.rank, "reduce") for spec in specs]
         options = self.options
         encoding = Encoding(
-            bits=options.gradient_bits, rotate=options.hadamard, feedback=options.feedback,
+            bits=options.gradient_bits,
+            rotate=options.hadamard,
+            feedback=options.feedback,
             beta=_BETA if options.beta is None else options.beta,
         )
         return ReduceRoute(placement, hops, encoding)

@@ -92,16 +92,12 @@ class ZeroOptimizer(Optimizer):
             check_scale(gradient_scale)
             return loaded
 
+        def alike() -> list[str]:
+            return [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"]
+
         self.config = on_all_ranks(process_group, "preparing ZeroOptimizer", prepare)
         self.inner = optimizer
-        self.engine: Engine = build_engine(
-            model,
-            self.config,
-            process_group,
-            self,
-            gradient_scale,
-            lambda: [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"],
-        )
+        self.engine: Engine = build_engine(model, self.config, process_group, self, gradient_scale, alike)
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
         self._slices = Slices(optimizer, self.engine.units, self.engine.device)

@@ -85,10 +85,27 @@ def build_engine(
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     _adopt(model, units, comm)
     _share_buffers(model, config, comm, device)
-    zero = config.zero
-    if scale is None:
-        scale = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
-    engine = Engine(
+    engine = _make_engine(config, comm, maker, units, device, listener, scale, patience)
+    _install(model, engine, specs, own)
+    # What is cached between uses has never been filled.
+    engine.refresh.start()
+    return engine
+
+
+def _make_engine(
+    config: Config,
+    comm: Comm,
+    maker: BufferMaker,
+    units: Sequence[Unit],
+    device: torch.device,
+    listener: Listener,
+    scale: float | None,
+    patience: float,
+) -> Engine:
+    """An engine for units that have their values; ``patience`` is how many seconds it waits for other ranks."""
+    zero, extension = config.zero, config.zeropp
+    mean = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
+    return Engine(
         comm,
         maker,
         units,
@@ -96,7 +113,7 @@ def build_engine(
         Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
         listener,
         limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),
-        scale=scale,
+        scale=mean if scale is None else scale,
         hang_timeout=patience,
         warn_after=extension.warn_after,
         input_dtype=torch.bfloat16 if config.bf16.enabled and extension.cast_inputs else None,
@@ -104,10 +121,6 @@ def build_engine(
         log_relearning=zero.log_trace_cache_warnings,
         overlap=bool(zero.overlap_comm),
     )
-    _install(model, engine, specs, own)
-    # What is cached between uses has never been filled.
-    engine.refresh.start()
-    return engine
 
 
 def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
