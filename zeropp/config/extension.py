@@ -18,7 +18,7 @@ Seconds = Annotated[PositiveReal, Le(LONGEST_TIMEOUT)]
 
 
 class GradientBitsConfig(Block):
-    """Width of gradients on the wire, hop by hop. 16 and 32 are plain values, 8 and 4 are quantized."""
+    """Width of gradients on the wire, hop by hop. 16 and 32 are plain values, fewer are quantized."""
 
     local: Bits = 8
     """Bits an element takes between ranks of one node."""

@@ -66,13 +66,13 @@ class Options:
         # None sends values, as 32 does.
         local, cross = bits or (32, 32)
         if self.hadamard and local not in _CODES and cross not in _CODES:
-            raise ValueError(f"hadamard rotates what is encoded, and gradient_bits={bits} encodes nothing; give 8 or 4")
+            raise ValueError(f"hadamard rotates what is encoded, and gradient_bits={bits} encodes nothing; take fewer")
         # A single hop takes the second number, so "cross" serves it, too.
         needed = {"cross": (cross,), "both": (local, cross)}.get(self.feedback or "", ())
         if any(each not in _CODES for each in needed):
             raise ValueError(
                 f"feedback={self.feedback!r} adds what encoding has lost, and gradient_bits={bits} does not encode on "
-                "every hop that it names; give 8 or 4 there, or another feedback"
+                "every hop that it names; give fewer than 16 there, or another feedback"
             )
 
     @staticmethod

@@ -55,11 +55,11 @@ def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[s
         one_hop = all(len(path) == 1 for path in paths)
         hops = sorted({f"{leg.codec.name} over {leg.hop.size} ranks" for leg in legs})
         if own.hadamard and not any(leg.codec.rotate for leg in legs):
-            yield f"zeropp.hadamard has no effect: gradients travel as {', '.join(hops)}; set gradient_bits to 8 or 4"
+            yield f"zeropp.hadamard has no effect: gradients travel as {', '.join(hops)}; set gradient_bits below 16"
         if zero.zeropp_loco_param is not None and all(leg.feedback is None for leg in legs):
             yield (
                 f"zeropp_loco_param has no effect: gradients travel as {', '.join(hops)}, and feedback is "
-                f'"{own.feedback}"; set gradient_bits to 8 or 4 where errors are to be fed back'
+                f'"{own.feedback}"; set gradient_bits below 16 where errors are to be fed back'
             )
         # A single hop counts as one between nodes, which has feedback under "cross", too.
         elif zero.zeropp_loco_param is not None and own.feedback == "both" and one_hop:

@@ -213,7 +213,7 @@ class PlainCodec:
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Codes of 8 or 4 bits in groups that share a scale.
+    """Codes of a few bits in groups that share a scale.
 
     Attributes:
         bits: of a code.
