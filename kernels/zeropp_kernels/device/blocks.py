@@ -267,10 +267,11 @@ def code_values(lower, upper, scale, BITS: tl.constexpr):
     """
     if BITS == 8:
         return _code_value(lower, 8), _code_value(upper, 8), scale, scale
-    tl.static_assert(BITS == 4)  # here and below: another width lies in other bytes
-    # Read as 8 bits, a nibble in the upper half is 16 times its value. A sixteenth of the smallest scale is subnormal
-    # and still exact.
-    return _code_value(lower, 4), _code_value(upper, 8), scale, scale * 0.0625
+    else:
+        tl.static_assert(BITS == 4)  # here and below: another width lies in other bytes
+        # Read as 8 bits, a nibble in the upper half is 16 times its value. A sixteenth of the smallest scale is
+        # subnormal and still exact.
+        return _code_value(lower, 4), _code_value(upper, 8), scale, scale * 0.0625
 
 
 @triton.jit
