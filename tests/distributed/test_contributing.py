@@ -89,7 +89,7 @@ def with_a_placement() -> float:
         pair = Pair(Routed(3), make_config())
         for _ in range(4):
             pair.train(chain(3))
-        assert pair.engine.mode.cached == 2 and pair.engine.mode.held == 2
+        assert pair.engine.mode.cached == 2 and pair.engine.mode.held_level == 2
     return pair.difference()
 
 

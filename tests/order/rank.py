@@ -188,7 +188,7 @@ class Rank:
         self.outstanding.clear()
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
-        return ("backward", self.reductions.hold, 0, *outstanding)
+        return ("backward", self.reductions.holding, 0, *outstanding)
 
     def step(self) -> None:
         """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""

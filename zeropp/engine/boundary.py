@@ -71,14 +71,14 @@ class Boundary:
 
     Attributes:
         reads: how many times numbers were read on the host; one for each step, more where gradients came late.
-        holders: compares what ranks keep.
+        cache_checksum: compares what ranks cache.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine
         self._settings = settings
         self.reads = 0
-        self.holders = CacheChecksum(engine)
+        self.cache_checksum = CacheChecksum(engine)
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         # Of the gradients after the last backward: what tells, in step(), whether somebody has scaled them since.
@@ -171,15 +171,15 @@ class Boundary:
     def _renew_differing_caches(self, values: list[float]) -> None:
         """Renew what is kept, from main weights alone, if holders of the same weights have other bits."""
         used = sum(len(flags) for flags in self.engine.pending.used)
-        if self.holders.due and self.holders.differ(values[self._used + used :]):
+        if self.cache_checksum.due and self.cache_checksum.differ(values[self._used + used :]):
             _log.warning(
                 "ranks that keep the same weights have different bits of them, perhaps since a fault of memory or of a "
                 "link; they are renewed from the main weights. Up to %d steps were computed with them",
-                self.holders.every,
+                self.cache_checksum.every,
             )
             self.engine.comm.ledger.note("<boundary>", "cached weights differ between ranks")
-            self.engine.refresh.distrust()
-        self.holders.count_step()
+            self.engine.refresh.invalidate()
+        self.cache_checksum.count_step()
 
     def _edited(self, late: list[int]) -> bool:
         """Whether gradients were changed on any rank since backward: what comes late cannot be added to them then.
@@ -252,10 +252,10 @@ class Boundary:
         # done.
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         parts = [squares[None], host.to(engine.device, non_blocking=True)]
-        if self.holders.due:
+        if self.cache_checksum.due:
             # Checksums are of what is cached, and a refresh under way is still writing that.
             engine.refresh.wait()
-            parts.append(self.holders.sums())
+            parts.append(self.cache_checksum.sums())
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):
             # Settings that live on a card are hashed there: to read them would be a second wait for the device.

@@ -78,11 +78,11 @@ class CacheChecksum:
         """Whether :meth:`sums`, summed over all ranks, come from different checksums of the same slice."""
         values = iter(summed)
         for level in self._levels:
-            holders = self._engine.comm.world // level
+            copies = self._engine.comm.world // level
             for _ in range(level):
                 numbers, squares = ([int(next(values)) for _ in range(_PIECES)] for _ in range(2))
                 # Numbers are equal exactly when their squares' sum is as small as it can be.
-                if any(holders * square != number**2 for number, square in zip(numbers, squares, strict=True)):
+                if any(copies * square != number**2 for number, square in zip(numbers, squares, strict=True)):
                     return True
         return False
 

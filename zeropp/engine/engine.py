@@ -194,13 +194,13 @@ class Engine:
         call.reached = self._backwards
         self._begin_backward()
         for unit in call.hooked.units:
-            self._backward.use(unit, lasting=unit in call.hooked.frozen)
+            self._backward.use(unit, lasting=unit in call.hooked.with_frozen)
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""
         if call.reached != self._backwards:
             return
-        for unit in call.hooked.frozen:
+        for unit in call.hooked.with_frozen:
             self._backward.call_ended(unit)
 
     def gradient_ready(self, index: int, position: int) -> None:
@@ -223,7 +223,7 @@ class Engine:
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
         self._ending = queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
-        self.pending.any = True
+        self.pending.backward_ran = True
         self._expose(self.persistent)
         self._backward.begin()
 
@@ -245,7 +245,7 @@ class Engine:
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         # Which units a backward comes to follows from the forwards that it may go back through.
-        return ("backward", self.reductions.hold, self.trained_set, *outstanding)
+        return ("backward", self.reductions.holding, self.trained_set, *outstanding)
 
     # Parameters touched elsewhere, persistent ones, failures.
 
@@ -417,4 +417,4 @@ class Engine:
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""
-        return self.pending.any and not self.running
+        return self.pending.backward_ran and not self.running

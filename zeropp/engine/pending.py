@@ -17,7 +17,7 @@ class Pending:
     """What backwards have brought since the last step.
 
     Attributes:
-        any: whether a backward has run.
+        backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
         used: for each unit, whether each of its trainable parameters has a gradient from this rank.
     """
 
@@ -25,7 +25,7 @@ class Pending:
         self._units = units
         # Weakly: the wrapper owns the engine, and this with it. See [Note: ownership].
         self._listener = listener
-        self.any = False
+        self.backward_ran = False
         self.used: list[list[bool]] = [[] for _ in units]
         self.make_room()
 
@@ -49,7 +49,7 @@ class Pending:
 
     def forget(self) -> None:
         """Forget the gradients of finished backwards; those that autograd is just bringing stay."""
-        self.any = False
+        self.backward_ran = False
         for unit in self._units:
             for gradient in unit.gradients:
                 # Not forget_unsent: this also runs as a backward begins, when autograd may have filled a .grad.

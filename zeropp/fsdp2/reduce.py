@@ -191,9 +191,9 @@ class ReduceComm(ReduceScatter):
                 "model.set_reduce_scatter_unused_params(True) if some have no gradient in some steps; freeze before "
                 "apply; or give feedback=None"
             )
-        return packing, ReducePath(route.placement, route.world, self.legs(dtype), torch.float32)
+        return packing, ReducePath(route.placement, route.world, self.reduce_hops(dtype), torch.float32)
 
-    def legs(self, dtype: torch.dtype) -> list[ReduceHop]:
-        """The hops, and what travels over them of gradients in this dtype."""
+    def reduce_hops(self, dtype: torch.dtype) -> list[ReduceHop]:
+        """The hops, with the codecs and the feedback for gradients in this dtype."""
         route = self.route
         return [ReduceHop(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]

@@ -52,10 +52,10 @@ class CarriedErrors:
         seen: Counter[str] = Counter()
         for buffer in self._engine.trainable_buffers:
             name = f"{buffer.unit}/{buffer.compute_dtype}"
-            for leg in buffer.gradient.paths.straight.legs if buffer.gradient is not None else ():
+            for hop in buffer.gradient.paths.straight.hops if buffer.gradient is not None else ():
                 # Named with the codec: errors of another one are not what this one would lose.
-                if leg.feedback is not None:
-                    found[f"{name}/{seen[name]}/{leg.hop.spec.outer} {leg.codec.name}"] = leg.feedback
+                if hop.feedback is not None:
+                    found[f"{name}/{seen[name]}/{hop.spec.outer} {hop.codec.name}"] = hop.feedback
             seen[name] += 1
         return found
 

@@ -100,7 +100,7 @@ class Reductions:
         return True
 
     @property
-    def hold(self) -> bool:
+    def holding(self) -> bool:
         """Whether this backward's gradients are held back, for a later one to take along."""
         return self.no_sync or not self.last
 
@@ -154,7 +154,7 @@ class Reductions:
         fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
         self.wait(0)  # what is on its way takes along what is held
-        accounts = self.agreement.exchange_objects((self.hold, [*self._ready, *self._left()], fired), doing)
+        accounts = self.agreement.exchange_objects((self.holding, [*self._ready, *self._left()], fired), doing)
         if len({hold for hold, _, _ in accounts}) > 1:
             raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
         fires: dict[int, tuple[int, ...]] = {}
@@ -169,11 +169,11 @@ class Reductions:
         vain = self._doubtful.difference(fires)
         return tuple((unit, place) for unit, place in self._done.items() if unit not in vain), fires
 
-    def has_late(self) -> bool:
+    def has_stray(self) -> bool:
         """Whether this rank has gradients of which no reduction is to come."""
         return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)
 
-    def send_late(self) -> dict[int, tuple[bool, ...]]:
+    def send_strays(self) -> dict[int, tuple[bool, ...]]:
         """Send again, on every rank, what any rank has got since it was sent; see :meth:`trained`."""
         self.wait(0)  # what is on its way takes along what is held
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
@@ -210,7 +210,7 @@ class Reductions:
 
     def _left(self) -> list[int]:
         """Units of which this rank has gradients that this backward should have taken and has not."""
-        hold = self.hold
+        hold = self.holding
         # From the last unit to the first, as backward goes: the first wanted by the next forward is sent last.
         return [
             unit.index
@@ -238,7 +238,7 @@ class Reductions:
 
     def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
         unit = self.units[index]
-        hold = self.hold if hold is None else hold
+        hold = self.holding if hold is None else hold
         self._doubtful.discard(index)
         self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
         self._done[index] = uses

@@ -118,7 +118,7 @@ class Refresh:
 
         return differs
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Ranks that cache the same weights have other bits: renew them from main weights alone, at the next chance."""
         for unit in self._units:
             for buffer in unit.buffers:

@@ -328,13 +328,13 @@ class Schedule:
         assert self._order is not None
         order, place = self._order, self._position
         self.reductions.before_use(place)
-        late = unit is None and self.key[0] == "backward" and self.reductions.has_late()
+        late = unit is None and self.key[0] == "backward" and self.reductions.has_stray()
         doing = self._asking(unit)
         rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, late], doing)
         wants = {row[0] for row in rows} - {_NONE}
         if not wants and place == len(order.uses):
             if any(row[2] for row in rows):
-                self._postpone_late()
+                self._postpone_strays()
             return True
         branch = self.known.branch(self.key, order, place, wants)
         # Where each rank takes its own way, as through experts, there are as many ways as combinations of them. If
@@ -353,9 +353,9 @@ class Schedule:
         self._forks = [fork for fork in self.known.forks(self.key, branch) if fork > place]
         return False
 
-    def _postpone_late(self) -> None:
+    def _postpone_strays(self) -> None:
         assert self._order is not None
-        late = self.reductions.send_late()
+        late = self.reductions.send_strays()
         self.known.postpone(self.key, late)
         self._order = self._order.postpone(late)
 

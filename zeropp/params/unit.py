@@ -32,7 +32,7 @@ class Unit:
     Attributes:
         index: position in the model; the same on every rank.
         persistent: whether whole weights are cached between uses.
-        frozen: whether some of its parameters have no gradient.
+        has_frozen: whether some of its parameters are not trained.
         announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
         users: on this rank, that want it gathered: modules on the call stack, a backward, a touched parameter.
     """
@@ -52,8 +52,8 @@ class Unit:
         self._refreshed: Event | None = None
 
     def update_trained(self) -> None:
-        """Look which parameters have gradients."""
-        self.frozen = not all(buffer.gradient is not None and all(buffer.gradient.trained) for buffer in self.buffers)
+        """Look again which parameters are trained."""
+        self.has_frozen = any(buffer.gradient is None or not all(buffer.gradient.trained) for buffer in self.buffers)
 
     @property
     def trained(self) -> tuple[bool, ...]:

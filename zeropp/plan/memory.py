@@ -92,7 +92,7 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                 terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
                 terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
                 # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
-                held += layout.numel // own.held * key.main_dtype.itemsize if own.sums else 0
+                held += layout.numel // own.held_level * key.main_dtype.itemsize if own.sums else 0
                 # Of the first hop, the largest of its path.
                 message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
                 terms["feedback"] += encoding.feedback_nbytes(path, layout.numel)
