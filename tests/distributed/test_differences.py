@@ -62,7 +62,7 @@ def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, 
 
 
 def flip_a_bit(engine: Engine) -> None:
-    """Of a weight in the middle of what the last rank keeps of a parameter."""
+    """Flip one in the middle of what the last rank caches of a parameter."""
     engine.refresh.wait()
     if engine.comm.rank == engine.comm.world - 1:
         buffer = next(buffer for buffer in engine.buffers if buffer.base is not None)
@@ -290,8 +290,8 @@ def refused(settings: dict[str, object]) -> None:
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"zero_hpz_partition_size": 2}, "is computed with in fp32; set"),
     ({**HPZ, "zero_quantized_weights": True}, "ask for different codecs"),
-    ({**HPZ, "secondary": "codes"}, "keeps none; leave secondary"),
-    (BF16, "stage 3 keeps none; set zero_hpz_partition_size"),
+    ({**HPZ, "secondary": "codes"}, "caches none; leave secondary"),
+    (BF16, "stage 3 caches none; set zero_hpz_partition_size"),
     ({**BF16, "zero_hpz_partition_size": 4}, "makes none: no more than"),
 ]
 

@@ -194,7 +194,7 @@ class Rank:
         """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""
         while late := self._late():
             for index in late:
-                self.reductions.send_held(index)
+                self.reductions.send_unsent(index)
         for unit in self.units:
             unit.version += 1
         self.schedule.holdings.release_planned()

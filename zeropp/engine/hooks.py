@@ -32,8 +32,8 @@ class Return(Enum):
     NEVER = "never"
     # By the outputs, or by another forward in it: checkpointing runs one again.
     HOOKED = "hooked"
-    # It records a graph, and nothing that it returns or keeps could be hooked: its units are there for all of
-    # backward.
+    # It records a graph, and nothing that it returns or stores on its module could be hooked: its units are there
+    # for all of backward.
     UNHOOKED = "unhooked"
 
 
@@ -305,7 +305,7 @@ class ModuleHooks:
         return len(self._stack)
 
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
-        # Not self: the module keeps what this closure holds.
+        # Not self: the module would keep it alive through this closure.
         ref, stack = self._handler, self._stack
 
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:

@@ -30,9 +30,9 @@ class Pending:
         self.make_room()
 
     def make_room(self) -> None:
-        """For parameters that are trained from now on; they come after the others of their unit."""
+        """Add flags for parameters that are trained from now on; they come after the others of their unit."""
         for flags, unit in zip(self.used, self._units, strict=True):
-            # At the end: what is unfrozen gets a buffer of its own, the last of its unit.
+            # What is unfrozen gets a buffer of its own, the last of its unit.
             flags += [False] * (len(unit.trained) - len(flags))
 
     def forget_unsent(self) -> None:
@@ -60,7 +60,7 @@ class Pending:
             listener.gradients_forgotten()
 
     def forget_one(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Forget one parameter's on this rank; the next backward starts anew."""
+        """Forget one parameter's gradient on this rank; the next backward starts anew."""
         position = unit.drop_gradient(parameter)
         if position is not None:
             self.used[unit.index][position] = False

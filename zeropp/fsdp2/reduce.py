@@ -41,7 +41,7 @@ class ReduceRoute:
         return self.placement.chain.world
 
     def codecs(self, dtype: torch.dtype) -> Sequence[Codec]:
-        """For each hop, of gradients that FSDP2 has in ``dtype``."""
+        """The codec of each hop, for gradients that FSDP2 has in ``dtype``."""
         return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
 
     def feedbacks(self, numel: int, device: torch.device) -> list[Feedback | None]:
@@ -52,10 +52,10 @@ class ReduceRoute:
         for hop, codec in zip(self.hops, self.codecs(torch.float32), strict=True):
             # Each hop leaves a part; its messages are of that size, one for each member.
             numel //= hop.size
-            kept = None
+            carried = None
             if self.encoding.feeds_back(specs, hop.spec):
-                kept = codec.feedback(numel, hop.size, self.encoding.beta, device)
-            found.append(kept)
+                carried = codec.feedback(numel, hop.size, self.encoding.beta, device)
+            found.append(carried)
         return found
 
 
@@ -76,7 +76,7 @@ class _Packing:
     def __init__(self, route: ReduceRoute, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         world, codecs = route.world, route.codecs(dtype)
         self.piece = numel // world
-        # Of any hop: what the first one leaves is cut again by the second.
+        # On any hop: what the first one leaves is cut again by the second.
         coded = any(codec.coded for codec in codecs)
         self.padded = -(-self.piece // BLOCK) * BLOCK if coded else self.piece
         self.numel = world * self.padded
@@ -182,8 +182,8 @@ class ReduceComm(ReduceScatter):
     def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[_Packing, ReducePath]:
         route = self.route
         packing = _Packing(route, numel, dtype, device)
-        # Of another set of parameters the same place is another element's, and its error would be added to the wrong
-        # one.
+        # With another set of parameters the same place is another element's, and its error would be added to the
+        # wrong one.
         if route.encoding.feedback is not None and numel != self.numel:
             raise RuntimeError(
                 f"{self.unit}: gradients of {numel} elements are to be reduced; errors are fed back for {self.numel}, "

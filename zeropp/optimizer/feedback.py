@@ -16,10 +16,10 @@ __all__ = ["CarriedErrors"]
 
 
 class CarriedErrors:
-    """Of all units.
+    """The errors of all units of one engine.
 
     Args:
-        engine: whose gradients they are of.
+        engine: whose gradients carry them.
         reset: steps after which all of them are cleared, at once.
     """
 
@@ -28,7 +28,7 @@ class CarriedErrors:
         self._reset = reset
         # Since they were cleared.
         self._steps = 0
-        # Of the losses that they are errors of.
+        # Scale of the losses that the errors came from; None if nobody scaled them.
         self._scale: Tensor | None = None
 
     def follow(self, scaler: torch.amp.GradScaler | None) -> None:

@@ -74,10 +74,10 @@ class Slices:
         self._device = device
         # The model's parameters in each group, whose place slices have taken.
         self._given: list[list[nn.Parameter]] = []
-        # Of every trainable parameter, by its id: == on tensors compares elements.
+        # By the ids of trainable parameters: == on tensors compares elements.
         self._cut: dict[int, list[Slice]] = {}
         self._stand_in: Slice | None = None
-        # That the optimizer had for parameters which are frozen.
+        # States that the optimizer had for parameters which are frozen.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
         self.put()

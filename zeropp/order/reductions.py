@@ -186,7 +186,7 @@ class Reductions:
         """Which parameters of each of ``units`` are trained."""
         return {index: self._trained[index] for index in units}
 
-    def send_held(self, index: int) -> None:
+    def send_unsent(self, index: int) -> None:
         """Send what a unit still has, held or late, at the boundary, on every rank."""
         self._issue(index, self._uses, hold=False)
         self.wait(0)

@@ -1,4 +1,4 @@
-"""One flat buffer's gradient: where autograd leaves it, held back, on its way, and summed over the ranks."""
+"""One flat buffer's gradient: where autograd leaves it, held, under way, and summed over the ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Gradient:
     Attributes:
         shard: [numel / states] accumulated gradient in the main dtype, what the optimizer reads.
         arrived: whether ``shard`` holds anything yet.
-        trained: whether each parameter is to have one; those with ``requires_grad`` taken away after wrapping are not.
+        trained: whether each parameter is to have one; not those that were frozen after wrapping.
         held: [numel / held level] sum of backwards that are to be sent on later, main dtype, or None.
     """
 
@@ -86,7 +86,7 @@ class Gradient:
 
     @property
     def feedbacks(self) -> list[Feedback]:
-        """Errors that are fed back, of each hop that has some."""
+        """The errors that are fed back on each hop that has some."""
         return [hop.feedback for hop in self.paths.straight.hops if hop.feedback is not None]
 
     # From autograd to a message.
@@ -239,7 +239,7 @@ class Gradient:
         return self.held is not None or self.has_stray()
 
     def has_stray(self) -> bool:
-        """Whether autograd has brought gradients that nothing has taken."""
+        """Whether ``.grad`` has gradients that no message has taken."""
         with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 
@@ -257,7 +257,7 @@ class Gradient:
         self.held, self._held_backwards, self._partly_held = None, 0, False
 
     def forget_stray(self) -> None:
-        """Forget what autograd has brought and nothing has taken."""
+        """Forget what is in ``.grad``."""
         self._take()
 
     def forget_one(self, parameter: nn.Parameter) -> None:

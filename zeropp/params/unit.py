@@ -57,7 +57,7 @@ class Unit:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Whether each parameter of a trainable buffer is to have a gradient."""
+        """Whether each parameter of a trainable buffer is trained."""
         return tuple(trained for gradient in self.gradients for trained in gradient.trained)
 
     def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
@@ -83,12 +83,12 @@ class Unit:
 
     @property
     def trainable_buffers(self) -> list[FlatBuffer]:
-        """Buffers that receive gradients."""
+        """Buffers with a gradient and optimizer states."""
         return [buffer for buffer in self.buffers if buffer.trainable]
 
     @property
     def gradients(self) -> list[Gradient]:
-        """Of the buffers that receive some."""
+        """The gradients of the trainable buffers."""
         return [buffer.gradient for buffer in self.buffers if buffer.gradient is not None]
 
     @property
@@ -157,7 +157,8 @@ class Unit:
         if self.stale:
             versions = [(buffer.cached_version, buffer.version) for buffer in self.buffers]
             raise RuntimeError(
-                f"unit {self.name!r} keeps weights of old versions, (cached, current) {versions}: no refresh was issued"
+                f"unit {self.name!r} caches weights of old versions, (cached, current) {versions}: no refresh was "
+                "issued"
             )
 
     def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> None:

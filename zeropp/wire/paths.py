@@ -90,7 +90,7 @@ class GatherPath:
             pass
 
     def codec_name(self, travels: Tensor) -> str:
-        """Of what travels, in the ledger."""
+        """What the ledger calls the encoding of what travels."""
         # Not self.dtype: whole main weights for a state dict take a path that was made for the compute dtype.
         return dtype_name(travels.dtype)
 
