@@ -127,7 +127,7 @@ def test_every_room_says_what_it_is() -> None:
 
 
 def importers() -> dict[str, set[str]]:
-    """Of each module of zeropp, which others it imports; functions that import later count as well."""
+    """Which other modules of zeropp each one imports; functions that import later count as well."""
     paths = (path for path in SOURCES if path.is_relative_to(PACKAGES["zeropp"]))
     names = {module_name(path).removesuffix(".__init__"): path for path in paths}
     return {name: {target for _, target in imports(path) if target in names} - {name} for name, path in names.items()}
@@ -186,7 +186,7 @@ def test_no_test_imports_another_test() -> None:
 
 
 def code_lines(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> int:
-    """Of a function, without its docstring, comments and empty lines."""
+    """How many lines a function has without its docstring, comments and empty lines."""
     first = node.body[0]
     documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     numbers = set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
