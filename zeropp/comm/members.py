@@ -46,7 +46,7 @@ class Members:
 
 
 def whereabouts() -> tuple[int, str]:
-    """This process, for the others: its global rank, and the name of its host."""
+    """What other ranks are told of this process: its global rank, and the name of its host."""
     return dist.get_rank() if dist.is_initialized() else 0, socket.gethostname()
 
 

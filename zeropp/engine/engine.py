@@ -45,11 +45,11 @@ class Engine:
     Args:
         comm: process groups.
         maker: makes flat buffers for parameters that move.
-        units: of the model, indexed in order.
+        units: the model's, indexed in order.
         device: where the model lives.
-        window: of micro-batches.
+        window: counts micro-batches.
         listener: to tell what becomes of gradients, for as long as it lives.
-        limits: of the prefetch plan.
+        limits: bounds of the prefetch plan.
         scale: factor on summed gradients, 1/world for a mean.
         hang_timeout: seconds after which waiting for other ranks is an error.
         warn_after: seconds after which it is logged, or None.

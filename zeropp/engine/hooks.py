@@ -172,7 +172,7 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
 
     Args:
         module: whose forward it was.
-        hooked: of the module.
+        hooked: what the hooks know of it.
         deep: look into any object, which takes its time; there is no output that backward could come by.
     """
     kinds = object if deep else (Tensor, list, tuple, dict)

@@ -26,9 +26,9 @@ class ReduceRoute:
     """The hops over which one process group's gradients are summed: inside the node, between nodes.
 
     Attributes:
-        placement: of this rank among the levels 1, ranks per node, all ranks.
+        placement: this rank's among the levels 1, ranks per node, all ranks.
         hops: one or two.
-        encoding: of what they carry.
+        encoding: how they encode what they carry.
     """
 
     placement: Placement

@@ -118,11 +118,11 @@ class Slices:
         self.stepped = stepped
 
     def frozen_states(self) -> dict[str, dict[str, Any]]:
-        """States kept for frozen parameters to be trained, by the parameters' names."""
+        """States that wait until frozen parameters are trained, by the parameters' names."""
         return {name: self._states[id(p)] for name, p in self._frozen() if id(p) in self._states}
 
     def keep_frozen_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take saved ones."""
+        """Take saved states of frozen parameters."""
         self._states = {id(p): states[name] for name, p in self._frozen() if name in states}
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:

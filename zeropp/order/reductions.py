@@ -108,8 +108,8 @@ class Reductions:
     def complete(self, index: int) -> bool:
         """Whether a unit is done with in this phase: every expected gradient has come, and each trained parameter's is.
 
-        A parameter that was not used when the order was learned may be used now, and backward still need its weight. The
-        inputs of modules tell when frozen ones are done with.
+        A parameter that was not used when the order was learned may be used now, and backward still need its weight.
+        When frozen ones are done with, the inputs of modules tell.
         """
         if self._missing[index] > 0:
             return False

@@ -93,7 +93,7 @@ class Refresh:
                 unit.refresh(self.lanes, differs)
 
     def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
-        """Queue the agreement on what is sent; returns what tells of it, on any lane."""
+        """Queue the agreement on what is sent; returns what tells, on any lane, whether a buffer sends differences."""
         # Their messages differ in size from step to step, and ranks must give collectives the same sizes.
         counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
         # Filled on one lane and read on others, only after ``agreed``.

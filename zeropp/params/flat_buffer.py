@@ -313,7 +313,7 @@ class FlatBuffer:
                 self._put(fragment, row[fragment.start : fragment.stop], values.dtype)
 
     def _put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
-        """Take new values of a part of a parameter, in the main dtype; they were ``given`` in another, perhaps."""
+        """Write new values of a part of a parameter, in the main dtype; ``given`` is the dtype they came in."""
         self.shard[fragment.offset : fragment.offset + values.numel()] = values
 
     def fragments(self) -> list[Fragment]:

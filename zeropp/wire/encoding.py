@@ -25,11 +25,11 @@ class Encoding:
     """What is encoded, and how.
 
     Attributes:
-        weights: of gathered weights; None for values as they are.
-        frozen: of frozen weights that exist in codes only; None for values in their own dtype.
+        weights: codec of gathered weights; None for values as they are.
+        frozen: codec of frozen weights that exist in codes only; None for values in their own dtype.
         differences: to what is cached, "delta4" or "lossless", once a step; None for whole values.
         cache_codes: hpZ caches the messages, not the values in them.
-        bits: of a gradient element inside a node and between nodes; None for values in the wire dtype.
+        bits: how many a gradient element has inside a node and between nodes; None for values in the wire dtype.
         rotate: quantized gradients are rotated.
         feedback: on which hops errors are fed back: none, those between nodes (or the only one), or all.
         beta: share of the old error that is kept.
