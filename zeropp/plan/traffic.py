@@ -31,7 +31,7 @@ _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 class TrafficRow:
     """What a rank sends of one unit over one hop."""
 
-    way: TrafficKey
+    way: TrafficKey  # over which hop, and how
     nbytes: int  # each time
     times: int  # in an optimizer step
     phase: str  # that it can hide behind: "forward" or "backward"
