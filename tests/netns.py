@@ -32,8 +32,8 @@ _numbers = itertools.count()
 _FRAME = 9000  # bytes. Segments that TCP sends again are counted in frames; of the usual 65536, few are full.
 _HEADERS = 52  # bytes of IP, TCP and its time stamps; loopback counts no Ethernet header
 
-# For parametrize: TCP's congestion control, None for the one that is chosen, and whether a core is busy. UNDER leaves
-# all but the chosen one to the campaign; EACH, for what is cheap, only busy cores.
+# Parameters of tests: TCP's congestion control, None for the one that is chosen, and whether a core is busy. UNDER
+# leaves all but the chosen one to the campaign; EACH, for what is cheap, only busy cores.
 _CHOSEN = [pytest.param(None, False, id="chosen")]
 _IDLE = [pytest.param(name, False, id=name) for name in congestion.allowed()]
 _BUSY = [pytest.param(name, True, id=f"{name}-busy", marks=pytest.mark.campaign) for name in congestion.allowed()]
@@ -50,7 +50,7 @@ class Counters:
     sent_bytes: int
     sent_packets: int
     resent_segments: int
-    """Of TCP, on all devices of the namespace."""
+    """TCP's, on all devices of the namespace."""
 
     @classmethod
     def parse(cls, devices: str, protocols: str, device: str = "lo") -> Counters:

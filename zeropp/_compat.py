@@ -36,7 +36,7 @@ __all__ = [
     "will_execute",
 ]
 
-# Of subclasses alone: modes stay on inside, such as the one that watches what is computed from lent values.
+# Only what subclasses do is off: modes stay on inside, such as the one that watches what is computed from lent values.
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Inside, released parameters answer as tensors, and not by the guard."""
 
@@ -81,7 +81,7 @@ def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | No
 
 def current_graph_task() -> int:
     """Identity of the backward pass this thread is in; -1 outside of any."""
-    # Of this thread: autograd's own threads, which run hooks on a card, have it set as well.
+    # This thread's: autograd's own threads, which run hooks on a card, have it set as well.
     return torch._C._current_graph_task_id()
 
 

@@ -73,7 +73,7 @@ DEFAULT_ARMS = (
 
 @dataclass(frozen=True)
 class Settings:
-    """Of one comparison. The model is examples/gpt.py, the text the standard library's sources.
+    """The settings of one comparison. The model is examples/gpt.py, the text the standard library's sources.
 
     Attributes:
         batch: windows of ``seq_len`` bytes a virtual rank and step.

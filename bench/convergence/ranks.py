@@ -202,9 +202,9 @@ class VirtualRanks:
             nbytes.update(comm.ledger.bytes_by_link())
         numel: Counter[str] = Counter()
         for buffer in self.buffers:
-            for leg in buffer.ranks[0].gradient.paths.straight.legs:
-                part = buffer.layout.numel // leg.hop.spec.outer
-                numel[leg.hop.spec.link] += part * (leg.hop.size - 1) * self.world * self._reductions
+            for hop in buffer.ranks[0].gradient.paths.straight.hops:
+                part = buffer.layout.numel // hop.spec.outer
+                numel[hop.spec.link] += part * (hop.size - 1) * self.world * self._reductions
         return {link: 8 * nbytes[link] / count for link, count in numel.items() if count}
 
     def state_dict(self) -> dict[str, object]:

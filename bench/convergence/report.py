@@ -41,7 +41,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of the mean of independent values, one a seed.
+    """The mean of independent values, one a seed, and half of its 95 % interval.
 
     Raises:
         ValueError: fewer than two values, or more than there are quantiles for.

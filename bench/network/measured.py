@@ -38,7 +38,7 @@ class Measured:
 
 
 def rate_name(kind: str, rate: float | None, base: str = BASE) -> str:
-    """For a title; ``base`` is what the system is called whose waiting defines a rate."""
+    """The words for a title; ``base`` is what the system is called whose waiting defines a rate."""
     if rate is None:
         return "no limit"
     share = f", where {base} waits {kind.removeprefix('wait')} % of its step" if kind.startswith("wait") else ""

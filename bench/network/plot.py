@@ -52,7 +52,7 @@ def label(system: str) -> str:
 
 
 def colour(system: str) -> str:
-    """Of a system; the darker the more micro-batches."""
+    """The color of a system; the darker the more micro-batches."""
     base, times = _parts(system)
     channels = (int(LOOKS[base][1][start : start + 2], 16) for start in (1, 3, 5))
     return "#" + "".join(f"{round(channel / times**0.4):02X}" for channel in channels)

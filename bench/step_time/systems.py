@@ -187,5 +187,5 @@ class MemoryMeter:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     def peak_bytes(self) -> int:
-        """Of the rank that needs most. Collective."""
+        """The peak of the rank that needs most. Collective."""
         return int(over_ranks([float(self._peak() - self.start)], dist.ReduceOp.MAX)[0])

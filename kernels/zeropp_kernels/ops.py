@@ -169,7 +169,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, *, update: 
 
     Args:
         shard: float32 [numel], the weights as they are.
-        reference: bfloat16 or float16 [numel], what all holders have.
+        reference: bfloat16 or float16 [numel], what all ranks have of it.
         message: uint8 [message_layout(numel, 4).nbytes], written in full.
 
     Source: the weight differences of SDP4Bit (arXiv 2410.15526).

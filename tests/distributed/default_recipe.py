@@ -23,6 +23,6 @@ def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
 
 
 def backward(model: nn.Module, step: int, world: int | None) -> None:
-    """Of all of ``world`` ranks' batches, or of this rank's."""
+    """Run backward for the batches of all of ``world`` ranks, or for this rank's."""
     for rank in [dist.get_rank()] if world is None else range(world):
         (loss_of(model, step, rank) / (world or 1)).backward()

@@ -39,7 +39,7 @@ def units(model: nn.Module) -> dict[str, list[str]]:
 
 
 def hooks(module: Any) -> tuple[Any, Any, dist.ProcessGroup]:
-    """Of the first mesh, where parameters lie on several."""
+    """The hooks and the group of a module; of the first mesh, where parameters lie on several."""
     group, *_ = module._get_fsdp_state()._fsdp_param_groups
     return group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info.shard_process_group
 

@@ -18,7 +18,7 @@ from tests.netns import Counters
 
 
 def counters() -> Counters:
-    """Of the loopback, all ranks together."""
+    """The counters of the loopback, all ranks together."""
     return Counters.parse(Path("/proc/net/dev").read_text(), Path("/proc/net/snmp").read_text())
 
 

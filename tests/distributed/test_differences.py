@@ -62,7 +62,7 @@ def train(model: nn.Module, optimizer: Any, step: int, *, spoilt: bool = False, 
 
 
 def flip_a_bit(engine: Engine) -> None:
-    """Of a weight in the middle of what the last rank keeps of a parameter."""
+    """Flip one in the middle of what the last rank caches of a parameter."""
     engine.refresh.wait()
     if engine.comm.rank == engine.comm.world - 1:
         buffer = next(buffer for buffer in engine.buffers if buffer.base is not None)
@@ -92,10 +92,10 @@ def eventful(settings: dict[str, object], steps: int) -> tuple[list[float], dict
     """Losses and weights of a run with everything in it that touches weights; how they were renewed; buffers."""
     model, optimizer = wrapped(settings, lr=1e-3)
     engine, losses, faults = optimizer.engine, [], 0
-    optimizer.boundary.holders.every = steps // 3
+    optimizer.boundary.cache_checksum.every = steps // 3
     skipped, evaluated, loaded, edited, resumed = (steps * k // 10 for k in range(1, 6))
     for step in range(steps):
-        fault = step > steps // 2 and faults == 0 and optimizer.boundary.holders.due
+        fault = step > steps // 2 and faults == 0 and optimizer.boundary.cache_checksum.due
         faults += fault
         losses.append(train(model, optimizer, step, spoilt=step == skipped, fault=fault))
         if step == evaluated:
@@ -146,8 +146,8 @@ def test_exact_differences_change_no_bit(name: str, steps: int) -> None:
 def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
     """Steps after which faults were counted, of a bit that flips long before anyone compares; what ranks keep then."""
     model, optimizer = wrapped({**settings, "weight_codec": "lossless"}, lr=1e-3)
-    engine, holders = optimizer.engine, optimizer.boundary.holders
-    holders.every = 10
+    engine, checksum = optimizer.engine, optimizer.boundary.cache_checksum
+    checksum.every = 10
     faults, seen = [], 0
     for step in range(40):
         if step == 13:
@@ -173,7 +173,7 @@ def between_backwards(fault: bool) -> tuple[dict[str, Tensor], int]:
     model, optimizer = wrapped({**HPZ, "weight_codec": "lossless", "live": 0}, lr=1e-3)
     train(model, optimizer, 2)
     optimizer.zero_grad()
-    optimizer.boundary.holders.every = 1
+    optimizer.boundary.cache_checksum.every = 1
     first, second = (model(tokens(micro, dist.get_rank())) for micro in range(2))
     first.backward()
     if fault:
@@ -290,8 +290,8 @@ def refused(settings: dict[str, object]) -> None:
 REFUSED: list[tuple[dict[str, object], str]] = [
     ({"zero_hpz_partition_size": 2}, "is computed with in fp32; set"),
     ({**HPZ, "zero_quantized_weights": True}, "ask for different codecs"),
-    ({**HPZ, "secondary": "codes"}, "keeps none; leave secondary"),
-    (BF16, "stage 3 keeps none; set zero_hpz_partition_size"),
+    ({**HPZ, "secondary": "codes"}, "caches none; leave secondary"),
+    (BF16, "stage 3 caches none; set zero_hpz_partition_size"),
     ({**BF16, "zero_hpz_partition_size": 4}, "makes none: no more than"),
 ]
 

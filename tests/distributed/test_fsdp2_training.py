@@ -135,7 +135,7 @@ def loss_bounds(steps: int = 5, world: int = 4) -> tuple[list[float], list[float
 
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_losses_stay_within_the_codecs_bound(reshard: bool | int) -> None:
-    """Of FSDP2 as it is, and of one process."""
+    """Compared with FSDP2 as it is, and with one process."""
     single, limits = loss_bounds()
     assert single[0] > single[-1]
     usual = run_ranks(4, losses, None, reshard, "fp32", local_world_size=2)[0]

@@ -90,7 +90,7 @@ def test_one_rank_evaluates_alone_below_stage_3(stage: int) -> None:
         assert abs(found - expected) <= 1e-12
 
 
-def test_whole_weights_need_no_company() -> None:
+def test_one_rank_may_use_whole_weights_alone() -> None:
     """Below stage 3 nothing is gathered in a pass, so each rank may run as many as it likes without gradients."""
     for found, expected in run_ranks(2, generated, {"stage": 1}, [2, 5], False):
         assert_close(found, expected, 1e-12, "rows")

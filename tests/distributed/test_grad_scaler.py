@@ -61,7 +61,7 @@ def drive_scaler(
 
 
 def scaled_loss(recipe: Recipe | None, model: nn.Module, step: int, rank: int, poisoned: int) -> Tensor:
-    """Of `Tiny` without a recipe. In step 2, rank `poisoned` makes gradients that are not finite."""
+    """The loss of a recipe's model, or of `Tiny`. In step 2, rank `poisoned` makes gradients that are not finite."""
     if recipe is None:
         return tiny_loss(model, step, rank, step == 2 and rank == poisoned)
     loss = MODELS[recipe.model].loss(model, micro_batch(recipe, step, 0, rank))
@@ -127,7 +127,7 @@ def test_grad_scaler_with_configured_clipping(poisoned: int) -> None:
 
 @pytest.mark.parametrize("poisoned", [0, 1])
 def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
-    """Of a caller that owns the boundary: nothing tells which backward is the last."""
+    """The caller owns the boundary: nothing tells which backward is the last."""
     runs = run_ranks(2, train_scaled, None, poisoned, None, False, 4)
     check_scaled(runs, plain_scaled(None, 2, poisoned, None))
 

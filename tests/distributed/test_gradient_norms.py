@@ -38,7 +38,7 @@ def test_norms_of_each_gradient(placement: str) -> None:
 
 
 def partly() -> list[dict[str, float]]:
-    """Of a model of which a block is not used, and inside windows."""
+    """Norms of a model of which a block is not used, and inside windows."""
     model = Routed()
     config = make_config(gradient_accumulation_steps=2)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)

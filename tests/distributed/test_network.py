@@ -105,7 +105,7 @@ MOST = {"zeropp_s3": 3.1, "zeropp_pp": 0.80, "zeropp_pp_x4": 0.80, "zeropp_delta
 
 
 def sent_in_a_step(systems: list[str], nodes: int, warm_up: int, tcp: str | None, busy: bool) -> dict[str, float]:
-    """Of a model whose blocks are partitioned, a step; "zeropp_s3" among the systems."""
+    """What a model whose blocks are partitioned sends; "zeropp_s3" is among the systems."""
     size = ["--layers=6", "--d-model=256", "--heads=4", "--seq-len=64", "--batch=1", "--rounds=1", "--steps=2"]
     what = [f"--systems={','.join(systems)}", "--rates=none", f"--warm-up={warm_up}", f"--nodes={nodes}"]
     with beside(busy):

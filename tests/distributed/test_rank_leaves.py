@@ -143,7 +143,7 @@ def test_a_rank_that_leaves_stops_every_rank(how: str) -> None:
 @pytest.mark.parametrize("how", LEAVES)
 def test_a_rank_that_leaves_four(how: str, settings: dict[str, object]) -> None:
     if how == "two_forwards" and "persist" in settings:
-        pytest.skip("weights that are whole everywhere need no company: see test_generation.py")
+        pytest.skip("one rank may use weights that are whole everywhere alone: see test_generation.py")
     check_left(run_ranks(4, leave, how, settings, local_world_size=2), how)
 
 

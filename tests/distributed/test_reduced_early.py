@@ -16,7 +16,7 @@ SENT = "sent"
 
 
 def events(route: Route, settings: dict[str, object]) -> list[tuple[str, int]]:
-    """Of the last backward of some: units whose gradients were completed, and those that were sent."""
+    """Units whose gradients the last of several backwards completed, and those that it sent, in order."""
     model = Routed(4)
     config = make_config(**settings)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)

@@ -1,4 +1,4 @@
-"""Weights that are kept between uses: renewed once a step, never used at an older version, not waited for too early."""
+"""Weights cached between uses: renewed once a step, never used at an older version, not waited for too early."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def skip_and_restore(settings: dict[str, object], skip: str) -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_weights_of_an_older_version_are_never_used(name: str, skip: str) -> None:
     for failure in run_ranks(4, skip_and_restore, KEPT[name], skip, local_world_size=2, catch=True):
-        assert isinstance(failure, RankFailure) and "keeps weights of old versions" in failure.message
+        assert isinstance(failure, RankFailure) and "caches weights of old versions" in failure.message
 
 
 def values_after_a_load(settings: dict[str, object]) -> tuple[Tensor, Tensor, list[int]]:
@@ -240,7 +240,7 @@ def test_a_hook_after_the_step_may_edit_weights(name: str) -> None:
 
 
 class Unknown(torch.optim.AdamW):
-    """Of which nobody knows that it treats each parameter by itself."""
+    """An optimizer of which nobody knows that it treats each parameter by itself."""
 
 
 def portions(settings: dict[str, object], kind: type[Any]) -> tuple[list[str], dict[str, Tensor], bool]:

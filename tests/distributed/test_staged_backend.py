@@ -24,7 +24,7 @@ def test_two_nodes() -> None:
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("local", [2, 4])
 def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
-    """Of every hop and codec, over one hop and two."""
+    """For every hop and codec, over one hop and two."""
     settings = SETTINGS[name]
     if local == 4:
         settings = {key: value for key, value in settings.items() if key != "zero_hpz_partition_size"}

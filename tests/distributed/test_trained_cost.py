@@ -208,7 +208,7 @@ def gathered_in_a_step() -> dict[str, int]:
 
 
 def test_a_unit_stays_until_the_gradients_behind_its_frozen_part_have_come() -> None:
-    """For each call in forward, and once in backward; both of its buffers."""
+    """It is gathered for each call in forward, and once in backward; both of its buffers."""
     assert run_ranks(2, gathered_in_a_step) == [{"blocks.0": 2 * 3, "blocks.1": 2 * 2}] * 2
 
 

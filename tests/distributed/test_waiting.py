@@ -1,4 +1,4 @@
-"""Waiting: a word in time, errors that begin with the likely cause, and whose timeout counts."""
+"""Waiting: early warnings, errors that begin with the likely cause, and whose timeout counts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_the_error_begins_with_the_likely_cause(name: str) -> None:
 
 
 def ended() -> str:
-    """The error of a rank whose company has raised an error of its own."""
+    """The error of a rank that waits for one that has raised an error of its own."""
     model, optimizer = wrapped(hang_timeout=30, warn_after=None)
     if dist.get_rank() == 1:
         raise ValueError("of its own")

@@ -29,7 +29,7 @@ PLACED: dict[str, dict[str, object]] = {
 
 
 def own_frames() -> list[str]:
-    """Of the calling stack, outermost first: file and function."""
+    """File and function of each own frame on the calling stack, outermost first."""
     frames = [(Path(frame.filename), frame.name) for frame in traceback.extract_stack()]
     return [f"{path.relative_to(OWN)} {name}" for path, name in frames if path.is_relative_to(OWN)]
 

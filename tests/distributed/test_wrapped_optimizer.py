@@ -14,7 +14,7 @@ from tests.distributed.shapes import Routed, make_config
 
 
 def single() -> tuple[bool, list[str], int]:
-    """Of a model of one parameter: whether there is an average of it, its state, units that have sent something."""
+    """A model of one parameter: whether there is an average of it, its state, units that have sent something."""
     model = nn.Linear(8, 8, bias=False)
     zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     model(torch.ones(1, 8)).sum().backward()

@@ -79,7 +79,7 @@ def _train(recipe: Recipe) -> dict[str, object]:
 
 
 def run(names: Iterable[str]) -> dict[str, list[dict[str, object]]]:
-    """Of each case, what every rank has come to."""
+    """What every rank has come to, for each case."""
     return {name: run_ranks(_WORLD, _train, CASES[name], local_world_size=_LOCAL, timeout=120) for name in names}
 
 

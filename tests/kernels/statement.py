@@ -99,6 +99,6 @@ def unkey(number: npt.NDArray[np.int64]) -> npt.NDArray[np.uint16]:
 
 
 def key(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
-    """Of bfloat16: an integer that grows with the number."""
+    """An integer for each bfloat16 that grows with the number."""
     signed = bits.view(np.int16)
     return np.where(signed < 0, signed ^ 0x7FFF, signed).astype(np.int64)

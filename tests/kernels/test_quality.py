@@ -35,7 +35,7 @@ def gradients(step: int, noise: Noise) -> list[Tensor]:
 
 
 def error_energy(noise: Noise, beta: float, rotate: bool, feedback: bool) -> float:
-    """Of the first-moment average (beta 0.9) of int4 sums against exact ones, summed over the second half."""
+    """The error of the first-moment average (beta 0.9) of int4 sums against exact ones, summed over the second half."""
     states = [torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8) for _ in range(WORKERS)]
     nbytes = message_layout(NUMEL, 4).nbytes
     messages, mean = torch.empty(WORKERS * nbytes, dtype=torch.uint8), torch.empty(NUMEL)

@@ -188,13 +188,13 @@ class Rank:
         self.outstanding.clear()
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
-        return ("backward", self.reductions.hold, 0, *outstanding)
+        return ("backward", self.reductions.holding, 0, *outstanding)
 
     def step(self) -> None:
         """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""
         while late := self._late():
             for index in late:
-                self.reductions.send_held(index)
+                self.reductions.send_unsent(index)
         for unit in self.units:
             unit.version += 1
         self.schedule.holdings.release_planned()

@@ -23,8 +23,8 @@ def words(blocks: int, seed: int) -> Tensor:
     return torch.randperm(blocks * WORDS, generator=torch.Generator().manual_seed(seed)) * 0x123456789ABCDF
 
 
-def kept(rank: int, caches: Iterable[tuple[Tensor, int]]) -> CacheChecksum:
-    """Of a rank that keeps whole weights or slices: words, and ranks among which they are spread."""
+def checksum_of(rank: int, caches: Iterable[tuple[Tensor, int]]) -> CacheChecksum:
+    """The checksum of a rank that caches whole weights or slices: words, and ranks among which they are spread."""
     chain = SimpleNamespace(slice_index=lambda rank, level: rank % level)
     buffers = [
         SimpleNamespace(
@@ -40,7 +40,7 @@ def kept(rank: int, caches: Iterable[tuple[Tensor, int]]) -> CacheChecksum:
 
 def differ(ranks: list[list[tuple[Tensor, int]]]) -> bool:
     """What every rank finds, given what each of them keeps."""
-    checksums = [kept(rank, caches) for rank, caches in enumerate(ranks)]
+    checksums = [checksum_of(rank, caches) for rank, caches in enumerate(ranks)]
     summed = torch.stack([each.sums() for each in checksums]).sum(0).tolist()
     (found,) = {each.differ(summed) for each in checksums}
     return found
@@ -91,7 +91,7 @@ def test_a_checksum_does_not_depend_on_the_tiles(tile: int) -> None:
 
 
 def test_every_so_many_steps_where_something_is_kept() -> None:
-    checksum, nothing = kept(0, [(words(1, 1), 1)]), kept(0, [(words(1, 1), 0)])
+    checksum, nothing = checksum_of(0, [(words(1, 1), 1)]), checksum_of(0, [(words(1, 1), 0)])
     checksum.every = nothing.every = 3
     found = []
     for _ in range(7):
@@ -100,4 +100,4 @@ def test_every_so_many_steps_where_something_is_kept() -> None:
         for each in (checksum, nothing):
             each.count_step()
     assert found == [False, False, True, False, False, True, False]
-    assert kept(0, []).every == 100
+    assert checksum_of(0, []).every == 100

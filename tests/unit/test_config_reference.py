@@ -52,7 +52,7 @@ def test_it_runs_as_a_module() -> None:
 
 
 def reach(status: str) -> int:
-    """Of a row, by its last column: works, changes nothing, refused."""
+    """How far a row reaches, by its last column: 0 works, 1 changes nothing, 2 is refused."""
     return 0 if status == "works" else 1 if status in ("nothing to do", "no effect") else 2
 
 

@@ -219,15 +219,15 @@ IDLE_ALONE: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 @pytest.mark.parametrize("text", IDLE_ALONE)
-def test_a_setting_without_its_company_is_named(text: str) -> None:
-    setting, company = IDLE_ALONE[text]
+def test_a_setting_that_does_nothing_alone_is_named(text: str) -> None:
+    setting, others = IDLE_ALONE[text]
     own = {"zeropp": setting["zeropp"]} if "zeropp" in setting else {}
     zero = {} if "zeropp" in setting else setting
     with pytest.warns(UserWarning, match=text):
         load_config({**own, "zero_optimization": zero})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        load_config({**own, "zero_optimization": {**zero, **company}})
+        load_config({**own, "zero_optimization": {**zero, **others}})
     assert not [each for each in caught if text in str(each.message)]
 
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tokenize
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,22 @@ FILE_LINES = 420
 FUNCTION_LINES = 60
 KERNEL_LINES = 120
 COMMENTS = (0.05, 0.12)  # least and largest share of lines that are comments of their own
+
+# Words that code has had, and those in their place; for identifiers and docstrings.
+RETIRED = {
+    "company": "what else is set, or who else calls",
+    "distrust": "invalidate",
+    "driver": "handler",
+    "holders": "ranks that cache it",
+    "leg": "hop",
+    "legs": "hops",
+    "settle": "wait",
+    "settled": "waited for",
+    "settles": "waits",
+}
+# What the order of collectives may not depend on; `refresh` waits for an event on a lane without a limit.
+NO_ORDER = {"asyncio", "multiprocessing", "random", "subprocess", "threading", "time", "torch.distributed"}
+LIMITLESS = {"refresh": "threading"}
 
 # A room, which is a folder or a file at the root of zeropp, may import rooms with a lower number, and itself.
 ROOMS = {
@@ -119,6 +136,18 @@ def test_rooms_are_those_that_exist() -> None:
     assert {*there, "zeropp_kernels"} == set(ROOMS)
 
 
+def test_order_knows_no_clock_and_no_process() -> None:
+    """What it decides follows from what ranks have agreed on; nothing that differs between ranks may come in."""
+    found = [
+        f"{short(path)}:{line} imports {name}"
+        for path in sorted((ROOT / "zeropp" / "order").glob("*.py"))
+        for line, name in imported(path)
+        for banned in NO_ORDER
+        if f"{name}.".startswith(f"{banned}.") and name != LIMITLESS.get(path.stem)
+    ]
+    assert found == []
+
+
 def test_every_room_says_what_it_is() -> None:
     """In three lines or more: what it knows, what it does not, and where to start reading."""
     for room in (path for path in (ROOT / "zeropp").iterdir() if (path / "__init__.py").is_file()):
@@ -127,7 +156,7 @@ def test_every_room_says_what_it_is() -> None:
 
 
 def importers() -> dict[str, set[str]]:
-    """Of each module of zeropp, which others it imports; functions that import later count as well."""
+    """Which other modules of zeropp each one imports; functions that import later count as well."""
     paths = (path for path in SOURCES if path.is_relative_to(PACKAGES["zeropp"]))
     names = {module_name(path).removesuffix(".__init__"): path for path in paths}
     return {name: {target for _, target in imports(path) if target in names} - {name} for name, path in names.items()}
@@ -200,6 +229,38 @@ def test_hard_lines_have_comments_and_others_do_not() -> None:
     lines = [line.strip() for path in SOURCES for line in path.read_text().splitlines()]
     share = sum(line.startswith("#") for line in lines) / len(lines)
     assert COMMENTS[0] <= share <= COMMENTS[1], f"{share:.1%} of the lines are comments"
+
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of the docstring of a file and of everything in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield node.body[0].lineno, text
+
+
+def test_docstrings_name_what_they_are_about() -> None:
+    """Not "Of all units.", but what of them is returned or done."""
+    everywhere = [*SOURCES, *TESTS, *sorted((ROOT / "bench").rglob("*.py"))]
+    bare = [f"{short(path)}:{line}" for path in everywhere for line, text in docstrings(path) if text.startswith("Of ")]
+    assert bare == []
+
+
+def words(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, word) of every part of an identifier, and of every docstring; in small letters."""
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.NAME:
+                yield from ((token.start[0], word.lower()) for word in token.string.split("_"))
+    for line, text in docstrings(path):
+        yield from ((line, word.lower()) for word in re.findall("[A-Za-z]+", text))
+
+
+def test_retired_words_stay_away() -> None:
+    """The vocabulary in docs/concepts.md has one word for each thing, and code has no second one."""
+    found = [(path, line, word) for path in SOURCES for line, word in words(path) if word in RETIRED]
+    assert [f"{short(path)}:{line} {word}: say {RETIRED[word]}" for path, line, word in found] == []
 
 
 def test_no_bare_except() -> None:

@@ -332,7 +332,7 @@ def mode_of(world: int, local: int, zero: dict[str, object], **extension: object
 
 
 MODES: list[tuple[dict[str, object], dict[str, object], tuple[object, ...]]] = [
-    # 8 ranks on 2 nodes: levels, then the levels of states, of weights that are kept, and of gradients.
+    # 8 ranks on 2 nodes: levels, then the levels of states, of weights that are cached, and of gradients.
     ({"stage": 0}, {}, ((1, 4, 8), 1, 1, 1)),
     ({"stage": 1}, {}, ((1, 4, 8), 8, 1, 1)),
     ({"stage": 2}, {}, ((1, 4, 8), 8, 1, 8)),
@@ -352,9 +352,7 @@ MODES: list[tuple[dict[str, object], dict[str, object], tuple[object, ...]]] = [
 
 
 @pytest.mark.parametrize(("zero", "extension", "expected"), MODES)
-def test_modes_are_levels(
-    zero: dict[str, object], extension: dict[str, object], expected: tuple[object, ...]
-) -> None:
+def test_modes_are_levels(zero: dict[str, object], extension: dict[str, object], expected: tuple[object, ...]) -> None:
     mode = mode_of(8, 4, zero, **extension)
     assert (mode.chain.levels, mode.states, mode.cached, mode.gradients) == expected
     assert mode.of(persistent=True).cached == 1 and mode.of(persistent=False) == mode

@@ -1,4 +1,4 @@
-"""Of any tree of modules: every parameter is in one unit, in any world, and no buffer is shorter than asked for."""
+"""In any tree of modules and any world every parameter is in one unit, and no buffer is shorter than asked for."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_where_every_step_is_taken() -> None:
     ("calls", "closing"), [("", False), ("fbfb", False), ("fbfbfb", True), ("fbfbfbf", True), ("fbfbfbfb", True)]
 )
 def test_which_backward_is_the_last(calls: str, closing: bool) -> None:
-    """Of the one that comes next."""
+    """Asked before the backward begins."""
     window = Window(4, managed=True)
     for call in calls:
         window.note_forward("") if call == "f" else window.note_backward()

@@ -78,7 +78,7 @@ class Average:
             # In place: the optimizer's slices are views of it.
             buffer.shard.copy_(piece)
             piece.copy_(weights)
-        # For now: an average that is only saved is swapped back before any forward, and need not travel.
+        # ``for_now``: an average that is only saved is swapped back before any forward, and need not travel.
         engine.weights_changed(self._pieces, for_now=True)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Parameters that a module's forward uses although they are not its own, as the user has told."""
+"""Parameters that a module's forward uses although they are not its own, as the user has declared."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class _Loan:
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
         engine = self.engine
-        # A word from every rank before a broadcast: all raise, or all go on.
+        # Ranks agree before the first broadcast: all raise, or all go on.
         wrong = self._lost() if self.modifier_rank is None else self._misshapen()
         doing = "leaving GatheredParameters"
         rows = engine.agreement.exchange(LENT, [int(bool(wrong))], doing, "the end of GatheredParameters")

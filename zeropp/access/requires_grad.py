@@ -100,7 +100,7 @@ class Trainability:
 
         Args:
             number: of the set of trained parameters.
-            units: those concerned.
+            units: those whose parameters have changed.
             split: some have other buffers now.
         """
         engine = self._engine

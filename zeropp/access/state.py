@@ -1,7 +1,7 @@
 """Whole values of a partitioned model: ``model.state_dict()``, ``load_state_dict`` and ``full_state``.
 
 Saving gathers one unit at a time on every rank. Loading sends no values: each rank takes its own piece of those it is
-given, straight into its main weights. Both begin with a word from every rank that it is there.
+given, straight into its main weights. Both begin with an exchange, by which every rank knows that all are there.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class _Saving:
     """``state_dict`` of modules that hold parameters themselves.
 
-    Gathered buffers are kept while modules of the same unit follow; persistent ones until the end.
+    Gathered buffers stay while modules of the same unit follow; persistent ones until the end.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -149,7 +149,7 @@ class _Saving:
                 "keep_vars out to get whole copies"
             )
         if self.outermost is None or prefix == "":
-            # Of a call that failed: torch runs no hooks after an error, so its end never came.
+            # A call that failed left these: torch runs no hooks after an error, so its end never came.
             self.gathered.clear()
             engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
             self.outermost = module
@@ -173,7 +173,7 @@ class _Saving:
         return save
 
     def save(self, module: nn.Module, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
-        """In place of ``_save_to_state_dict``: whole values in the compute dtype."""
+        """Do what ``_save_to_state_dict`` does, with whole values in the compute dtype."""
         engine = _alive(self.engine)
         for name, parameter in module._parameters.items():
             if parameter is None:

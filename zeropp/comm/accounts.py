@@ -31,7 +31,7 @@ class Account:
         return f"{self.doing}{inside}{self.until}"
 
     def packed(self) -> str:
-        """For a store."""
+        """Its text for the job's store."""
         return json.dumps(asdict(self))
 
     @staticmethod

@@ -49,7 +49,7 @@ class Agreement:
         # The common error, once it was raised. Nothing is waited for after it.
         self.lost: str | None = None
         self.where = ""  # the pass that this rank is in, in words
-        self._stepped = False  # whether main weights are new that are being sent to where they are cached
+        self._stepped = False  # whether stepped weights are being sent to where they are cached
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)

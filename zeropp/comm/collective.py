@@ -13,7 +13,7 @@ from zeropp.comm.watch import warn_of_waiting
 __all__ = ["exchange", "on_all_ranks"]
 
 _T = TypeVar("_T")
-_SILENCE = 30.0  # seconds to wait for other ranks without a word, where warn_after may not be known yet
+_SILENCE = 30.0  # seconds to wait silently for other ranks, where warn_after may not be known yet
 
 
 def on_all_ranks(group: Group, what: str, work: Callable[[], _T], *, same: bool = False) -> _T:

@@ -184,7 +184,7 @@ class Comm:
         return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, kind)
 
     def broadcast(self, tensor: Tensor, source: int | None = None) -> None:
-        """Everyone gets the values of one rank, global; of the group's first without ``source``."""
+        """Give everyone the values of one rank: of global rank ``source``, or of the group's first."""
         source = self.ranks[0] if source is None else source
         if self.world > 1:
             sends = self.ranks[self.rank] == source
@@ -199,7 +199,7 @@ class Comm:
             dist.all_reduce(tensor, group=self.world_group)
 
     def largest(self, tensor: Tensor, kind: str) -> None:
-        """The largest value of each element over all ranks, in place, on a group of one kind of work."""
+        """Take the maximum over all ranks, element by element and in place, on a group of one kind of work."""
         if self.world > 1:
             self._note_control(f"<{kind}>", 2 * (self.world - 1) * tensor.nbytes // self.world)
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.all_ranks(kind))

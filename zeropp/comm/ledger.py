@@ -38,7 +38,7 @@ class LedgerRow:
 
 @dataclass
 class Ledger:
-    """Counts what this rank sends to others, waits for, and comes to know on the way.
+    """Counts what this rank sends to others, waits for, and notes besides.
 
     Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange. Waiting is
     what the model, on a GPU its stream, stood still for; with ``overlap_comm`` off that is all of it, codecs included.
@@ -54,16 +54,16 @@ class Ledger:
     # Lanes count on their threads, the model's thread counts waits, and reports may come at any time.
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, way: TrafficKey, nbytes: int) -> None:
+    def add(self, key: TrafficKey, nbytes: int) -> None:
         """Count one call."""
         with self._lock:
-            self._calls[way] += 1
-            self._bytes[way] += nbytes
+            self._calls[key] += 1
+            self._bytes[key] += nbytes
 
     def add_wait(self, unit: str, kind: str, seconds: float) -> None:
         """Count seconds that the model stood still."""
         with self._lock:
-            # Of the whole work: the model waits for its end, and cannot tell which of its hops took the time.
+            # For the whole work: the model waits for its end, and cannot tell which of its hops took the time.
             self._exposed[unit, kind] += seconds  # type: ignore[assignment]  # a Counter of floats
 
     def note(self, unit: str, what: str) -> None:
@@ -78,8 +78,8 @@ class Ledger:
             exposed = dict(self._exposed)
             return [
                 # "cross" sorts before "local", and pop gives the time once: to the row of the slowest link.
-                LedgerRow(*way, self._calls[way], self._bytes[way], exposed.pop((way.unit, way.kind), 0.0))
-                for way in sorted(self._calls, key=lambda way: (way.unit, way.kind, way.link, way))
+                LedgerRow(*key, self._calls[key], self._bytes[key], exposed.pop((key.unit, key.kind), 0.0))
+                for key in sorted(self._calls, key=lambda key: (key.unit, key.kind, key.link, key))
             ]
 
     @property
@@ -106,8 +106,8 @@ class Ledger:
         columns = f"{'unit':32}{'kind':9}{'hop':10}{'link':7}{'ranks':>5}  {'codec':18}"
         lines = [f"{columns}{'calls':>8}{'bytes sent':>18}{'exposed s':>11}"]
         for r in self.rows:
-            way = f"{r.unit:32}{r.kind:9}{r.hop:10}{r.link:7}{r.ranks:>5}  {r.codec:18}"
-            lines.append(f"{way}{r.calls:>8}{r.bytes:>18,}" + (f"{r.exposed:>11.3f}" if r.exposed else ""))
+            name = f"{r.unit:32}{r.kind:9}{r.hop:10}{r.link:7}{r.ranks:>5}  {r.codec:18}"
+            lines.append(f"{name}{r.calls:>8}{r.bytes:>18,}" + (f"{r.exposed:>11.3f}" if r.exposed else ""))
         lines.append(f"{'total':89}{self.total_bytes:>18,}")
         totals: Counter[str] = Counter()
         with self._lock:

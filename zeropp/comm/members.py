@@ -46,13 +46,11 @@ class Members:
 
 
 def whereabouts() -> tuple[int, str]:
-    """This process, for the others: its global rank, and the name of its host."""
+    """What other ranks are told of this process: its global rank, and the name of its host."""
     return dist.get_rank() if dist.is_initialized() else 0, socket.gethostname()
 
 
-def find_members(
-    group: Group, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
-) -> Members:
+def find_members(group: Group, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]) -> Members:
     """Members of a group, and how they lie on nodes. Local; the same on every rank if all is well.
 
     Args:

@@ -1,4 +1,4 @@
-"""A word in time from a rank that waits for others: who waits where, long before waiting becomes an error.
+"""Early warnings from a rank that waits for others: who waits where, long before waiting becomes an error.
 
 The thread that waits may be inside a call of torch and cannot speak. So every rank has another one that looks at it now
 and then, puts the rank's account into the job's store once it has waited for long, reads the others' and logs them.

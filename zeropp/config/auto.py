@@ -62,7 +62,7 @@ def _chosen(auto: _Auto, config: Config) -> str:
         case ("zero_optimization", "stage"):
             return f"{value}, which {_NOTHING}"
         case ("gradient_clipping",):
-            # Who passes a trainer's file to zeropp directly would lose the trainer's clipping without a word.
+            # Who passes a trainer's file to zeropp directly would silently lose the trainer's clipping.
             return f"{value}, so no gradient is clipped (Hugging Face's trainers fill in 1.0)"
         case ("train_batch_size",) | ("train_micro_batch_size_per_gpu",):
             one_is_given = config.train_batch_size or config.train_micro_batch_size_per_gpu

@@ -45,7 +45,7 @@ def _disagreement(given: tuple[int | None, ...], full: tuple[int, int, int], wor
         f"{name} {value} ({'given' if had is not None else 'derived'})"
         for name, had, value in zip(names, given, full, strict=True)
     ]
-    # Of the sizes as they are, derived ones included, so that the reader can check the sum.
+    # The product of the sizes as they are, derived ones included, so that the reader can check the sum.
     product = full[1] * full[2] * world_size
     return (
         f"{', '.join(parts)} and world size {world_size} do not agree: expected train_batch_size = "

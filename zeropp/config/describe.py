@@ -43,7 +43,7 @@ def value_text(value: object) -> str:
     if isinstance(value, float):
         return "infinity" if value == math.inf else repr(value)
     if isinstance(value, str | dict | list | tuple):
-        # For messages: whatever was given must have some text.
+        # Messages need it: whatever was given must have some text.
         return json.dumps(value, default=repr, ensure_ascii=False)
     return repr(value)
 

@@ -72,7 +72,7 @@ def _suggestion(path: Location, model: type[Block]) -> str:
     key = str(path[-1])
     # First of all: no likeness of names finds a right key that stands in the wrong block.
     homes = [".".join((*where, key)) for where, block in blocks(model) if _by_key(block, key) is not None]
-    # Of several homes none can be recommended.
+    # Among several homes none can be recommended.
     if len(homes) == 1:
         return f"it belongs elsewhere, as {homes[0]}"
     here = _block(path[:-1], model)

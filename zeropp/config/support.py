@@ -194,22 +194,22 @@ def warn_without_effect(config: Config, name: str) -> None:
     ]
     if keys:
         notify(f"these keys of {name} have no effect: {', '.join(keys)}")
-    for text in _without_company(config):
+    for text in _ineffective_alone(config):
         notify(text)
 
 
-def _without_company(config: Config) -> Iterator[str]:
-    """Settings that other settings leave nothing to do."""
+def _ineffective_alone(config: Config) -> Iterator[str]:
+    """Settings that have an effect only together with others, which are not set."""
     zero, own = config.zero, config.zeropp
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         if zero.stage < 3 and getattr(zero, key) > 1:
             yield f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
     quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
-    # A secondary shard of frozen weights can keep codes, too.
+    # A secondary shard of frozen weights can be codes, too.
     quantized |= zero.zero_quantized_nontrainable_weights
     if (quantized or own.weight_codec is not None) and zero.stage == 0:
         yield "weights are not encoded in stage 0, where they are never sent; set stage 1, 2 or 3"
-    # Codes are kept where there are both: codes that arrive, and a secondary shard to keep them in.
+    # Codes are cached where there are both: codes that arrive, and a secondary shard for them.
     if own.secondary == "codes" and not (quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1):
         yield (
             'zeropp.secondary "codes" has no effect; it needs stage 3, zero_quantized_weights and '

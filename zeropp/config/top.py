@@ -148,13 +148,13 @@ class Config(OutsideKeys, IdleTop, UnreadTop, LaterTop):
             raise ValueError(f"{key} and zero_quantized_weights ask for different codecs; leave one of them out")
         if self.zeropp.secondary == "codes":
             raise ValueError(
-                f'{key} sends differences to the weights that are kept, and zeropp.secondary "codes" keeps none; leave '
-                'secondary at "weights"'
+                f'{key} sends differences to the weights that are cached, and zeropp.secondary "codes" caches none; '
+                'leave secondary at "weights"'
             )
         # 0 and 1 make no second copy; whether a size makes one on so many ranks, choose_groups tells.
         if zero.stage == 3 and zero.zero_hpz_partition_size < 2:
             raise ValueError(
-                f"{key} sends differences to weights that are kept between steps, and stage 3 keeps none; set "
+                f"{key} sends differences to weights that are cached between steps, and stage 3 caches none; set "
                 "zero_hpz_partition_size to the ranks of a node, or stage 1 or 2"
             )
         return self

@@ -100,7 +100,7 @@ class BackwardUses:
 
 
 class Touched:
-    """Units that code outside of their modules has touched in the running pass, which keeps them to its end."""
+    """Units that code outside of their modules has touched in the running pass; they stay gathered until it ends."""
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
         self._units = units

@@ -1,9 +1,9 @@
 """The two small reductions around an optimizer step, and the one host read.
 
 After the last backward one number tells every rank whether all gradients are finite, before torch's GradScaler looks.
-In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still hold
-gradients on some rank, whether all ranks issued the same collectives and have the same settings, and now and then
-whether they keep the same weights.
+In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still have
+unsent gradients on some rank, whether all ranks issued the same collectives and have the same settings, and now and
+then whether they cache the same weights.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ class Boundary:
     """Assembles, sums and reads the vector.
 
     Attributes:
-        reads: how many times numbers were read on the host; one for each step, more where gradients came late.
-        holders: compares what ranks keep.
+        reads: how many times numbers were read on the host; once a step, more often where gradients were unsent.
+        cache_checksum: compares what ranks cache.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self.engine = engine
         self._settings = settings
         self.reads = 0
-        self.holders = CacheChecksum(engine)
+        self.cache_checksum = CacheChecksum(engine)
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
-        # Of the gradients after the last backward: what tells, in step(), whether somebody has scaled them since.
+        # Extremes of the gradients after the last backward: by them step() sees whether somebody has scaled them since.
         self._extremes: Tensor | None = None
         # Places in the vector, behind the norm and two hashes: a flag for each unit with unsent gradients, one for
-        # strays among them, one for ranks that passed over units, one for each used parameter; checksums at the end.
+        # strays among these, one for ranks that passed over units, one for each used parameter; checksums at the end.
         self._unsent = 7
         self._stray = self._unsent + len(engine.units)
         self._differed = self._stray + 1
@@ -132,18 +132,17 @@ class Boundary:
         """
         if self._verdict is None:
             values = self._exchange()
-            # Each turn sends, on every rank, what some rank still had: see [Note: late gradients]. The norm counts only
-            # once nothing is left to send.
+            # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
+            # only once nothing is left to send.
             spoiled = False
-            while late := self._late(values):
+            while unsent := self._unsent_units(values):
                 # Asked before anything is sent: sending changes the shards, and what was in them could not be compared
                 # any more.
-                spoiled |= self._edited(late)
-                # Without strays all of it was held on purpose, by no_sync() or a window: backwards that hold are not
-                # late.
-                self.engine.schedule.postpone(late, held=values[self._stray] == 0)
-                for index in late:
-                    self.engine.reductions.send_held(index)
+                spoiled |= self._edited(unsent)
+                # Without strays all of it was held on purpose, by no_sync() or a window, and no order was at fault.
+                self.engine.schedule.postpone(unsent, held=values[self._stray] == 0)
+                for index in unsent:
+                    self.engine.reductions.send_unsent(index)
                 values = self._exchange()
             # The sum is the same everywhere, so all ranks go in here or none does. A step that is skipped needs no
             # clean norm.
@@ -169,20 +168,20 @@ class Boundary:
                 raise self._settings.disagreement()
 
     def _renew_differing_caches(self, values: list[float]) -> None:
-        """Renew what is kept, from main weights alone, if holders of the same weights have other bits."""
+        """Renew what is cached, from main weights alone, if ranks that cache the same weights have other bits."""
         used = sum(len(flags) for flags in self.engine.pending.used)
-        if self.holders.due and self.holders.differ(values[self._used + used :]):
+        if self.cache_checksum.due and self.cache_checksum.differ(values[self._used + used :]):
             _log.warning(
-                "ranks that keep the same weights have different bits of them, perhaps since a fault of memory or of a "
-                "link; they are renewed from the main weights. Up to %d steps were computed with them",
-                self.holders.every,
+                "ranks that cache the same weights have different bits of them, perhaps since a fault of memory or of "
+                "a link; they are renewed from the main weights. Up to %d steps were computed with them",
+                self.cache_checksum.every,
             )
             self.engine.comm.ledger.note("<boundary>", "cached weights differ between ranks")
-            self.engine.refresh.distrust()
-        self.holders.count_step()
+            self.engine.refresh.invalidate()
+        self.cache_checksum.count_step()
 
-    def _edited(self, late: list[int]) -> bool:
-        """Whether gradients were changed on any rank since backward: what comes late cannot be added to them then.
+    def _edited(self, unsent: list[int]) -> bool:
+        """Whether gradients were changed on any rank since backward: what is unsent cannot be added to them then.
 
         torch's GradScaler changes them, and so may the user. A step with Inf or NaN is skipped for those.
         """
@@ -198,7 +197,7 @@ class Boundary:
             _log.warning(
                 "gradients of units %s came in another order than before, after the others had been scaled; this step "
                 "is skipped, and they are waited for from now on",
-                [self.engine.units[index].name for index in late],
+                [self.engine.units[index].name for index in unsent],
             )
         return edited
 
@@ -252,10 +251,10 @@ class Boundary:
         # done.
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
         parts = [squares[None], host.to(engine.device, non_blocking=True)]
-        if self.holders.due:
-            # Checksums are of what is cached, and a refresh under way is still writing that.
+        if self.cache_checksum.due:
+            # A refresh under way is still writing what the checksums are of.
             engine.refresh.wait()
-            parts.append(self.holders.sums())
+            parts.append(self.cache_checksum.sums())
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):
             # Settings that live on a card are hashed there: to read them would be a second wait for the device.
@@ -277,7 +276,7 @@ class Boundary:
         values: list[float] = host.tolist()
         return values
 
-    def _late(self, values: list[float]) -> list[int]:
+    def _unsent_units(self, values: list[float]) -> list[int]:
         self._check_in_step(values)
         return [unit.index for unit in self.engine.units if values[self._unsent + unit.index] > 0]
 
@@ -301,7 +300,7 @@ class Boundary:
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), self._flags(values))
 
     def _flags(self, values: list[float]) -> list[list[bool]]:
-        """Of each unit, which parameters any rank has used."""
+        """For each unit, which parameters any rank has used."""
         flags = iter(values[self._used :])
         return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
 
@@ -312,7 +311,7 @@ def _spread(code: _Code) -> list[_Code]:
 
 
 def _rounded(norm: Tensor) -> Tensor:
-    """To 40 bits, past what the order of summation changes: how units are cut must not show in clipped gradients."""
+    """A norm to 40 bits, which no order of summation changes: how units are cut must not show in clipped gradients."""
     mantissa, exponent = torch.frexp(norm)
     return torch.ldexp(torch.round(mantissa * 2.0**40) / 2.0**40, exponent)
 

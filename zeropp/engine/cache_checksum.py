@@ -1,4 +1,4 @@
-"""Whether all ranks that keep the same weights have the same bits; asked with the boundary reduction, now and then.
+"""Whether all ranks that cache the same weights have the same bits; checked with the boundary, now and then.
 
 Weights that are renewed by differences are right only as long as what they are added to is the same everywhere: a bit
 that flips on one rank would stay. A 64-bit checksum travels as sums over ranks of numbers and of their squares, which
@@ -26,7 +26,7 @@ _ODD = 0x9E3779B97F4A7C15 - 2**64
 
 
 class CacheChecksum:
-    """Of what one engine keeps.
+    """Checksums of what one engine caches.
 
     Attributes:
         every: steps from one comparison to the next.
@@ -55,7 +55,7 @@ class CacheChecksum:
         return sorted({_level(buffer) for buffer in self._buffers})
 
     def sums(self) -> Tensor:
-        """This rank's part, float64; to be summed over all ranks. Refreshes must have settled."""
+        """This rank's part, float64; to be summed over all ranks. No refresh may be running."""
         rows = []
         for level in self._levels:
             buffers = [buffer for buffer in self._buffers if _level(buffer) == level]
@@ -65,8 +65,8 @@ class CacheChecksum:
                 # Multiplied in between, so that the same bits in another buffer make another checksum.
                 total = total * _ODD + _checksum(buffer.base)
             numbers = torch.stack([(total >> _PIECE * i) & (2**_PIECE - 1) for i in range(_PIECES)]).double()
-            # A row for each slice of this level, and this rank's filled: the sum over ranks is one over the holders of
-            # a slice.
+            # A row for each slice of this level, and this rank's filled: the sum over ranks is one over those
+            # that cache the slice.
             table = torch.zeros(level, 2, _PIECES, dtype=torch.float64, device=total.device)
             table[buffers[0].placement.chain.slice_index(self._engine.comm.rank, level)] = torch.stack(
                 [numbers, numbers.square()]
@@ -78,18 +78,18 @@ class CacheChecksum:
         """Whether :meth:`sums`, summed over all ranks, come from different checksums of the same slice."""
         values = iter(summed)
         for level in self._levels:
-            holders = self._engine.comm.world // level
+            copies = self._engine.comm.world // level
             for _ in range(level):
                 numbers, squares = ([int(next(values)) for _ in range(_PIECES)] for _ in range(2))
                 # Numbers are equal exactly when their squares' sum is as small as it can be.
-                if any(holders * square != number**2 for number, square in zip(numbers, squares, strict=True)):
+                if any(copies * square != number**2 for number, square in zip(numbers, squares, strict=True)):
                     return True
         return False
 
 
 def _level(buffer: FlatBuffer) -> int:
     level = buffer.placement.mode.cached
-    assert level is not None  # it keeps something
+    assert level is not None  # what has a base is cached
     return level
 
 

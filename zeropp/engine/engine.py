@@ -1,6 +1,6 @@
 """The engine of one model: phases, and who uses which unit.
 
-The way of one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
+What happens to one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
 (`zeropp.order.schedule`), which has usually issued the gather already; a lane (`zeropp.comm.streams`) runs
 the unit's path (`zeropp.wire.paths`).
 """
@@ -44,12 +44,12 @@ class Engine:
 
     Args:
         comm: process groups.
-        maker: of the units' flat buffers.
-        units: of the model, indexed in order.
+        maker: makes flat buffers for parameters that move.
+        units: the model's, indexed in order.
         device: where the model lives.
-        window: of micro-batches.
+        window: counts micro-batches.
         listener: to tell what becomes of gradients, for as long as it lives.
-        limits: of the prefetch plan.
+        limits: bounds of the prefetch plan.
         scale: factor on summed gradients, 1/world for a mean.
         hang_timeout: seconds after which waiting for other ranks is an error.
         warn_after: seconds after which it is logged, or None.
@@ -140,7 +140,7 @@ class Engine:
         return changed
 
     def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
-        """A hooked module's forward is over: release its units, unless the plan keeps them."""
+        """A hooked module's forward is over: release its units, unless they are planned to stay."""
         # A model may catch an error of an inner module and go on. In backward an error may be checkpointing's own, by
         # which it ends a recomputation early.
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
@@ -162,7 +162,7 @@ class Engine:
 
     def _begin_forward(self, hooked: HookedModule, training: bool) -> None:
         grad = torch.is_grad_enabled()
-        if grad:  # no other forwards are concerned
+        if grad:  # without a graph no backward follows, and gradients stay as they are
             if (listener := self.listener) is not None:
                 listener.graph_begins()
             self.window.note_forward(hooked.path)
@@ -194,13 +194,13 @@ class Engine:
         call.reached = self._backwards
         self._begin_backward()
         for unit in call.hooked.units:
-            self._backward.use(unit, lasting=unit in call.hooked.frozen)
+            self._backward.use(unit, lasting=unit in call.hooked.with_frozen)
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""
         if call.reached != self._backwards:
             return
-        for unit in call.hooked.frozen:
+        for unit in call.hooked.with_frozen:
             self._backward.call_ended(unit)
 
     def gradient_ready(self, index: int, position: int) -> None:
@@ -223,7 +223,7 @@ class Engine:
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
         self._ending = queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
-        self.pending.any = True
+        self.pending.backward_ran = True
         self._expose(self.persistent)
         self._backward.begin()
 
@@ -245,7 +245,7 @@ class Engine:
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         # Which units a backward comes to follows from the forwards that it may go back through.
-        return ("backward", self.reductions.hold, self.trained_set, *outstanding)
+        return ("backward", self.reductions.holding, self.trained_set, *outstanding)
 
     # Parameters touched elsewhere, persistent ones, failures.
 
@@ -264,7 +264,7 @@ class Engine:
             self.schedule.use(unit)
 
     def _hide_all(self) -> None:
-        """Between passes nothing may be read or edited, not even what is kept for the next one."""
+        """Between passes nothing may be read or edited, not even what the plan keeps gathered for the next one."""
         for unit in self.units:
             if unit.state is UnitState.EXPOSED:
                 unit.hide()
@@ -328,11 +328,11 @@ class Engine:
         self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
 
     def weights_changed(self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, for_now: bool = False) -> None:
-        """Main weights are new: what is gathered of them is out of date, what is kept is renewed.
+        """Main weights are new: what is gathered of them is out of date, what is cached is renewed.
 
         Args:
             buffers: those with new weights.
-            stepped: by an optimizer step, from the ones before; what is kept will do to send differences to.
+            stepped: by an optimizer step; what is cached then serves as a base for differences.
             for_now: others may still change them before the next forward.
         """
         self.finish_load()
@@ -397,12 +397,12 @@ class Engine:
 
     @property
     def trainable_buffers(self) -> list[FlatBuffer]:
-        """Flat buffers with gradients."""
+        """Flat buffers with a gradient and optimizer states."""
         return [buffer for buffer in self.buffers if buffer.trainable]
 
     @property
     def gradients(self) -> list[Gradient]:
-        """Of trainable flat buffers."""
+        """The gradients of trainable flat buffers."""
         return [gradient for unit in self.units for gradient in unit.gradients]
 
     def zero_grad(self, *, now: bool = False) -> None:
@@ -417,4 +417,4 @@ class Engine:
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""
-        return self.pending.any and not self.running
+        return self.pending.backward_ran and not self.running

@@ -32,8 +32,8 @@ class Return(Enum):
     NEVER = "never"
     # By the outputs, or by another forward in it: checkpointing runs one again.
     HOOKED = "hooked"
-    # It records a graph, and nothing that it returns or keeps could be hooked: its units are there for all of
-    # backward.
+    # It records a graph, and nothing that it returns or stores on its module could be hooked: its units are there
+    # for all of backward.
     UNHOOKED = "unhooked"
 
 
@@ -55,22 +55,22 @@ class HookedModule:
     stored: list[weakref.ref[Tensor]] = field(default_factory=list)
 
     @property
-    def frozen(self) -> tuple[Unit, ...]:
-        """Of the units, those with frozen values, which no gradient announces as done with."""
-        return tuple(unit for unit in self.units if unit.frozen)
+    def with_frozen(self) -> tuple[Unit, ...]:
+        """The units with frozen parameters: no gradient tells when backward is done with those."""
+        return tuple(unit for unit in self.units if unit.has_frozen)
 
     @property
     def trainable(self) -> bool:
-        """Whether any unit has gradients."""
+        """Whether any unit has a trainable buffer."""
         return any(unit.trainable_buffers for unit in self.units)
 
 
 class HookHandler(Protocol):
-    """What hooks tell: the engine, seen from here.
+    """Who is told by hooks: the engine, seen from here.
 
     Attributes:
         storages: identities of the storages of all gathered weights.
-        passing: of those that are released when a module is left.
+        passing: the same, of those that are released when a module is left.
     """
 
     storages: frozenset[int]
@@ -108,10 +108,10 @@ class BackwardCall:
     """
 
     # One for every hooked module and forward: no dict for each. Hooks on inputs hold it weakly, which slots must allow.
-    __slots__ = ("__weakref__", "_driver", "_inputs", "_left", "_pass", "hooked", "reached")
+    __slots__ = ("__weakref__", "_handler", "_inputs", "_left", "_pass", "hooked", "reached")
 
-    def __init__(self, driver: weakref.ref[HookHandler], hooked: HookedModule) -> None:
-        self._driver = driver
+    def __init__(self, handler: weakref.ref[HookHandler], hooked: HookedModule) -> None:
+        self._handler = handler
         self.hooked = hooked
         # The backward that has reached it; a retained graph may see several.
         self.reached = -1
@@ -146,9 +146,9 @@ class BackwardCall:
                 "gradients would need weights that are released. Take such penalties from a model of your own, or from "
                 "finite differences"
             )
-        driver = self._driver()
-        if driver is not None:
-            driver.backward_reached(self)
+        handler = self._handler()
+        if handler is not None:
+            handler.backward_reached(self)
 
     def _input_arrived(self) -> None:
         task = current_graph_task()
@@ -157,9 +157,9 @@ class BackwardCall:
         if task != self._pass:
             self._pass, self._left = task, sum(will_execute(node) for node in self._inputs)
         self._left -= 1
-        driver = self._driver()
-        if self._left == 0 and driver is not None:
-            driver.backward_left(self)
+        handler = self._handler()
+        if self._left == 0 and handler is not None:
+            handler.backward_left(self)
 
 
 # In a module's __dict__. See [Note: ownership].
@@ -172,7 +172,7 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
 
     Args:
         module: whose forward it was.
-        hooked: of the module.
+        hooked: what the hooks know of it.
         deep: look into any object, which takes its time; there is no output that backward could come by.
     """
     kinds = object if deep else (Tensor, list, tuple, dict)
@@ -198,9 +198,9 @@ class _Frame:
 class ModuleHooks:
     """All hooks of one model; one call stack, since one thread runs forward."""
 
-    def __init__(self, driver: HookHandler) -> None:
+    def __init__(self, handler: HookHandler) -> None:
         # Weakly, or engine and hooks would be a circle. See [Note: ownership].
-        self._driver = weakref.ref(driver)
+        self._handler = weakref.ref(handler)
         self._handles: list[RemovableHandle] = []
         self._on_leaves: list[RemovableHandle] = []
         self._stack: list[_Frame] = []
@@ -270,12 +270,12 @@ class ModuleHooks:
     def _gradient_hook(self, index: int, position: int) -> Callable[[Tensor], None]:
         # Position and index alone: a hook that knew the unit would close a circle through C++, unseen by the
         # collector.
-        ref = self._driver
+        ref = self._handler
 
         def ready(parameter: Tensor) -> None:
-            driver = ref()
-            if driver is not None:
-                driver.gradient_ready(index, position)
+            handler = ref()
+            if handler is not None:
+                handler.gradient_ready(index, position)
 
         return ready
 
@@ -305,21 +305,21 @@ class ModuleHooks:
         return len(self._stack)
 
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
-        # Not self: the module keeps what this closure holds.
-        ref, stack = self._driver, self._stack
+        # Not self: the module would keep it alive through this closure.
+        ref, stack = self._handler, self._stack
 
         def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-            driver = ref()
-            if driver is None:
+            handler = ref()
+            if handler is None:
                 return None
             # Before there is a frame: if it raises, the hook after the module finds none, and takes nothing back.
-            changed = driver.enter(hooked, module.training, args, kwargs)
+            changed = handler.enter(hooked, module.training, args, kwargs)
             call = BackwardCall(ref, hooked) if torch.is_grad_enabled() else None
             # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
             # failure then.
             stack.append(_Frame(hooked, call, sys.exc_info()[1]))
             # Gradients tell when a trained weight is done with; a frozen one needs the inputs' to say so.
-            if call is not None and hooked.frozen:
+            if call is not None and hooked.with_frozen:
                 inputs = differentiable((args, kwargs))
                 handles = call.watch(inputs)
                 self._on_leaves += [h for h, tensor in zip(handles, inputs, strict=True) if tensor.is_leaf]
@@ -336,12 +336,12 @@ class ModuleHooks:
         return opaque if hooked.units else before_or_skip
 
     def _after(self, hooked: HookedModule) -> Callable[..., object]:
-        ref, stack, later = self._driver, self._stack, self._later
+        ref, stack, later = self._handler, self._stack, self._later
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
-            driver = ref()
+            handler = ref()
             # No frame: entering has failed, or a recovery has emptied the stack.
-            if driver is None or not any(frame.hooked is hooked for frame in stack):
+            if handler is None or not any(frame.hooked is hooked for frame in stack):
                 return None
             frame = stack.pop()
             # Frames of modules whose hooks did not run, as Ctrl-C leaves them. What they hold goes when the pass is
@@ -353,7 +353,7 @@ class ModuleHooks:
             if not failed:
                 # While the values are still there. Persistent weights stay until the pass ends: only the outermost
                 # module must copy those.
-                output = copy_views(output, driver.passing if stack else driver.storages, hooked.path)
+                output = copy_views(output, handler.passing if stack else handler.storages, hooked.path)
             # Without a graph inside a forward that records one: checkpointing runs it so, and once more in backward.
             if frame.call is None and not failed and stack and stack[0].call is not None:
                 returns = Return.HOOKED
@@ -370,7 +370,7 @@ class ModuleHooks:
                     returns = Return.HOOKED
                 elif hooked.trainable or differentiable((args, kwargs)):
                     returns = Return.UNHOOKED
-            driver.leave(hooked, returns=returns, failed=failed)
+            handler.leave(hooked, returns=returns, failed=failed)
             # The outermost forward is over, and hooked modules may change.
             if later and not stack:
                 self._extend_later()

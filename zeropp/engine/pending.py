@@ -17,7 +17,7 @@ class Pending:
     """What backwards have brought since the last step.
 
     Attributes:
-        any: whether a backward has run.
+        backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
         used: for each unit, whether each of its trainable parameters has a gradient from this rank.
     """
 
@@ -25,14 +25,14 @@ class Pending:
         self._units = units
         # Weakly: the wrapper owns the engine, and this with it. See [Note: ownership].
         self._listener = listener
-        self.any = False
+        self.backward_ran = False
         self.used: list[list[bool]] = [[] for _ in units]
         self.make_room()
 
     def make_room(self) -> None:
-        """For parameters that are trained from now on; they come after the others of their unit."""
+        """Add flags for parameters that are trained from now on; they come after the others of their unit."""
         for flags, unit in zip(self.used, self._units, strict=True):
-            # At the end: what is unfrozen gets a buffer of its own, the last of its unit.
+            # What is unfrozen gets a buffer of its own, the last of its unit.
             flags += [False] * (len(unit.trained) - len(flags))
 
     def forget_unsent(self) -> None:
@@ -49,7 +49,7 @@ class Pending:
 
     def forget(self) -> None:
         """Forget the gradients of finished backwards; those that autograd is just bringing stay."""
-        self.any = False
+        self.backward_ran = False
         for unit in self._units:
             for gradient in unit.gradients:
                 # Not forget_unsent: this also runs as a backward begins, when autograd may have filled a .grad.
@@ -60,7 +60,7 @@ class Pending:
             listener.gradients_forgotten()
 
     def forget_one(self, unit: Unit, parameter: nn.Parameter) -> None:
-        """Forget one parameter's on this rank; the next backward starts anew."""
+        """Forget one parameter's gradient on this rank; the next backward starts anew."""
         position = unit.drop_gradient(parameter)
         if position is not None:
             self.used[unit.index][position] = False

@@ -4,7 +4,7 @@
 ``step()``; another, as with DeepSpeed, calls ``step()`` after each of them and expects all but every Nth call to do
 nothing. The calls tell them apart: a micro-batch that no ``step()`` follows is the mark of a caller that accumulates by
 itself. Such a caller owns the boundary: every ``step()`` is taken, also in a window that the end of the data cuts
-short. All of it is decided by calls that every rank makes alike, so ranks agree without a word.
+short. All of it is decided by calls that every rank makes alike, so ranks agree without an exchange.
 """
 
 from __future__ import annotations

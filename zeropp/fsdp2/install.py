@@ -54,11 +54,11 @@ class Adapter:
     def _feedbacks(self) -> dict[str, Feedback]:
         return {
             # With the codec's name, so that errors of other codecs are not taken over.
-            f"{comm.unit} {leg.hop.spec.inner}->{leg.hop.spec.outer} {leg.codec.name}": leg.feedback
+            f"{comm.unit} {hop.spec.inner}->{hop.spec.outer} {hop.codec.name}": hop.feedback
             for comm in self._reduces
             # The dtype is that of hops without codes, which keep no errors.
-            for leg in comm.legs(torch.float32)
-            if leg.feedback is not None
+            for hop in comm.reduce_hops(torch.float32)
+            if hop.feedback is not None
         }
 
     def reset_feedback(self) -> None:

@@ -26,9 +26,9 @@ class ReduceRoute:
     """The hops over which one process group's gradients are summed: inside the node, between nodes.
 
     Attributes:
-        placement: of this rank among the levels 1, ranks per node, all ranks.
+        placement: this rank's among the levels 1, ranks per node, all ranks.
         hops: one or two.
-        encoding: of what they carry.
+        encoding: how they encode what they carry.
     """
 
     placement: Placement
@@ -41,7 +41,7 @@ class ReduceRoute:
         return self.placement.chain.world
 
     def codecs(self, dtype: torch.dtype) -> Sequence[Codec]:
-        """For each hop, of gradients that FSDP2 has in ``dtype``."""
+        """The codec of each hop, for gradients that FSDP2 has in ``dtype``."""
         return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
 
     def feedbacks(self, numel: int, device: torch.device) -> list[Feedback | None]:
@@ -52,10 +52,10 @@ class ReduceRoute:
         for hop, codec in zip(self.hops, self.codecs(torch.float32), strict=True):
             # Each hop leaves a part; its messages are of that size, one for each member.
             numel //= hop.size
-            kept = None
+            carried = None
             if self.encoding.feeds_back(specs, hop.spec):
-                kept = codec.feedback(numel, hop.size, self.encoding.beta, device)
-            found.append(kept)
+                carried = codec.feedback(numel, hop.size, self.encoding.beta, device)
+            found.append(carried)
         return found
 
 
@@ -76,7 +76,7 @@ class _Packing:
     def __init__(self, route: ReduceRoute, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         world, codecs = route.world, route.codecs(dtype)
         self.piece = numel // world
-        # Of any hop: what the first one leaves is cut again by the second.
+        # On any hop: what the first one leaves is cut again by the second.
         coded = any(codec.coded for codec in codecs)
         self.padded = -(-self.piece // BLOCK) * BLOCK if coded else self.piece
         self.numel = world * self.padded
@@ -182,8 +182,8 @@ class ReduceComm(ReduceScatter):
     def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[_Packing, ReducePath]:
         route = self.route
         packing = _Packing(route, numel, dtype, device)
-        # Of another set of parameters the same place is another element's, and its error would be added to the wrong
-        # one.
+        # With another set of parameters the same place is another element's, and its error would be added to the
+        # wrong one.
         if route.encoding.feedback is not None and numel != self.numel:
             raise RuntimeError(
                 f"{self.unit}: gradients of {numel} elements are to be reduced; errors are fed back for {self.numel}, "
@@ -191,9 +191,9 @@ class ReduceComm(ReduceScatter):
                 "model.set_reduce_scatter_unused_params(True) if some have no gradient in some steps; freeze before "
                 "apply; or give feedback=None"
             )
-        return packing, ReducePath(route.placement, route.world, self.legs(dtype), torch.float32)
+        return packing, ReducePath(route.placement, route.world, self.reduce_hops(dtype), torch.float32)
 
-    def legs(self, dtype: torch.dtype) -> list[ReduceHop]:
-        """The hops, and what travels over them of gradients in this dtype."""
+    def reduce_hops(self, dtype: torch.dtype) -> list[ReduceHop]:
+        """The hops, with the codecs and the feedback for gradients in this dtype."""
         route = self.route
         return [ReduceHop(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]

@@ -54,9 +54,9 @@ class ShardedUnit:
     def describe(self) -> tuple[object, ...]:
         """What must be the same on every rank."""
         # Sizes and names: groups and modules of different ranks cannot be compared.
-        kept = None if self.secondary is None else self.secondary.size()
+        smaller = None if self.secondary is None else self.secondary.size()
         dtypes = tuple((name, str(dtype)) for name, dtype in self.gathered.items())
-        return (self.name, kept, dtypes, sorted(map(str, self.reduced)), self.trained_numel)
+        return (self.name, smaller, dtypes, sorted(map(str, self.reduced)), self.trained_numel)
 
     def install(self, gather: AllGather, reduce: ReduceScatter) -> None:
         """Use these from now on."""

@@ -98,7 +98,7 @@ def _plain(value: object) -> object:
 
 
 def also_forget(optimizer: Optimizer, forget: Callable[[], bool | None]) -> Callable[..., None]:
-    """In place of the wrapped optimizer's ``zero_grad``, which does not see gradients that are held back.
+    """Make a substitute for the wrapped optimizer's ``zero_grad``, which does not see gradients that are held.
 
     Args:
         optimizer: the wrapped one.
@@ -109,7 +109,7 @@ def also_forget(optimizer: Optimizer, forget: Callable[[], bool | None]) -> Call
 
     def zero_grad(set_to_none: bool = True) -> None:
         target = ref()
-        # None says that the wrapper is gone: nothing that is held back is left to forget.
+        # None says that the wrapper is gone, and with it all that was held.
         if target is not None and forget() is not False:
             type(target).zero_grad(target, set_to_none)
 
@@ -145,7 +145,7 @@ def refuse_scaler(window: Window) -> None:
 
 
 def refuse_inner_step(*args: object, **kwargs: object) -> None:
-    """In place of the wrapped optimizer's ``step``, which would change weights behind the engine's back."""
+    """Stand in for the wrapped optimizer's ``step``, which would change weights behind the engine's back."""
     raise RuntimeError(
         "this optimizer is wrapped by a ZeroOptimizer; call step() on that one, or the new weights would never be "
         "gathered"
@@ -153,7 +153,7 @@ def refuse_inner_step(*args: object, **kwargs: object) -> None:
 
 
 def refuse_inner_group(*args: object, **kwargs: object) -> None:
-    """In place of the wrapped optimizer's ``add_param_group``, whose parameters would never become slices."""
+    """Stand in for the wrapped optimizer's ``add_param_group``, whose parameters would never become slices."""
     raise RuntimeError("this optimizer is wrapped by a ZeroOptimizer; call add_param_group() on that, on every rank")
 
 

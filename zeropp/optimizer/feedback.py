@@ -16,10 +16,10 @@ __all__ = ["CarriedErrors"]
 
 
 class CarriedErrors:
-    """Of all units.
+    """The errors of all units of one engine.
 
     Args:
-        engine: whose gradients they are of.
+        engine: whose gradients carry them.
         reset: steps after which all of them are cleared, at once.
     """
 
@@ -28,7 +28,7 @@ class CarriedErrors:
         self._reset = reset
         # Since they were cleared.
         self._steps = 0
-        # Of the losses that they are errors of.
+        # Scale of the losses that the errors came from; None if nobody scaled them.
         self._scale: Tensor | None = None
 
     def follow(self, scaler: torch.amp.GradScaler | None) -> None:
@@ -52,10 +52,10 @@ class CarriedErrors:
         seen: Counter[str] = Counter()
         for buffer in self._engine.trainable_buffers:
             name = f"{buffer.unit}/{buffer.compute_dtype}"
-            for leg in buffer.gradient.paths.straight.legs if buffer.gradient is not None else ():
+            for hop in buffer.gradient.paths.straight.hops if buffer.gradient is not None else ():
                 # Named with the codec: errors of another one are not what this one would lose.
-                if leg.feedback is not None:
-                    found[f"{name}/{seen[name]}/{leg.hop.spec.outer} {leg.codec.name}"] = leg.feedback
+                if hop.feedback is not None:
+                    found[f"{name}/{seen[name]}/{hop.spec.outer} {hop.codec.name}"] = hop.feedback
             seen[name] += 1
         return found
 

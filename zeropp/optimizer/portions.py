@@ -1,6 +1,6 @@
 """An optimizer step in portions, so that the first new weights are on their way while the last are computed.
 
-Only where weights that are kept between uses have to travel after a step, and with optimizers known to treat each
+Only where weights that are cached between uses have to travel after a step, and with optimizers known to treat each
 parameter by itself: parameters without a gradient are passed over, as torch's optimizers do.
 """
 

@@ -1,7 +1,7 @@
 """Whether every rank's parameter groups have the same numbers: learning rates, above all.
 
-Ranks that step their slices at different rates would part without a word, as after a ReduceLROnPlateau that each fed
-with its own loss. A hash of all numbers travels with the reduction before each step.
+Ranks that step their slices at different rates would silently diverge, as after a ReduceLROnPlateau that each fed with
+its own loss. A hash of all numbers travels with the reduction before each step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from zeropp.comm.agreement import Agreement
 
 __all__ = ["GroupSettings", "fold"]
 
-# Of the hash, as few as those of what is issued: its square must be exact in float64.
+# As few as the hash of what is issued has: the square must be exact in float64.
 _BITS = 24
 # Any odd number, so that no bit is lost; less 2**64, since it multiplies int64.
 _ODD = 0x9E3779B97F4A7C15 - 2**64
@@ -100,7 +100,7 @@ def _numbers_in(name: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def _written(value: Any) -> str:
-    """To nine digits: what the mathematical libraries of different machines make of one schedule may differ behind."""
+    """The value to nine digits, since mathematical libraries of different machines may differ in later ones."""
     if isinstance(value, list):
         return f"[{', '.join(map(_written, value))}]"
     return f"{value:.9g}" if isinstance(value, float) and math.isfinite(value) else repr(value)

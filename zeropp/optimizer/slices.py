@@ -74,10 +74,10 @@ class Slices:
         self._device = device
         # The model's parameters in each group, whose place slices have taken.
         self._given: list[list[nn.Parameter]] = []
-        # Of every trainable parameter, by its id: == on tensors compares elements.
+        # By the ids of trainable parameters: == on tensors compares elements.
         self._cut: dict[int, list[Slice]] = {}
         self._stand_in: Slice | None = None
-        # That the optimizer had for parameters which are frozen.
+        # States that the optimizer had for parameters which are frozen.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
         self.put()
@@ -118,11 +118,11 @@ class Slices:
         self.stepped = stepped
 
     def frozen_states(self) -> dict[str, dict[str, Any]]:
-        """States kept for frozen parameters to be trained, by the parameters' names."""
+        """States that wait until frozen parameters are trained, by the parameters' names."""
         return {name: self._states[id(p)] for name, p in self._frozen() if id(p) in self._states}
 
     def keep_frozen_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """Take saved ones."""
+        """Take saved states of frozen parameters."""
         self._states = {id(p): states[name] for name, p in self._frozen() if name in states}
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:

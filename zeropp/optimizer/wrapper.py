@@ -385,7 +385,7 @@ class ZeroOptimizer(Optimizer):
         """Show gradients in the groups."""
         self.boundary.invalidate()
         self.step_was_taken = False
-        if self.engine.reductions.hold:
+        if self.engine.reductions.holding:
             return
         for part in self._slices.stepped:
             part.show_gradient(part.arrived())

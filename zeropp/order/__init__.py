@@ -2,5 +2,5 @@
 
 Knows units by number and state, and what ranks have told each other; no module, no autograd, no process.
 Start with `schedule`, which decides; `known_orders` remembers, `prefetch` plans what to fetch ahead, `reductions` is
-the gradients' part, `refresh` renews what is cached, `holdings` keeps what is gathered and not in use.
+the gradients' part, `refresh` renews what is cached, `holdings` has what stays gathered and is not in use.
 """

@@ -1,4 +1,4 @@
-"""Which units stay gathered while nothing uses them: by the plan's will, or since another rank needed them."""
+"""Which units stay gathered while nothing uses them: because the plan says so, or since another rank needed them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Holdings:
     """Gathered units of one engine beside those in use.
 
     Attributes:
-        planned: by the plan's will; equal on every rank.
+        planned: because the plan says so; equal on every rank.
         retained: gathered for others, the oldest first; this rank's own affair.
         numel: elements of each unit.
     """
@@ -44,8 +44,9 @@ class Holdings:
 
         Args:
             index: the unit.
-            bounded: whether the limit holds; what has been kept longest gives way.
+            bounded: whether the limit holds; what was retained first gives way.
         """
+        # A dict, whose order is that of entry: the newest comes last, and so is the last to give way below.
         self.retained[index] = None
         if not bounded:
             return
@@ -59,8 +60,9 @@ class Holdings:
 
     def release_if_unused(self, unit: Unit) -> None:
         """Release a unit that nothing needs any more."""
-        kept = unit.index in self.planned or unit.index in self.retained or unit.users > 0 or unit.persistent
-        if not kept and unit.state is not UnitState.SHARDED:
+        needed = unit.index in self.planned or unit.index in self.retained or unit.users > 0 or unit.persistent
+        if not needed and unit.state is not UnitState.SHARDED:
+            # A gather that is still under way would write to memory that is no longer there.
             self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
             unit.release(self._lanes)
 
@@ -72,7 +74,7 @@ class Holdings:
             self.release_if_unused(self._units[index])
 
     def release_planned(self) -> None:
-        """Release what is only kept for reuse; the same on every rank."""
+        """Release what is only planned to be used again; the same on every rank."""
         self.drop(set(self.planned))
 
     def release_retained(self) -> None:

@@ -48,12 +48,13 @@ class CollectiveOrder:
         Args:
             units: index -> which of its parameters are trained.
         """
-        kept = [(unit, uses) for unit, uses in self.reductions if unit not in units]
-        late = [(unit, len(self.uses)) for unit in units]
+        others = [(unit, uses) for unit, uses in self.reductions if unit not in units]
+        last = [(unit, len(self.uses)) for unit in units]
         fires = dict(self.fires)
         for unit, trained in units.items():
+            # True counts as 1: each trained parameter is waited for once at least, or as often as before.
             fires[unit] = tuple(map(max, fires.get(unit, (0,) * len(trained)), trained))
-        return CollectiveOrder(self.uses, (*kept, *late), fires)
+        return CollectiveOrder(self.uses, (*others, *last), fires)
 
     def find(self, unit: int, start: int) -> int | None:
         """First position of a unit at or after ``start``."""
@@ -80,12 +81,14 @@ class _Variants:
 
     def expected(self) -> CollectiveOrder | None:
         """The order that came after the last one the time before; graphs that alternate are foreseen so."""
+        # By identity, which is enough: ``add`` puts the known object in place of an equal one.
         return next((after for before, after in self.successors if before is self.last), self.last)
 
     def replace(self, change: Callable[[CollectiveOrder], CollectiveOrder]) -> None:
         """Change every known order; such phases vary."""
         changed = {id(order): change(order) for order in self.known}
         self.known = [changed[id(order)] for order in self.known]
+        # Successors and ``last`` may be orders that ``known``, which is bounded, has already dropped.
         self.successors = [
             (changed[id(before)], changed[id(after)])
             for before, after in self.successors
@@ -106,8 +109,8 @@ class _Variants:
         self.known = [order, *(other for other in self.known if other is not order)][:_VARIANTS]
         # One successor each: what came after it the last time is the best guess there is.
         if self.last is not None:
-            kept = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
-            self.successors = [*kept, (self.last, order)]
+            others = [pair for pair in self.successors if pair[0] is not self.last and pair[0] in self.known]
+            self.successors = [*others, (self.last, order)]
         self.last = order
 
 
@@ -145,10 +148,12 @@ class KnownOrders:
         Args:
             wants: units; none if the phase is to end there.
         """
+        # The followed order first, then the most recent: the first one wins where several have all wants equally soon.
         found = [order, *(other for other in self._known[key].known if other is not order)]
         found = [each for each in found if each.uses[:place] == order.uses[:place]]
         if not wants:
             return next((each for each in found if len(each.uses) == place), None)
+        # How far each order goes until it has had every wanted unit; one that lacks a unit does not count.
         reaches = [[each.find(unit, place) for unit in wants] for each in found]
         far = [(max(at for at in reach if at is not None), n) for n, reach in enumerate(reaches) if None not in reach]
         return found[min(far)[1]] if far else None
@@ -164,6 +169,7 @@ class KnownOrders:
             return True
         if key[0] == "forward":
             return not self._reach(key).issubset(order.uses)
+        # The key of a backward contains those of the forwards before it.
         return any(self._known[part].varies for part in key if part in self._known)
 
     def note_silent(self, key: PhaseKey) -> None:
@@ -173,11 +179,12 @@ class KnownOrders:
             self.remember(key, CollectiveOrder())
 
     def forget_backwards(self) -> None:
-        """Forget what was learned about them; their parameters are no longer trained alike."""
+        """Forget all orders of backwards, which were learned for other trained parameters."""
         self._known = {key: variants for key, variants in self._known.items() if key[0] != "backward"}
 
     def forget_forwards(self) -> None:
-        """Forget those that a backward may follow: other parameters are trained, so it may come to other units."""
+        """Forget forwards that a backward may follow: with other parameters trained it may come to other units."""
+        # The last entry of a forward's key is its grad mode: without a graph no backward follows.
         self._known = {key: each for key, each in self._known.items() if not (key[0] == "forward" and key[-1])}
 
     def note_variation(self, key: PhaseKey) -> None:
@@ -212,8 +219,8 @@ class KnownOrders:
         self._units.setdefault(key[0], set()).update(order.uses)
 
     def postpone(self, key: PhaseKey, units: dict[int, tuple[bool, ...]]) -> None:
-        """Gradients of ``units`` (with which parameters are trained) came late: expect them at the end, from now on."""
-        # See [Note: late gradients].
+        """``units`` (with which parameters are trained) had stray gradients: expect them at the end, from now on."""
+        # See [Note: stray gradients].
         if key in self._known:
             self._known[key].replace(lambda order: order.postpone(units))
 

@@ -15,8 +15,8 @@ class Limits:
 
     Attributes:
         prefetch: fetched ahead of use at any time (``stage3_prefetch_bucket_size``); one unit may be larger.
-        live: elements beside the unit in use, fetched ahead or kept for reuse (``stage3_max_live_parameters``).
-        reuse: a unit is kept if it is used again within this many elements of uses, its own included
+        live: elements beside the unit in use, fetched ahead or planned for reuse (``stage3_max_live_parameters``).
+        reuse: a unit stays if it is used again within this many elements of uses, its own included
             (``stage3_max_reuse_distance``).
     """
 
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Plan:
-    """For each use of an order.
+    """What to fetch and what to let go at each use of an order.
 
     Attributes:
         issue: units whose gather starts at this use, in order; the used unit first if it must be fetched.
@@ -47,13 +47,14 @@ class _Walk:
     horizon: Sequence[int]
     numel: Sequence[int]
     limits: Limits
-    live: set[int]  # gathered by the plan's will, the unit in use aside
+    live: set[int]  # planned to be gathered now, the unit in use aside
     ahead: set[int]  # of these, fetched and not yet used
 
     def __post_init__(self) -> None:
         self.positions: dict[int, list[int]] = {}
         for position, unit in enumerate(self.horizon):
             self.positions.setdefault(unit, []).append(position)
+        # Elements of all uses before each position, so that a difference of two is the distance between them.
         self.distance = [0]
         for unit in self.horizon:
             self.distance.append(self.distance[-1] + self.numel[unit])
@@ -67,12 +68,14 @@ class _Walk:
         return sum(self.numel[unit] for unit in self.live)
 
     def make_room(self, numel: int, needed_at: int, now: int) -> list[int] | None:
-        """Units kept for a use later than ``needed_at`` to let go, furthest first; None if that is not enough."""
+        """Units to let go whose next use is later than ``needed_at``, furthest first; None if that is not enough."""
         excess = self.live_numel() + numel - self.limits.live
         if excess <= 0:
             return []
+        # Not what was fetched ahead: it has travelled, and would have to travel again before its first use.
         later = [(self.next_use(unit, now), unit) for unit in self.live - self.ahead]
         victims = []
+        # A unit without a next use counts as used behind the horizon, so it goes first.
         for use, unit in sorted(((len(self.horizon) if u is None else u, unit) for u, unit in later), reverse=True):
             if excess <= 0 or use <= needed_at:
                 break
@@ -81,7 +84,7 @@ class _Walk:
         return victims if excess <= 0 else None
 
     def near(self, now: int, again: int) -> bool:
-        """Whether the unit in use may be kept for a later use, by distance."""
+        """Whether the next use is so near that the unit in use may stay for it."""
         return self.distance[again + 1] - self.distance[now + 1] <= self.limits.reuse
 
     def prefetch(self, now: int) -> tuple[list[int], list[int]]:
@@ -121,7 +124,7 @@ class _Walk:
         return fetched, dropped
 
     def keep(self, now: int) -> list[int]:
-        """Hold the unit in use until its next use, if limits allow; units that give way to it."""
+        """Leave the unit in use gathered until its next use, if limits allow; returns units that give way to it."""
         unit = self.horizon[now]
         again = self.next_use(unit, now)
         if again is None or not self.near(now, again):
@@ -150,6 +153,7 @@ def make_plan(
     issue, drop = [], []
     for step, unit in enumerate(uses):
         issued = [] if unit in walk.live else [unit]
+        # In use, it comes on top of the limits, which bound the rest.
         walk.live.discard(unit)
         walk.ahead.discard(unit)
         fetched, dropped = walk.prefetch(step)

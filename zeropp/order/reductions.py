@@ -3,9 +3,9 @@
 [Note: one order] Every rank issues the same gathers and reductions in one order, or ranks whose devices run them in
 another would wait for each other for ever. So a reduction has its place among the uses of units.
 
-[Note: late gradients] A rank that comes to the next use first sends what is due before it, complete or not. Gradients
-that come later stay in ``.grad``, and are found at the end of a phase that ends with a round, or at the boundary: all
-ranks send that unit again, and from then on expect it at the end of such phases.
+[Note: stray gradients] A rank that comes to the next use first sends what is due before it, complete or not. Gradients
+that come later stay in ``.grad`` as strays, and are found at the end of a phase that ends with a round, or at the
+boundary: all ranks send that unit again, and from then on expect it at the end of such phases.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Reductions:
         self._counts: list[list[int]] = []
         self._missing: list[int] = []
         self.update_trained()
-        # Of the order that is followed; None while learning, where each trained parameter is expected once.
+        # ``fires`` of the order that is followed; None while learning, where each trained parameter is expected once.
         self._expected: dict[int, tuple[int, ...]] | None = None
         self._order: tuple[tuple[int, int], ...] = ()  # see CollectiveOrder.reductions; of these, what is left
         self._turn = 0
@@ -79,6 +79,7 @@ class Reductions:
         self._turn = 0
         for index, counts in enumerate(self._counts):
             expected = self._expect(index)
+            # For each parameter alone: a second gradient of one does not make up for another's first.
             self._missing[index] = sum(max(e - c, 0) for e, c in zip(expected, counts, strict=True))
 
     def count(self, index: int, position: int) -> bool:
@@ -86,7 +87,7 @@ class Reductions:
         counts = self._counts[index]
         counts[position] += 1
         if counts[position] > self._expect(index)[position]:
-            return False  # more than expected: found unsent at the boundary
+            return False  # more than expected: if the unit has been sent, a stray
         self._missing[index] -= 1
         if self._missing[index] > 0:
             return False
@@ -100,15 +101,15 @@ class Reductions:
         return True
 
     @property
-    def hold(self) -> bool:
-        """Whether this backward's gradients are held back, for a later one to take along."""
+    def holding(self) -> bool:
+        """Whether this backward's gradients are held, to be sent with a later one."""
         return self.no_sync or not self.last
 
     def complete(self, index: int) -> bool:
         """Whether a unit is done with in this phase: every expected gradient has come, and each trained parameter's is.
 
-        One that was not used when the order was learned may be used now, and backward still need its weight. Of what is
-        not trained, the inputs of modules tell.
+        A parameter that was not used when the order was learned may be used now, and backward still need its weight.
+        When frozen ones are done with, the inputs of modules tell.
         """
         if self._missing[index] > 0:
             return False
@@ -153,8 +154,8 @@ class Reductions:
         """Agree on what is left after ``uses`` uses and send it; this phase's order, and how often parameters fired."""
         fired = {index: tuple(counts) for index, counts in enumerate(self._counts) if any(counts)}
         doing = "agreeing on the gradients left at the end of a backward"
-        self.wait(0)  # what is on its way takes along what is held
-        accounts = self.agreement.exchange_objects((self.hold, [*self._ready, *self._left()], fired), doing)
+        self.wait(0)  # before that, what is held may seem unsent though a message under way carries it
+        accounts = self.agreement.exchange_objects((self.holding, [*self._ready, *self._left()], fired), doing)
         if len({hold for hold, _, _ in accounts}) > 1:
             raise self.agreement.failure("in a backward that some ranks run inside no_sync() and others outside")
         fires: dict[int, tuple[int, ...]] = {}
@@ -166,51 +167,53 @@ class Reductions:
         for index in dict.fromkeys(index for _, left, _ in accounts for index in left):
             self._issue(index, uses)
         self.wait(0)
+        # Units that were sent only for the order that ranks have left, and of which none had a gradient.
         vain = self._doubtful.difference(fires)
         return tuple((unit, place) for unit, place in self._done.items() if unit not in vain), fires
 
-    def has_late(self) -> bool:
-        """Whether this rank has gradients of which no reduction is to come."""
+    def has_stray(self) -> bool:
+        """Whether this rank has gradients that nothing in this phase will send."""
         return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)
 
-    def send_late(self) -> dict[int, tuple[bool, ...]]:
-        """Send again, on every rank, what any rank has got since it was sent; see :meth:`trained`."""
-        self.wait(0)  # what is on its way takes along what is held
+    def send_strays(self) -> dict[int, tuple[bool, ...]]:
+        """Send again, on every rank, the units of which any rank has strays; returns them as :meth:`trained` does."""
+        self.wait(0)  # as in `end_learning`
         lists = self.agreement.exchange_objects(self._left(), "agreeing on gradients that came late")
-        late = list(dict.fromkeys(index for units in lists for index in units))
-        for index in late:
+        # In one order on every rank, that of ranks; a set would have no order.
+        strays = list(dict.fromkeys(index for units in lists for index in units))
+        for index in strays:
             self._issue(index, self._uses)
-        return self.trained(late)
+        return self.trained(strays)
 
     def trained(self, units: Sequence[int]) -> dict[int, tuple[bool, ...]]:
         """Which parameters of each of ``units`` are trained."""
         return {index: self._trained[index] for index in units}
 
-    def send_held(self, index: int) -> None:
-        """Send what a unit still has, held or late, at the boundary, on every rank."""
+    def send_unsent(self, index: int) -> None:
+        """Send what a unit still has, held or stray, at the boundary, on every rank."""
         self._issue(index, self._uses, hold=False)
         self.wait(0)
 
     def wait(self, allowed: int) -> None:
-        """Wait until at most ``allowed`` messages are on their way."""
+        """Wait until at most ``allowed`` messages are under way."""
         while len(self._in_flight) > allowed:
             event, _, unit = self._in_flight[0]
             self.agreement.wait(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
             self._in_flight.popleft()
 
     def _make_room(self) -> None:
-        """Wait until one more message may be on its way."""
+        """Wait until one more message may be under way."""
         while len(self._in_flight) >= _IN_FLIGHT and sum(m.nbytes for _, m, _ in self._in_flight) > _SMALL:
             self.wait(len(self._in_flight) - 1)
 
     def forget(self) -> None:
-        """Drop a phase that failed; messages on their way arrive first, since their shards are used again."""
+        """Drop a phase that failed; messages under way arrive first, since their shards are used again."""
         self.begin(None)
         self.wait(0)
 
     def _left(self) -> list[int]:
-        """Units of which this rank has gradients that this backward should have taken and has not."""
-        hold = self.hold
+        """Units with gradients on this rank that this backward should have sent and has not."""
+        hold = self.holding
         # From the last unit to the first, as backward goes: the first wanted by the next forward is sent last.
         return [
             unit.index
@@ -238,7 +241,8 @@ class Reductions:
 
     def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
         unit = self.units[index]
-        hold = self.hold if hold is None else hold
+        hold = self.holding if hold is None else hold
+        # Sent once more, so its place is sure, whatever it was sent for before.
         self._doubtful.discard(index)
         self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
         self._done[index] = uses

@@ -29,10 +29,10 @@ _REFRESH, _DIFFERENCES = 3, 4  # kinds in the issue hash
 
 
 def portion_of(position: int) -> int:
-    """Units are stepped and renewed in portions of one, one, two, four, ... in the order of the next forward.
+    """The number of a unit's portion: one unit, one, two, four, ... are stepped and renewed at a time.
 
     Args:
-        position: among those that have something to train.
+        position: among trainable units, in the order of the next forward.
     """
     return position.bit_length()
 
@@ -40,8 +40,8 @@ def portion_of(position: int) -> int:
 class Refresh:
     """Issues refreshes in the order of the next forward; each first use waits for its own.
 
-    Where what is cached will do as a base, only differences to it are sent. Messages that differ in size are agreed on
-    first, all at once; a unit whose differences would take more bytes than its weights is renewed by these.
+    Where what is cached can serve as a base, only differences to it are sent. Sizes of messages that differ are agreed
+    on first, all at once; a unit whose differences would take more bytes than its weights is renewed by these.
 
     Attributes:
         is_put_off: something is stale, and waits for the next step or forward.
@@ -73,6 +73,7 @@ class Refresh:
         self.is_put_off = False
         # Portions double, so that the first units travel at once and the last cost few agreements.
         position, stale = 0, []
+        # Counted over all trainable units, stale or not: so these are the portions of a step, too.
         for unit in self._schedule.in_forward_order():
             if unit.stale:
                 stale.append((portion_of(position), unit))
@@ -82,6 +83,7 @@ class Refresh:
 
     def _start(self, stale: Sequence[Unit]) -> None:
         buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
+        # Before anything is queued: that notes the new version as cached, as if it were there.
         based = {buffer for buffer in buffers if buffer.has_base}
         differs = self._choose(buffers, based)
         for unit in stale:
@@ -91,9 +93,10 @@ class Refresh:
                 unit.refresh(self.lanes, differs)
 
     def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
-        """Queue the agreement on what is sent; returns what tells of it, on any lane."""
+        """Queue the agreement on what is sent; returns what tells, on any lane, whether a buffer sends differences."""
         # Their messages differ in size from step to step, and ranks must give collectives the same sizes.
         counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
+        # Filled on one lane and read on others, only after ``agreed``.
         crowded: set[FlatBuffer] = set()
         agreed: Event | None = None
         if counted:
@@ -118,7 +121,7 @@ class Refresh:
 
         return differs
 
-    def distrust(self) -> None:
+    def invalidate(self) -> None:
         """Ranks that cache the same weights have other bits: renew them from main weights alone, at the next chance."""
         for unit in self._units:
             for buffer in unit.buffers:

@@ -114,7 +114,7 @@ class Schedule:
         self.reductions.begin(expected)
         if expected is None:
             self._stop_following()
-            code = zlib.crc32(repr(key).encode())
+            code = zlib.crc32(repr(key).encode())  # hash() of a text differs between processes
             rows = self.agreement.exchange(_BEGIN, [code], f"starting {phase}")
             if any(row != [code] for row in rows):
                 raise self.agreement.failure(f"starting {phase}")
@@ -128,12 +128,11 @@ class Schedule:
         if unit.persistent:
             return self._wait_and_expose(unit)
         self._own.add(index)
-        retained = self.holdings.retained
-        if index in retained:
+        if index in self.holdings.retained:
             if self._order is None or self._order.find(index, self._position) is not None:
-                del retained[index]  # else it may be needed once more, and no gather of it is to come
+                del self.holdings.retained[index]  # else it may be needed once more, and no gather of it is to come
             return self._wait_and_expose(unit)
-        # On in the order, past forks, and beyond its end if it does not hold the use.
+        # Along the order, past forks, and to its end if it does not have this use.
         while self._order is not None:
             position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
@@ -141,7 +140,7 @@ class Schedule:
                 self._advance(position + 1, own=index)
                 return self._wait_and_expose(unit)
             if position is None:
-                if unit.state is not UnitState.SHARDED:
+                if unit.state is not UnitState.SHARDED:  # gathered for another user: nobody need be asked
                     return self._wait_and_expose(unit)
                 self._leave(unit)
             self._advance(stop, own=index)
@@ -150,7 +149,7 @@ class Schedule:
         return self._wait_and_expose(unit)
 
     def _leave(self, unit: Unit) -> None:
-        """The order does not hold this use."""
+        """The order does not have this use."""
         self._left = self._position
         if self.static:
             raise self.agreement.failure(
@@ -172,7 +171,7 @@ class Schedule:
         self._foreseen.update(index for index in indices if not self.units[index].persistent)
 
     def expect_again(self, units: Sequence[Unit]) -> None:
-        """The running phase will come back to these: those that its order does not use again are kept until it ends."""
+        """The running phase will come back to these: those that its order does not use again stay until it ends."""
         for unit in units:
             order = None if unit.persistent else self._order
             if order is not None and order.find(unit.index, self._position) is None:
@@ -223,16 +222,18 @@ class Schedule:
 
         Held ones were due with the last backward, which from now on sends them at its end.
         """
-        late = self.reductions.trained(units)
+        trained = self.reductions.trained(units)
         for key in self._recent:
+            # key[1] tells backwards that hold: for those to hold gradients until now is as it should be.
             if key[0] == "backward" and not (held and key[1]):
-                self.known.postpone(key, late)
+                self.known.postpone(key, trained)
 
     def _remember_learned(self) -> None:
         order = CollectiveOrder(tuple(self._learned))
         if self.key[0] == "backward":
             order = CollectiveOrder(order.uses, *self.reductions.end_learning(len(order.uses)))
         else:
+            # A second use may bring a second gradient: see `Reductions.count`.
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.where}")
         mixed = any(own != accounts[0][0] for own, _ in accounts)
@@ -243,8 +244,8 @@ class Schedule:
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.
 
-        The next one begins with a word from every rank. If only this one has failed, what it sends must not meet what
-        the others are waiting for: gloo ends the process over messages of different sizes.
+        The next one begins with an exchange. If only this rank has failed, what it sends must not meet what the others
+        are waiting for: gloo ends the process over messages of different sizes.
         """
         self._failed |= running and (self.key[0] == "backward" or not self._silent)
         self._order, self._plan, self._learned = None, None, []
@@ -262,11 +263,11 @@ class Schedule:
         lookahead = self.known.expected(self._then)
         uses, ahead = order.uses[position:], lookahead.uses if lookahead else ()
         holdings = self.holdings
-        holdings.drop(holdings.planned.difference(uses, ahead))  # kept for a phase that did not come
+        holdings.drop(holdings.planned.difference(uses, ahead))  # planned for a phase that did not come
         live = frozenset(holdings.planned)
         key = (uses, ahead, live)
         if key not in self._plans:
-            if len(self._plans) > 64:
+            if len(self._plans) > 64:  # or orders that never come again would fill the memory
                 self._plans.clear()
             self._plans[key] = make_plan(uses, ahead, live, holdings.numel, self.limits)
         self._order, self._plan = order, self._plans[key]
@@ -295,15 +296,16 @@ class Schedule:
             self.reductions.after_use(self._position)
             gone = [index for index in dropped if index == used]
             self.holdings.planned.difference_update(gone)  # first: what is retained is counted once
+            # Uses of other ranks: all but the last, if that is this rank's own. At the end of a phase none is retained.
             if own is not None and (used != own or self._position < stop):
                 self._retain(used)
             self.holdings.drop(gone)
 
     def _retain(self, index: int) -> None:
-        """Keep what was gathered for others.
+        """Retain what was gathered for others.
 
-        Where phases have not been seen to vary, everything is kept: no rank would hear that it is wanted again. One
-        that has left will ask in any case, and so does one that learns.
+        Without a bound where phases have not been seen to vary: no rank would hear that it is wanted again. One that
+        has left the order asks in any case, and so does one that learns.
         """
         asks = self._order is None or self._left != _NONE or self._may_be_asked()
         self.holdings.retain(index, bounded=asks)
@@ -328,18 +330,17 @@ class Schedule:
         assert self._order is not None
         order, place = self._order, self._position
         self.reductions.before_use(place)
-        late = unit is None and self.key[0] == "backward" and self.reductions.has_late()
+        strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()
         doing = self._asking(unit)
-        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, late], doing)
+        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, strays], doing)
         wants = {row[0] for row in rows} - {_NONE}
         if not wants and place == len(order.uses):
             if any(row[2] for row in rows):
-                self._postpone_late()
+                self._postpone_strays()
             return True
         branch = self.known.branch(self.key, order, place, wants)
-        # Where each rank takes its own way, as through experts, there are as many ways as combinations of them. If
-        # their union may be gathered as a whole, it serves all: they go on, and it is known with what they ask for at
-        # the end.
+        # Where each rank goes its own way, as through experts, there are as many orders as combinations. If their union
+        # may be gathered as a whole, it serves all: they go on, and what they ask for at the end is added to it.
         union = self.holdings.fit(wants.union(order.uses))
         if branch is None and union and place < len(order.uses) and len({row[0] for row in rows}) > 1:
             branch = order
@@ -353,29 +354,25 @@ class Schedule:
         self._forks = [fork for fork in self.known.forks(self.key, branch) if fork > place]
         return False
 
-    def _postpone_late(self) -> None:
+    def _postpone_strays(self) -> None:
         assert self._order is not None
-        late = self.reductions.send_late()
-        self.known.postpone(self.key, late)
-        self._order = self._order.postpone(late)
+        strays = self.reductions.send_strays()
+        self.known.postpone(self.key, strays)
+        self._order = self._order.postpone(strays)  # what `end` remembers is the changed order
 
     def _learn_on(self, place: int, left: set[int], doing: str, *, union: bool) -> None:
-        """No known order goes on from ``place`` as ranks want, of whom some have ``left`` it before.
+        """No known order goes on from ``place`` as ranks want: learn one, from there or from where all have ``left``.
 
-        Args:
-            place: position in the order.
-            left: positions.
-            doing: for the log.
-            union: whether the order and what ranks want may be gathered as a whole.
+        With ``union`` the order and what ranks want may be gathered as a whole; ``doing`` is for the log.
         """
         assert self._order is not None
         if self.log_relearning:
             _log.warning("%s of %s, use %d: learning it anew", doing, self.agreement.where, self._position)
+        # If all have left at one place, no rank has used what lies behind it.
         since = min(left) if len(left) == 1 and left != {_NONE} else place
         self._learned = list(self._order.uses[:since])
-        # Some ranks have left, and others used what lies between. In the union, what was wanted there
-        # comes last, and a rank that wants it early keeps all between gathered. Where that is too much, that place
-        # becomes a fork instead.
+        # Some ranks have left, and others used what lies between. In the union, what was wanted there comes last, and a
+        # rank that wants it early retains all between. Where that is too much, that place becomes a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
         self._new_fork = self._order.uses[: min(apart)] if apart else None
         self.known.note_variation(self.key)  # also if what is learned turns out to be known

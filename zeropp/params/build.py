@@ -194,29 +194,29 @@ def _weight_paths(
 def _gradient_paths(
     comm: Comm, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
 ) -> GradientPaths:
-    world, held, states = comm.world, placement.mode.held, placement.mode.states
+    world, held_level, states = comm.world, placement.mode.held_level, placement.mode.states
     specs = placement.reduce_path(1, world)
     codecs = encoding.gradient_codecs(specs, key.wire_dtype)
-    legs = []
+    hops = []
     for spec, codec in zip(specs, codecs, strict=True):
         hop, feedback = comm.hop("reduce", spec), None
         if encoding.feeds_back(specs, spec):
             # A rank brings ``hop.size`` messages of [numel / outer] to this hop, each with errors of its own.
             feedback = codec.feedback(layout.numel // spec.outer, hop.size, encoding.beta, device)
-        legs.append(ReduceHop(hop, codec, feedback))
+        hops.append(ReduceHop(hop, codec, feedback))
 
     def path(inner: int, outer: int) -> ReducePath:
-        # The same legs in all three paths: errors belong to a hop, whichever path a gradient takes over it.
-        own = [leg for leg in legs if inner < leg.hop.spec.outer <= outer]
+        # The same hops in all three paths: errors belong to a hop, whichever path a gradient takes over it.
+        own = [each for each in hops if inner < each.spec.outer <= outer]
         return ReducePath(placement, outer, own, key.wire_dtype)
 
     replicas: GatherPath | None = None
     if states != world:
         # A gather, but of kind "reduce": it follows a reduction, and must not be ordered among the gathers of weights.
-        hops = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
+        back = [comm.hop("reduce", spec) for spec in placement.gather_path(world, states)]
         codec = encoding.return_codec(codecs)
         if codec.coded:
-            replicas = CodedGatherPath(placement, world, states, hops, key.main_dtype, codec, level=world)
+            replicas = CodedGatherPath(placement, world, states, back, key.main_dtype, codec, level=world)
         else:
-            replicas = GatherPath(placement, world, states, hops, codec.dtype)
-    return GradientPaths(path(1, held), path(held, world), path(1, world), replicas)
+            replicas = GatherPath(placement, world, states, back, codec.dtype)
+    return GradientPaths(path(1, held_level), path(held_level, world), path(1, world), replicas)

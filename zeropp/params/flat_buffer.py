@@ -67,7 +67,8 @@ class FlatBuffer:
             dtype.
         secondary: [numel / cached level] weights in the compute dtype, cached between uses (hpZ), or the messages they
             came in, or None.
-        gradient: of trainable parameters; None for frozen ones.
+        trainable: whether there is a gradient, and optimizer states; its parameters may yet not be trained now.
+        gradient: its sum; None if the buffer is not trainable.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class FlatBuffer:
         self.gradient = gradient
         self.placement = paths.main.placement
         self.version = 0
-        # Of the weights that are cached between uses; no version is negative, so -1 is older than any.
+        # The version of what is cached between uses; no version is negative, so -1 is older than any.
         self.cached_version = -1
-        # Of autograd's counters, as last set here; an edit in place moves them. See [Note: versions].
+        # Autograd's counters as last set here; an edit in place moves them. See [Note: versions].
         self._noted_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.shard = torch.empty(0)
@@ -121,7 +122,7 @@ class FlatBuffer:
             # The true shape over one element, so that a released parameter costs no memory and every index finds NaN.
             self._absent = [nothing.expand(view.shape) for view in self._present]
             self._prepare_paths()
-        # Of a model that was wrapped before, they may still be guarded.
+        # The parameters of a model that was wrapped before may still be guarded.
         unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
         self.hide()
@@ -183,7 +184,7 @@ class FlatBuffer:
 
     @property
     def has_base(self) -> bool:
-        """Whether what is cached is what the other ranks keep, so that differences to it will do."""
+        """Whether what is cached is what other ranks cache, so that differences to it will do."""
         # Not after a load or an edit: ranks agree on when those happened, so they agree on this, too.
         return self.paths.differences is not None and self.cached_version >= 0
 
@@ -246,8 +247,8 @@ class FlatBuffer:
         for parameter, value in zip(self.parameters, values, strict=True):
             # Leaves the parameter object and its version counter as they are. See [Note: versions].
             parameter.data = value
-        # FSDP2 hides its writes from the counters instead: a graph from before a step then finds newer weights there,
-        # without a word.
+        # FSDP2 hides its writes from the counters instead: a graph from before a step then silently finds newer
+        # weights there.
         bump_versions(self.parameters, version)
         self._noted_version = version
         if edited:
@@ -264,7 +265,7 @@ class FlatBuffer:
                 self.unfrozen.add(name) if trained else self.unfrozen.discard(name)
 
     def _refuse_unfrozen(self) -> None:
-        """No gradient of a frozen parameter is looked for: one that came would be lost without a word."""
+        """Nothing takes the gradient of a frozen parameter, so one that came would be lost silently."""
         unfrozen = [
             (name, parameter)
             for name, parameter in zip(self.names, self.parameters, strict=True)
@@ -312,7 +313,7 @@ class FlatBuffer:
                 self._put(fragment, row[fragment.start : fragment.stop], values.dtype)
 
     def _put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
-        """Take new values of a part of a parameter, in the main dtype; they were ``given`` in another, perhaps."""
+        """Write new values of a part of a parameter, in the main dtype; ``given`` is the dtype they came in."""
         self.shard[fragment.offset : fragment.offset + values.numel()] = values
 
     def fragments(self) -> list[Fragment]:

@@ -1,4 +1,4 @@
-"""One flat buffer's gradient: where autograd leaves it, held back, on its way, and summed over the ranks."""
+"""One flat buffer's gradient: where autograd leaves it, held, under way, and summed over the ranks."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ class GradientPaths:
     """How a gradient travels.
 
     Attributes:
-        hold: from whole gradients to the level at which those of several backwards are summed before they go on.
-        rest: from there to a piece for every rank.
+        to_held: from whole gradients to the level at which those of several backwards are summed before they go on.
+        from_held: from there to a piece for every rank.
         straight: both, for gradients that are not held.
         replicas: from pieces back to slices at the level of the states, where that is not the last; else None.
     """
 
-    hold: ReducePath
-    rest: ReducePath
+    to_held: ReducePath
+    from_held: ReducePath
     straight: ReducePath
     replicas: GatherPath | None
 
     @property
-    def held(self) -> int:
-        """Level at which gradients are held."""
-        return self.hold.outer
+    def held_level(self) -> int:
+        """The level at which gradients are held."""
+        return self.to_held.outer
 
 
 class Gradient:
@@ -47,7 +47,7 @@ class Gradient:
     Attributes:
         shard: [numel / states] accumulated gradient in the main dtype, what the optimizer reads.
         arrived: whether ``shard`` holds anything yet.
-        trained: whether each parameter is to have one; those with ``requires_grad`` taken away after wrapping are not.
+        trained: whether each parameter is to have one; not those that were frozen after wrapping.
         held: [numel / held level] sum of backwards that are to be sent on later, main dtype, or None.
     """
 
@@ -81,13 +81,13 @@ class Gradient:
             numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
             self._table = block_table(numels, offsets, layout.numel, device=self.device)
         # Rotated codes spread their error over whole blocks, padding included, which norms must not see.
-        rotates = any(leg.codec.rotate for leg in paths.straight.legs)
+        rotates = any(hop.codec.rotate for hop in paths.straight.hops)
         self._padding = self._find_padding() if rotates else []
 
     @property
     def feedbacks(self) -> list[Feedback]:
-        """Errors that are fed back, of each hop that has some."""
-        return [leg.feedback for leg in self.paths.straight.legs if leg.feedback is not None]
+        """The errors that are fed back on each hop that has some."""
+        return [hop.feedback for hop in self.paths.straight.hops if hop.feedback is not None]
 
     # From autograd to a message.
 
@@ -101,7 +101,7 @@ class Gradient:
         gradients = self._take()
         path = self.paths.straight
         # Held whole: nothing is sent, so it is done here and not on a lane.
-        if self.paths.held == 1 and (hold or self.held is not None):
+        if self.paths.held_level == 1 and (hold or self.held is not None):
             whole = self._hold_whole(gradients)
             if hold:
                 return None
@@ -144,12 +144,12 @@ class Gradient:
         """What is to be queued: every rank's message, and what is held, summed into the shard; or into what is held."""
         # By the flag, on the caller's thread: the lane may not have come to what was queued before.
         straight = not hold and not self._partly_held
-        self._partly_held = hold and self.paths.held != 1  # whole gradients are held by ``pack``
+        self._partly_held = hold and self.paths.held_level != 1  # whole gradients are held by ``pack``
         # Now: another message may be packed before this one is sent.
         scale /= self._scaled
         numel = self.layout.numel
         if not straight:
-            hops = [*self.paths.hold.links, *([] if hold else self._links(self.paths.rest))]
+            hops = [*self.paths.to_held.links, *([] if hold else self._links(self.paths.from_held))]
             return Work(hops, [self._add_to_held(message, scale, hold=hold)], None if hold else self._arrive)
         path = self.paths.straight
         if self.paths.replicas is not None:
@@ -166,10 +166,10 @@ class Gradient:
         """Sum messages as far as the level at which they are held; unless ``hold``, the sum then goes all the way."""
         paths, fresh = self.paths, self.held is None
         if self.held is None:
-            self.held = torch.empty(self.layout.numel // paths.held, dtype=self.dtype, device=self.device)
+            self.held = torch.empty(self.layout.numel // paths.held_level, dtype=self.dtype, device=self.device)
         held = self.held
         # Unscaled: the mean is applied once, in the last sum.
-        yield from paths.hold.reduce(
+        yield from paths.to_held.reduce(
             message, self.layout.numel, held, scale=1.0, accumulate=lambda: not fresh, unit=self.unit
         )
         # Allocated on the first lane, or by an earlier backward; the last hop's lane has just written to it.
@@ -178,13 +178,13 @@ class Gradient:
         if hold:
             return
         # ``held`` is a sum over so many backwards and ranks; float16 may have room for their mean only.
-        headroom = paths.straight.codec.headroom(self._held_backwards * paths.held)
-        message = paths.rest.empty(held.numel(), self.device)
-        paths.rest.encode_(message, held if headroom == 1.0 else held * headroom)
+        headroom = paths.straight.codec.headroom(self._held_backwards * paths.held_level)
+        message = paths.from_held.empty(held.numel(), self.device)
+        paths.from_held.encode_(message, held if headroom == 1.0 else held * headroom)
         self.held, self._held_backwards = None, 0
         yield
         used_here(message)
-        yield from self._reduce_replicas(paths.rest, message, held.numel(), scale / headroom)
+        yield from self._reduce_replicas(paths.from_held, message, held.numel(), scale / headroom)
 
     def _reduce_replicas(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """The last hops, and back from pieces to the level of the states where there are replicas."""
@@ -239,7 +239,7 @@ class Gradient:
         return self.held is not None or self.has_stray()
 
     def has_stray(self) -> bool:
-        """Whether autograd has brought gradients that nothing has taken."""
+        """Whether ``.grad`` has gradients that no message has taken."""
         with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 
@@ -257,13 +257,13 @@ class Gradient:
         self.held, self._held_backwards, self._partly_held = None, 0, False
 
     def forget_stray(self) -> None:
-        """Forget what autograd has brought and nothing has taken."""
+        """Forget what is in ``.grad``."""
         self._take()
 
     def forget_one(self, parameter: nn.Parameter) -> None:
         """Forget one parameter's gradient, sent or not."""
         # Zeroed and not dropped: the shard holds other parameters' gradients, too.
-        for values, level in ((self.shard, self.placement.mode.states), (self.held, self.paths.held)):
+        for values, level in ((self.shard, self.placement.mode.states), (self.held, self.paths.held_level)):
             if values is not None:
                 for fragment in self._fragments(level):
                     if self.parameters[fragment.slot] is parameter:

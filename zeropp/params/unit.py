@@ -32,7 +32,7 @@ class Unit:
     Attributes:
         index: position in the model; the same on every rank.
         persistent: whether whole weights are cached between uses.
-        frozen: whether some of its parameters have no gradient.
+        has_frozen: whether some of its parameters are not trained.
         announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
         users: on this rank, that want it gathered: modules on the call stack, a backward, a touched parameter.
     """
@@ -52,12 +52,12 @@ class Unit:
         self._refreshed: Event | None = None
 
     def update_trained(self) -> None:
-        """Look which parameters have gradients."""
-        self.frozen = not all(buffer.gradient is not None and all(buffer.gradient.trained) for buffer in self.buffers)
+        """Look again which parameters are trained."""
+        self.has_frozen = any(buffer.gradient is None or not all(buffer.gradient.trained) for buffer in self.buffers)
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Whether each parameter of a trainable buffer is to have a gradient."""
+        """Whether each parameter of a trainable buffer is trained."""
         return tuple(trained for gradient in self.gradients for trained in gradient.trained)
 
     def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
@@ -83,12 +83,12 @@ class Unit:
 
     @property
     def trainable_buffers(self) -> list[FlatBuffer]:
-        """Buffers that receive gradients."""
+        """Buffers with a gradient and optimizer states."""
         return [buffer for buffer in self.buffers if buffer.trainable]
 
     @property
     def gradients(self) -> list[Gradient]:
-        """Of the buffers that receive some."""
+        """The gradients of the trainable buffers."""
         return [buffer.gradient for buffer in self.buffers if buffer.gradient is not None]
 
     @property
@@ -157,7 +157,8 @@ class Unit:
         if self.stale:
             versions = [(buffer.cached_version, buffer.version) for buffer in self.buffers]
             raise RuntimeError(
-                f"unit {self.name!r} keeps weights of old versions, (cached, current) {versions}: no refresh was issued"
+                f"unit {self.name!r} caches weights of old versions, (cached, current) {versions}: no refresh was "
+                "issued"
             )
 
     def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> None:

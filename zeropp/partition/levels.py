@@ -47,7 +47,7 @@ class Mode:
         return self.gradients < self.chain.world
 
     @property
-    def held(self) -> int:
+    def held_level(self) -> int:
         """Level at which gradients wait for a later backward; whole, where only ``no_sync`` makes them wait."""
         # If gradients are to be spread over all ranks, every backward sends its own all the way. Inside ``no_sync``
         # nothing is sent at all, so there they wait whole.

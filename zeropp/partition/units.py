@@ -218,18 +218,18 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     specs = []
     for run in runs:
         # A run has a flat buffer for each dtype, trainable and frozen apart, and only the largest has been looked at.
-        # Of the others, short ones (adapters in a large layer) become persistent.
+        # Short ones among the others (adapters in a large layer) become persistent.
         short = _short_buffers(run.names, parameters, minimum)
         persistent |= short
-        kept = tuple(name for name in run.names if name not in short)
-        if kept:
-            specs.append(UnitSpec(_unit_name(run.owners), tuple(run.owners), kept))
+        rest = tuple(name for name in run.names if name not in short)
+        if rest:
+            specs.append(UnitSpec(_unit_name(run.owners), tuple(run.owners), rest))
     # In the order of the model: a set of strings has another order in every process, and units must be the same.
     return specs + _persistent_units([name for name in parameters if name in persistent], parameters)
 
 
 def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions) -> set[str]:
-    """Parameters kept whole: at most the threshold each, within the model's total, first come first served."""
+    """Parameters to cache whole: at most the threshold each, within the model's total, first come first served."""
     chosen, total = set(), 0
     for name, parameter in parameters.items():
         numel = parameter.numel()

@@ -32,8 +32,8 @@ class MemoryPlan:
     Attributes:
         terms: what is owned at all times: ``main_weights`` (float32 or float64 shards of trainable parameters),
             ``gradients`` (the same), ``frozen_weights`` (shards in their own dtype, or in codes), ``secondary_weights``
-            (what hpZ keeps, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where
-            the main weights are that), ``feedback`` (errors of quantized gradients).
+            (what hpZ caches, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none
+            where the main weights are that), ``feedback`` (errors of quantized gradients).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
     """
 
@@ -83,7 +83,7 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
     units = []
     for unit in planned.units:
         gathered = message = held = 0
-        # Of the unit: persistent ones are cached whole in any stage.
+        # The unit's own: persistent ones are cached whole in any stage.
         own = unit.placement.mode
         path = unit.placement.reduce_path(1, world)
         for key, layout in unit.buffers:
@@ -92,8 +92,8 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                 terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
                 terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
                 # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
-                held += layout.numel // own.held * key.main_dtype.itemsize if own.sums else 0
-                # Of the first hop, the largest of its path.
+                held += layout.numel // own.held_level * key.main_dtype.itemsize if own.sums else 0
+                # The first hop's message is the largest of the path.
                 message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
                 terms["feedback"] += encoding.feedback_nbytes(path, layout.numel)
             else:

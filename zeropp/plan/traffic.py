@@ -31,7 +31,7 @@ _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 class TrafficRow:
     """What a rank sends of one unit over one hop."""
 
-    way: TrafficKey
+    way: TrafficKey  # over which hop, and how
     nbytes: int  # each time
     times: int  # in an optimizer step
     phase: str  # that it can hide behind: "forward" or "backward"
@@ -179,7 +179,7 @@ def _gradients(
         name = f"feedback({codec.name})" if fed_back else codec.name
         way = TrafficKey(unit, "reduce", f"{hop.inner}->{hop.outer}", hop.link, len(hop.ranks), name)
         # Up to the level where gradients wait, every micro-batch's travel; beyond it their sum.
-        once = mode.sums and hop.outer > mode.held
+        once = mode.sums and hop.outer > mode.held_level
         nbytes = (len(hop.ranks) - 1) * codec.nbytes(layout.numel // hop.outer)
         yield TrafficRow(way, nbytes, 1 if once else micro_batches, "backward")
     # States have replicas, so what was reduced to a piece for each rank is gathered back.

@@ -49,24 +49,24 @@ def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
 def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
     zero, own = config.zero, config.zeropp
     # The hops that were made, and not the settings: which bits apply depends on how many hops a gradient takes.
-    paths = [buffer.gradient.paths.straight.legs for buffer in buffers if buffer.gradient is not None]
-    legs = [leg for path in paths for leg in path]
-    if zero.zero_quantized_gradients and legs:
+    paths = [buffer.gradient.paths.straight.hops for buffer in buffers if buffer.gradient is not None]
+    hops = [hop for path in paths for hop in path]
+    if zero.zero_quantized_gradients and hops:
         one_hop = all(len(path) == 1 for path in paths)
-        hops = sorted({f"{leg.codec.name} over {leg.hop.size} ranks" for leg in legs})
-        if own.hadamard and not any(leg.codec.rotate for leg in legs):
-            yield f"zeropp.hadamard has no effect: gradients travel as {', '.join(hops)}; set gradient_bits below 16"
-        if zero.zeropp_loco_param is not None and all(leg.feedback is None for leg in legs):
+        named = sorted({f"{hop.codec.name} over {hop.size} ranks" for hop in hops})
+        if own.hadamard and not any(hop.codec.rotate for hop in hops):
+            yield f"zeropp.hadamard has no effect: gradients travel as {', '.join(named)}; set gradient_bits below 16"
+        if zero.zeropp_loco_param is not None and all(hop.feedback is None for hop in hops):
             yield (
-                f"zeropp_loco_param has no effect: gradients travel as {', '.join(hops)}, and feedback is "
+                f"zeropp_loco_param has no effect: gradients travel as {', '.join(named)}, and feedback is "
                 f'"{own.feedback}"; set gradient_bits below 16 where errors are to be fed back'
             )
         # A single hop counts as one between nodes, which has feedback under "cross", too.
         elif zero.zeropp_loco_param is not None and own.feedback == "both" and one_hop:
-            yield f'zeropp.feedback "both" has no effect beyond that of "cross": gradients take one hop, {hops[0]}'
+            yield f'zeropp.feedback "both" has no effect beyond that of "cross": gradients take one hop, {named[0]}'
         bits = own.gradient_bits
         if one_hop and bits is not None and "local" in bits.model_fields_set and bits.local != bits.cross:
-            yield f"zeropp.gradient_bits.local has no effect: gradients take one hop, {hops[0]}"
+            yield f"zeropp.gradient_bits.local has no effect: gradients take one hop, {named[0]}"
 
 
 def _idle_weights(config: Config, buffers: Sequence[FlatBuffer], comm: Comm) -> Iterator[str]:

@@ -44,7 +44,7 @@ class Feedback:
         return torch.zeros_like(self.state) if self.fresh else self.state.clone()
 
     def arguments(self) -> dict[str, object]:
-        """For one call of a kernel that encodes."""
+        """Keyword arguments for one call of a kernel that encodes."""
         # The kernel resets by not reading the old error. Zeroing the state would cost a pass over memory for nothing.
         fresh, self.fresh = self.fresh, False
         return {"state": self.state, "beta": self.beta, "reset": fresh}
@@ -129,7 +129,7 @@ class Codec(Protocol):
         ...
 
     def feedback(self, numel: int, count: int, beta: float, device: torch.device) -> Feedback | None:
-        """For errors of ``count`` messages of [numel]; None where they are not fed back, as those of a cast are not."""
+        """Memory for errors of ``count`` messages of [numel]; None where none are fed back, as after a mere cast."""
         ...
 
     def feedback_nbytes(self, numel: int) -> int:

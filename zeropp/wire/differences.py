@@ -1,7 +1,7 @@
-"""Weights that travel as differences to those that every rank keeps: in four bits, or exactly.
+"""Weights that travel as differences to those that every rank caches: in four bits, or exactly.
 
-Between two optimizer steps a weight changes little, and what hpZ or a persistent unit keeps is the same on every rank
-that holds it. So a rank sends what its main weights have become less what the others hold of them; what four bits lose
+Between two optimizer steps a weight changes little, and what hpZ or a persistent unit caches is the same on every rank
+that caches it. So a rank sends what its main weights have become less what the others hold of them; what four bits lose
 is still in the main weights, and goes with the next difference.
 """
 

@@ -25,11 +25,11 @@ class Encoding:
     """What is encoded, and how.
 
     Attributes:
-        weights: of gathered weights; None for values as they are.
-        frozen: of frozen weights that exist in codes only; None for values in their own dtype.
-        differences: to what is kept, "delta4" or "lossless", once a step; None for whole values.
-        cache_codes: what hpZ keeps are the messages, not the values in them.
-        bits: of a gradient element inside a node and between nodes; None for values in the wire dtype.
+        weights: codec of gathered weights; None for values as they are.
+        frozen: codec of frozen weights that exist in codes only; None for values in their own dtype.
+        differences: to what is cached, "delta4" or "lossless", once a step; None for whole values.
+        cache_codes: hpZ caches the messages, not the values in them.
+        bits: how many a gradient element has inside a node and between nodes; None for values in the wire dtype.
         rotate: quantized gradients are rotated.
         feedback: on which hops errors are fed back: none, those between nodes (or the only one), or all.
         beta: share of the old error that is kept.
@@ -50,7 +50,7 @@ class Encoding:
         return self.weights or (None if trainable else self.frozen)
 
     def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[Codec]:
-        """For each hop of a whole reduce path; a single one counts as between nodes."""
+        """The codec for each hop of a whole reduce path; a single one counts as between nodes."""
         return [self._gradient_codec(self._crosses(path, hop), wire_dtype) for hop in path]
 
     def _gradient_codec(self, crosses: bool, wire_dtype: torch.dtype) -> Codec:
@@ -65,7 +65,7 @@ class Encoding:
         return self.feedback == "both" or (self.feedback == "cross" and self._crosses(path, hop))
 
     def return_codec(self, codecs: Sequence[Codec]) -> Codec:
-        """For sums that go back to several copies, after hops with these codecs: 8 bits where any of them has codes."""
+        """The codec for sums that go back to several copies, after hops with ``codecs``: 8 bits if one is coded."""
         coded = any(codec.coded for codec in codecs)
         # Never 4 bits: on the way back nothing is fed back, and no mean over ranks evens out what encoding loses.
         return BlockCodec(8, self.rotate) if coded else codecs[-1]
@@ -73,14 +73,14 @@ class Encoding:
     # Sizes, for plans.
 
     def message_nbytes(self, path: Sequence[HopSpec], numel: int, wire_dtype: torch.dtype) -> int:
-        """Of what a reduce path sends first, of a buffer of [numel]."""
+        """Bytes that a reduce path sends first, for a buffer of [numel]."""
         if not path:
             return numel * wire_dtype.itemsize
         codec, count = self.gradient_codecs(path, wire_dtype)[0], path[0].outer // path[0].inner
         return codec.nbytes(numel // count) * count
 
     def feedback_nbytes(self, path: Sequence[HopSpec], numel: int) -> int:
-        """Of the errors that are fed back on all hops of a whole reduce path."""
+        """Bytes of the errors that are fed back on all hops of a whole reduce path."""
         total = 0
         # Any dtype would do: plain values have no error to feed back.
         for hop, codec in zip(path, self.gradient_codecs(path, torch.float32), strict=True):
@@ -89,7 +89,7 @@ class Encoding:
         return total
 
     def secondary_nbytes(self, numel: int, mode: Mode, dtype: torch.dtype, *, trainable: bool) -> int:
-        """Of what hpZ keeps of a buffer of [numel]."""
+        """Bytes that hpZ caches of a buffer of [numel]."""
         assert mode.cached is not None
         codec = self.weight_codec(trainable)
         if codec is None or not self.cache_codes:
@@ -135,8 +135,8 @@ def choose_groups(config: Config, world: int, local: int) -> Mode:
     """
     mode = choose_mode(config, world, local)
     codec = choose_encoding(config).differences
-    # A difference needs a base at the receiver. With nothing cached between uses there is none, and values would travel
-    # in full without a word; one rank sends nothing in any case.
+    # A difference needs a base at the receiver. With nothing cached between uses there is none, and whole
+    # values would travel silently; one rank sends nothing in any case.
     if codec is not None and mode.cached is None and world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ValueError(

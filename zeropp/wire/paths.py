@@ -12,16 +12,16 @@ from torch import Tensor
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import used_here
 from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import Placement
+from zeropp.partition.levels import HopSpec, Placement
 from zeropp.wire.codecs import Codec, Feedback, PlainCodec, dtype_name
 from zeropp_kernels import BlockTable
 
 __all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath"]
 
 
-def _segments(hops: Sequence[Hop]) -> list[tuple[str, list[int]]]:
+def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
     """(class of links, numbers of the hops) for each run of hops over such links; one of none where there are none."""
-    found = [(link, list(numbers)) for link, numbers in groupby(range(len(hops)), lambda i: hops[i].spec.link)]
+    found = [(link, list(numbers)) for link, numbers in groupby(range(len(hops)), lambda i: hops[i].link)]
     # Without hops (one rank, or two equal levels) a cast or a sum is left to do, and needs a lane to run on.
     return found or [("local", [])]
 
@@ -42,7 +42,7 @@ class GatherPath:
         self.inner = inner
         self.hops = hops
         self.dtype = dtype
-        self._segments = _segments(hops)
+        self._segments = _segments([hop.spec for hop in hops])
         # A generator from ``gather`` is resumed once for each of these: see comm.streams.Work.
         self.links = [link for link, _ in self._segments]
 
@@ -90,7 +90,7 @@ class GatherPath:
             pass
 
     def codec_name(self, travels: Tensor) -> str:
-        """Of what travels, in the ledger."""
+        """What the ledger calls the encoding of what travels."""
         # Not self.dtype: whole main weights for a state dict take a path that was made for the compute dtype.
         return dtype_name(travels.dtype)
 
@@ -170,13 +170,23 @@ class CodedGatherPath(GatherPath):
 class ReduceHop:
     """A hop of a reduce path, and how what it carries is encoded."""
 
-    hop: Hop
+    transport: Hop
     codec: Codec
     feedback: Feedback | None = None
 
     @property
+    def spec(self) -> HopSpec:
+        """The hop's levels and ranks."""
+        return self.transport.spec
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part."""
+        return self.transport.size
+
+    @property
     def name(self) -> str:
-        """Of the encoding, in the ledger."""
+        """The name of the encoding in the ledger."""
         return self.codec.name if self.feedback is None else f"feedback({self.codec.name})"
 
 
@@ -190,14 +200,14 @@ class ReducePath:
         links: classes of links on the way, in order.
     """
 
-    def __init__(self, placement: Placement, outer: int, legs: Sequence[ReduceHop], dtype: torch.dtype) -> None:
+    def __init__(self, placement: Placement, outer: int, hops: Sequence[ReduceHop], dtype: torch.dtype) -> None:
         self.placement = placement
         self.outer = outer
-        self.legs = legs
+        self.hops = hops
         # Where nothing travels there is nothing to save, so gradients are not coded.
-        self.codec = legs[0].codec if legs else PlainCodec(dtype)
-        self.count = legs[0].hop.size if legs else 1
-        self._segments = _segments([leg.hop for leg in legs])
+        self.codec = hops[0].codec if hops else PlainCodec(dtype)
+        self.count = hops[0].size if hops else 1
+        self._segments = _segments([hop.spec for hop in hops])
         self.links = [link for link, _ in self._segments]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
@@ -208,12 +218,12 @@ class ReducePath:
         self, message: Tensor, gradients: Sequence[Tensor | None], layout: BufferLayout, table: BlockTable | None
     ) -> None:
         """Write tensors, zeros where there is none, as the whole buffer that the layout says."""
-        feedback = self.legs[0].feedback if self.legs else None
+        feedback = self.hops[0].feedback if self.hops else None
         self.codec.pack_(message, gradients, layout, table, count=self.count, feedback=feedback)
 
     def encode_(self, message: Tensor, values: Tensor) -> None:
         """Write a slice of [numel] as :meth:`reduce` wants it."""
-        feedback = self.legs[0].feedback if self.legs else None
+        feedback = self.hops[0].feedback if self.hops else None
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 
     def reduce(
@@ -229,30 +239,30 @@ class ReducePath:
             accumulate: asked at the end, whether to add to ``out``.
             unit: for the ledger.
         """
-        if not self.legs:
+        if not self.hops:
             # One rank, or nothing further to go: a single message, already for this rank.
             self.codec.decode_sum_([message], out, scale=scale, accumulate=accumulate())
-        for number, leg in enumerate(self.legs):
-            if number and leg.hop.spec.link != self.legs[number - 1].hop.spec.link:
+        for number, hop in enumerate(self.hops):
+            if number and hop.spec.link != self.hops[number - 1].spec.link:
                 yield
                 # Made below, on the lane before. See [Note: memory on several streams].
                 used_here(message)
             # FSDP2 leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
-            parts = leg.hop.all_to_all(message, unit, leg.name, apart=leg.codec.apart)
-            numel //= leg.hop.size
-            if number + 1 == len(self.legs):
+            parts = hop.transport.all_to_all(message, unit, hop.name, apart=hop.codec.apart)
+            numel //= hop.size
+            if number + 1 == len(self.hops):
                 # Asked only now: an earlier message of the same buffer may have arrived since this one was queued.
-                leg.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate())
+                hop.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate())
             else:
                 # A power of two, taken back by the last scale: a sum that goes on in float16 must not overflow where
                 # the mean does not. FSDP2 divides float16 by about the root of the world, before and after.
-                headroom = leg.codec.headroom(len(parts))
+                headroom = hop.codec.headroom(len(parts))
                 scale /= headroom
-                following = self.legs[number + 1]
-                count = following.hop.size
+                following = self.hops[number + 1]
+                count = following.size
                 message = following.codec.empty(numel // count, count, parts[0].device)
                 following.codec.encode_sum_(
-                    leg.codec, parts, numel, message, count=count, feedback=following.feedback, scale=headroom,
+                    hop.codec, parts, numel, message, count=count, feedback=following.feedback, scale=headroom,
                     dtype=out.dtype,
                 )  # fmt: skip
             # A generator that stands still keeps its locals, and the next lane may come to it much later.

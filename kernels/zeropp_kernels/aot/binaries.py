@@ -22,7 +22,7 @@ _SASS = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one kernel on one target; counts are static.
+    """What the machine code of one kernel has on one target; counts are static.
 
     Attributes:
         instructions: of machine code, without padding.

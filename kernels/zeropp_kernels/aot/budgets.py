@@ -10,9 +10,9 @@ from .cases import Case
 
 __all__ = ["REGISTERS", "check"]
 
-# Of a thread: room for four programs on a multiprocessor; three if not even.
+# For each thread: with so many, four programs fit a multiprocessor; three where the tile is not even.
 REGISTERS = {True: 128, False: 168}
-# Of a thread: 128 threads share ROWS rows of 128.
+# For each thread: 128 threads share ROWS rows of 128.
 _ELEMENTS = ROWS
 
 

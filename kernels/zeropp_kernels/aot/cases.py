@@ -56,7 +56,7 @@ class Case:
         return not self.misaligned and all(self.constants.get(key, True) for key in ("EVEN", "FLAT_EVEN"))
 
     def source(self, target: GPUTarget) -> ASTSource:
-        """For triton.compile, with the signature and the attributes that the launcher would find."""
+        """The source for triton.compile, with the signature and the attributes that the launcher would find."""
         signature: dict[str, str] = {}
         constants: dict[tuple[int], object] = {}
         attributes: dict[tuple[int], list[list[Any]]] = {}

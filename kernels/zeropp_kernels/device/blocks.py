@@ -228,7 +228,7 @@ def scale_of(peak, BITS: tl.constexpr):
         bits = tl.minimum(bits, _LARGEST_SCALE_4)
     finite = peak < _EXPONENT
     bits = tl.where(finite, bits, _NAN_SCALE)
-    # Of the scale as it is sent. One division a group, a product for each element.
+    # The inverse of the scale as it is sent: one division a group, a product for each element.
     inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale_value(bits))
     return bits, inverse, tl.where(finite, (1 << BITS) - 1, 0)
 
@@ -261,7 +261,7 @@ def _code_value(code, BITS: tl.constexpr):
 
 @triton.jit
 def code_values(lower, upper, scale, BITS: tl.constexpr):
-    """Of codes as :func:`load_codes` has them: float32 values of both halves, and the scale of each.
+    """The float32 values of both halves of codes as :func:`load_codes` has them, and the scale of each.
 
     An upper int4 code stays where it is, 16 times its value, under a sixteenth of the scale: a shift less, and exact.
     """

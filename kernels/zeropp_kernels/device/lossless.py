@@ -68,7 +68,7 @@ def _block_sum(lower, upper):
 
 @triton.jit
 def _ranks(lower, upper):
-    """For each flag of a tile, how many are set before it in its block: rows in order, in a row lower before upper."""
+    """How many flags are set before each one of a tile in its block: rows in order, in a row lower before upper."""
     # Running sums count the flag itself, too; it is taken off below.
     lower_count = tl.cumsum(lower, axis=2)
     upper_count = tl.cumsum(upper, axis=2)

@@ -27,7 +27,7 @@ _LEVELS = {8: torch.tensor(127.0, device="cpu"), 4: torch.tensor(7.0, device="cp
 _ONE = torch.tensor(1.0, device="cpu")
 # 2**-126 in bfloat16: a smaller scale could have an infinite inverse, and a group of zeros would become NaN.
 _SMALLEST_SCALE = 0x0080
-# Of int4, the largest bfloat16 of which 7 times is finite in float32. int8 needs no such limit: where rounding up gets
+# For int4 the largest bfloat16 of which 7 times is finite in float32. int8 needs no such limit: where rounding up gets
 # so far that 127 times the scale would be infinite, the largest code is 126.
 _LARGEST_SCALE = {8: 0x7F7F, 4: 0x7E12}
 _NAN_SCALE = 0x7FC0
