@@ -99,6 +99,22 @@ def test_two_ranks_two_steps(first: Uses) -> None:
     assert trained > 500
 
 
+def test_ranks_in_different_passes_are_refused_though_they_say_the_same() -> None:
+    """One asks at the end of its forward, where nobody listens, and the others at the end of their backward."""
+    world = World(2)
+
+    def program(number: int) -> None:
+        rank = Rank(world, number, [4] * 4, Limits(100, 8, 8))
+        rank.forward((0, 1, 2, 3))
+        rank.backward((2, 0))
+        rank.step()
+        rank.forward((0, 1, 0, 2, 3) if number == 0 else (0, 1, 2, 3))
+        rank.backward((3, 2, 1, 0))
+
+    with pytest.raises(Deadlock, match="different passes"):
+        world.run(program)
+
+
 @pytest.mark.parametrize("number", range(8))
 def test_it_does_not_matter_who_goes_on(number: int) -> None:
     routes = [[(0, 1, 2)] * 2, [(0, 1, 2), (0, 2)], [(2, 1, 0), (0, 1, 2)], [(0, 1, 2), (1,)]]

@@ -187,11 +187,23 @@ class Agreement:
 
     world: World
     rank: int
-    phase: str = ""
+    where: str = ""
+    place: int = 0
+
+    def enter(self, where: str, place: int) -> None:
+        """A pass begins."""
+        self.where, self.place = where, place
+
+    def leave(self) -> None:
+        """It is over."""
+        self.where, self.place = "", 0
 
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
         """Every rank's row."""
-        return self.world.exchange(self.rank, kind, values)
+        rows = self.world.exchange(self.rank, kind, (self.place, values))
+        if any(place != self.place for place, _ in rows):
+            raise Deadlock(f"ranks are in different passes, rank {self.rank} in {self.where}")
+        return [values for _, values in rows]
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's object, as it is now: what a rank changes later, others do not see."""

@@ -50,9 +50,7 @@ def whereabouts() -> tuple[int, str]:
     return dist.get_rank() if dist.is_initialized() else 0, socket.gethostname()
 
 
-def find_members(
-    group: Group, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
-) -> Members:
+def find_members(group: Group, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]) -> Members:
     """Members of a group, and how they lie on nodes. Local; the same on every rank if all is well.
 
     Args:

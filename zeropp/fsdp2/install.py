@@ -286,7 +286,9 @@ class _Routes:
         hops = [self._hop(spec, group, members, placement.rank, "reduce") for spec in specs]
         options = self.options
         encoding = Encoding(
-            bits=options.gradient_bits, rotate=options.hadamard, feedback=options.feedback,
+            bits=options.gradient_bits,
+            rotate=options.hadamard,
+            feedback=options.feedback,
             beta=_BETA if options.beta is None else options.beta,
         )
         return ReduceRoute(placement, hops, encoding)
