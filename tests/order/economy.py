@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tests.order.programs import LIMITS, UNITS, Uses
 from tests.order.rank import ENDLESS, Rank
-from tests.order.world import World
+from tests.order.world import Deadlock, World
 from zeropp.order.prefetch import Limits
 from zeropp.params.unit import UnitState
 
@@ -103,7 +103,7 @@ def after_an_error_ranks_say_one_word() -> None:
 
 def what_is_held_until_the_step_comes_with_the_last_backward_from_then_on() -> None:
     """And the backwards that hold stay silent."""
-    _, _, (said, issued) = traces(*[step(FULL, back=(1, 0), held=True)] * 3)
+    *_, (said, issued) = traces(step(FULL, back=(1, 0)), *[step(FULL, back=(1, 0), held=True)] * 3)
     assert reduced(issued) == Counter(FULL)
     assert said == [FORK, "step"], "which part of the graph a backward comes to is each rank's own"
 
@@ -131,6 +131,27 @@ def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() 
         assert unit.state is UnitState.SHARDED
 
 
+def ranks_that_failed_in_different_passes_are_told_before_they_go_on() -> None:
+    """What they have issued is the same; but the one that has come through a pass more knows more."""
+    world = World(2)
+
+    def program(number: int) -> None:
+        rank = Rank(world, number, [4] * UNITS)
+        for _ in range(2):
+            step(FULL, held=True)(rank)
+        rank.forward(FULL)
+        if rank.backward(BACK, last=False, fails=UNITS + 1 if number == 0 else None):
+            rank.forward(FULL, fails=0)
+        rank.forward(FULL)
+
+    try:
+        world.run(program)
+    except Deadlock as refused:
+        assert "different passes" in str(refused), refused
+    else:
+        raise AssertionError("ranks went on that had come through different passes")
+
+
 ECONOMIES: list[Callable[[], None]] = [
     a_way_that_all_ranks_leave_another_for_is_known_as_if_there_were_no_other,
     a_way_that_was_not_foreseen_sends_each_gradient_once,
@@ -138,4 +159,5 @@ ECONOMIES: list[Callable[[], None]] = [
     after_an_error_ranks_say_one_word,
     what_is_held_until_the_step_comes_with_the_last_backward_from_then_on,
     a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it,
+    ranks_that_failed_in_different_passes_are_told_before_they_go_on,
 ]

@@ -68,6 +68,12 @@ CORNERS: dict[str, Program] = {
             Step((alike(3, (0, 3)),)),
             Step((_apart((0, 1, 3), (0, 2), (2, 3)),)),
         ),
+        "reductions of an order that is left, and come to, and left": (
+            _USUAL,
+            Step((alike(3, FULL), alike(3, (3, 1, 1, 1, 2)))),
+            Step((_apart((0,) * 5, (0, 1, 1, 1, 0), (0,) * 5),)),
+            Step((_apart(*[(3, 1, 1, 1, 2)] * 3, back=((2, 1, 1, 1, 3), (1, 1, 1, 3), (2, 1, 1, 1, 3))),)),
+        ),
     }.items()
 } | {
     "only one rank has a graph of what it comes to later": Program(
