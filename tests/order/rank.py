@@ -136,24 +136,50 @@ class Rank:
         self.backward_uses = BackwardUses(self.units, self.schedule, self.reductions)
         self.outstanding: list[PhaseKey] = []
 
-    def forward(self, uses: Sequence[int], *, grad: bool = True) -> None:
-        """Each of ``uses`` is a module that is entered and left."""
-        self._begin_forward(grad)
-        for index in uses:
-            self._use_in_forward(index)
-            if grad:
-                self.backward_uses.expect_in_backward([self.units[index]], whole=False)
-        self.schedule.end()
+    def forward(
+        self, uses: Sequence[int], *, grad: bool = True, fails: int | None = None, leaves: Sequence[int] = ()
+    ) -> bool:
+        """Each of ``uses`` is a module that is entered and left.
 
-    def failing_forward(self, uses: Sequence[int]) -> None:
-        """The same, ended by an error of the user's, which every rank has alike."""
-        self._begin_forward(True)
-        for index in uses:
-            self._use_in_forward(index)
+        Args:
+            uses: units in order.
+            grad: whether a graph is recorded.
+            fails: after how many uses an error of the user's ends it; one more than all is the very end.
+            leaves: units whose modules run without a graph here, so that no backward comes back to them.
+
+        Returns:
+            Whether it came to its end.
+        """
+        self._begin_forward(grad)
+        if fails == 0:
+            return self.recover()
+        for done, index in enumerate(uses, 1):
+            unit = self.units[index]
+            unit.users += 1
+            self.schedule.use(unit)
+            assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+            if done == fails:
+                return self.recover()
+            unit.users -= 1
+            self.schedule.holdings.release_if_unused(unit)
+            if grad and index not in leaves:
+                self.backward_uses.expect_in_backward([unit], whole=False)
+        if fails is not None:
+            return self.recover()
+        self.schedule.end()
+        return True
+
+    def recover(self) -> bool:
+        """What an engine does after an error in a pass, and a user, who drops the gradients and begins again."""
         self.outstanding.clear()
         self.backward_uses.forget()
         self.schedule.abort(running=True)
         self.reductions.forget()
+        for unit in self.units:
+            for gradient in unit.gradients:
+                gradient.stray = gradient.held = 0
+        self.given = Counter(self.delivered)
+        return False
 
     def _begin_forward(self, grad: bool) -> None:
         key: PhaseKey = ("forward", "", True, grad)
@@ -162,30 +188,59 @@ class Rank:
         if grad:
             self.outstanding = outstanding
 
-    def _use_in_forward(self, index: int) -> None:
-        unit = self.units[index]
-        unit.users += 1
-        self.schedule.use(unit)
-        assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
-        unit.users -= 1
-        self.schedule.holdings.release_if_unused(unit)
+    def backward(
+        self,
+        uses: Sequence[int],
+        *,
+        last: bool = True,
+        no_sync: bool = False,
+        late: Sequence[int] = (),
+        fails: int | None = None,
+    ) -> bool:
+        """Each of ``uses`` is fetched and then has its gradient; a unit that comes again has another.
 
-    def backward(self, uses: Sequence[int], *, last: bool = True, no_sync: bool = False) -> None:
-        """Each of ``uses`` is fetched and then has its gradient; a unit that comes again has another."""
+        Args:
+            uses: units in order.
+            last: whether a step follows.
+            no_sync: whether it runs inside ``no_sync``.
+            late: units whose gradients come after all uses.
+            fails: see :meth:`forward`.
+
+        Returns:
+            Whether it came to its end.
+        """
         self.reductions.last, self.reductions.no_sync = last, no_sync
         self.schedule.begin(self._backward_key(self.outstanding), None)
+        said = self.world.said(self.number)
         self.backward_uses.begin()
-        for index in uses:
+        if fails == 0:
+            return self.recover()
+        for done, index in enumerate(uses, 1):
             unit = self.units[index]
             self.backward_uses.use(unit)
             assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
-            unit.gradients[0].stray += 1
-            self.given[index] += 1
-            if self.reductions.count(index, 0):
-                self.backward_uses.end(unit)
+            if done == fails:
+                return self.recover()
+            if index not in late:
+                self._give(unit)
+        for index in set(late).intersection(uses):
+            self._give(self.units[index])
+        if fails is not None:
+            return self.recover()
         self.backward_uses.give_up()
         self.schedule.end()
+        if self.world.said(self.number) > said:
+            strays = [unit.name for unit in self.units if unit.gradients[0].has_stray()]
+            assert not strays, f"ranks have talked in this backward, and leave gradients of {strays} to the boundary"
         self.outstanding.clear()
+        return True
+
+    def _give(self, unit: Any) -> None:
+        """A gradient comes."""
+        unit.gradients[0].stray += 1
+        self.given[unit.index] += 1
+        if self.reductions.count(unit.index, 0):
+            self.backward_uses.end(unit)
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
         return ("backward", self.reductions.holding, 0, *outstanding)

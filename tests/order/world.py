@@ -2,24 +2,29 @@
 
 What real ranks have between them is replaced: an exchange returns when every rank has come to it, and a wait for a
 collective when every rank has issued it. Where no rank can go on and some have not finished, that is a deadlock, and
-told as one at once.
+told as one at once; so is a collective that meets another one at the same place of another rank's order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Agreement", "Deadlock", "Event", "Lanes", "World"]
+__all__ = ["Agreement", "Clash", "Deadlock", "Event", "Lanes", "World"]
 
 _T = TypeVar("_T")
 
 
 class Deadlock(RuntimeError):
     """Ranks wait for each other for ever; where a real job would raise the named error after ``hang_timeout``."""
+
+
+class Clash(AssertionError):
+    """Ranks have issued different things at one place; gloo would end the process, and raise no error."""
 
 
 class _Over(BaseException):
@@ -29,6 +34,7 @@ class _Over(BaseException):
 @dataclass
 class _Rank:
     number: int
+    turn: threading.Lock = field(default_factory=threading.Lock)  # free once it is this rank's turn
     doing: str = "starting"
     ready: Callable[[], bool] | None = None  # while it waits
     done: bool = False
@@ -44,21 +50,17 @@ class World:
         size: number of ranks.
         choose: of the numbers of ranks that can go on, the one that does.
         issued: of each rank, what it has issued, in order.
-        exchanges: how many there were.
-        switches: how often another rank went on.
+        exchanges: kinds of those there were, in order.
     """
 
     size: int
     choose: Callable[[Sequence[int]], int] = min
     issued: list[list[tuple[object, ...]]] = field(default_factory=list)
-    exchanges: int = 0
-    switches: int = 0
+    exchanges: list[object] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.issued = [[] for _ in range(self.size)]
         self._ranks = [_Rank(number) for number in range(self.size)]
-        self._turn = -1
-        self._condition = threading.Condition()
         self._said: list[list[tuple[object, object]]] = [[] for _ in range(self.size)]
 
     def run(self, program: Callable[[int], _T]) -> list[_T]:
@@ -69,10 +71,10 @@ class World:
             Exception: the first that a rank raised.
         """
         threads = [threading.Thread(target=self._run, args=(rank, program), daemon=True) for rank in self._ranks]
-        for thread in threads:
+        for rank, thread in zip(self._ranks, threads, strict=True):
+            rank.turn.acquire()
             thread.start()
-        with self._condition:
-            self._pass_on()
+        self._pass_on()
         for thread in threads:
             thread.join()
         errors = [rank.error for rank in self._ranks if rank.error is not None and not isinstance(rank.error, _Over)]
@@ -82,37 +84,25 @@ class World:
 
     def _run(self, rank: _Rank, program: Callable[[int], Any]) -> None:
         try:
-            with self._condition:
-                self._wait_for_turn(rank)
+            self._wait_for_turn(rank)
             rank.result = program(rank.number)
         except BaseException as error:
             rank.error = rank.error or error  # a deadlock is told by one that only stood still
-        with self._condition:
-            rank.done = True
-            self._pass_on()
+        rank.done = True
+        self._pass_on()
 
     def wait(self, number: int, ready: Callable[[], bool], doing: str) -> None:
         """Let others run until ``ready``."""
         rank = self._ranks[number]
         if ready():
             return
-        with self._condition:
-            rank.ready, rank.doing = ready, doing
-            self._pass_on()
-            self._wait_for_turn(rank)
-            rank.ready = None
-
-    def let_others_run(self, number: int) -> None:
-        """A place at which another rank may go on first."""
-        with self._condition:
-            self._ranks[number].ready = lambda: True
-            self._pass_on()
-            self._wait_for_turn(self._ranks[number])
-            self._ranks[number].ready = None
+        rank.ready, rank.doing = ready, doing
+        self._pass_on()
+        self._wait_for_turn(rank)
+        rank.ready = None
 
     def _wait_for_turn(self, rank: _Rank) -> None:
-        while self._turn != rank.number:
-            self._condition.wait()
+        rank.turn.acquire()
         if any(other.error is not None for other in self._ranks):
             raise _Over
 
@@ -126,9 +116,12 @@ class World:
             places = "; ".join(f"rank {r.number} {'has ended' if r.done else f'is {r.doing}'}" for r in self._ranks)
             self._ranks[left[0].number].error = Deadlock(places)
             able = [left[0].number]
-        self._turn = able[0] if failed or len(able) == 1 else self.choose(able)
-        self.switches += 1
-        self._condition.notify_all()
+        turn = able[0] if failed or len(able) == 1 else self.choose(able)
+        self._ranks[turn].turn.release()
+
+    def said(self, number: int) -> int:
+        """How many exchanges a rank has come to."""
+        return len(self._said[number])
 
     def exchange(self, number: int, kind: object, value: _T) -> list[_T]:
         """Every rank's value; a rank that comes with another kind has gone elsewhere.
@@ -142,13 +135,22 @@ class World:
         rows = [said[place] for said in self._said]
         if any(other != kind for other, _ in rows):
             raise Deadlock("ranks exchange different things: " + ", ".join(str(other) for other, _ in rows))
-        self.exchanges += number == 0
+        if number == 0:
+            self.exchanges.append(kind)
         return [said for _, said in rows]  # type: ignore[misc]
 
     def issue(self, number: int, what: tuple[object, ...]) -> Event:
-        """A collective, which arrives once every rank has issued it at this place of its order."""
+        """A collective, which arrives once every rank has issued it at this place of its order.
+
+        Raises:
+            Clash: another rank has issued something else there.
+        """
+        place = len(self.issued[number])
         self.issued[number].append(what)
-        return Event(self, number, len(self.issued[number]) - 1)
+        there = [each[place] if len(each) > place else what for each in self.issued]
+        if any(other != what for other in there):
+            raise Clash(f"rank {number} issues {what}, and ranks have issued {there}")
+        return Event(self, number, place)
 
 
 @dataclass
@@ -160,17 +162,10 @@ class Event:
     place: int
 
     def wait(self, timeout: float) -> bool:
-        """Until every rank has issued the same.
-
-        Raises:
-            Deadlock: another rank has issued something else there.
-        """
+        """Until every rank has issued it."""
         issued = self.world.issued
         what = issued[self.rank][self.place]
         self.world.wait(self.rank, lambda: all(len(each) > self.place for each in issued), f"waiting for {what}")
-        there = [each[self.place] for each in issued]
-        if any(other != what for other in there):
-            raise Deadlock(f"rank {self.rank} waits for {what}, and ranks have issued {there}")
         return True
 
 
@@ -192,15 +187,27 @@ class Agreement:
 
     world: World
     rank: int
-    phase: str = ""
+    where: str = ""
+    place: int = 0
+
+    def enter(self, where: str, place: int) -> None:
+        """A pass begins."""
+        self.where, self.place = where, place
+
+    def leave(self) -> None:
+        """It is over."""
+        self.where, self.place = "", 0
 
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
         """Every rank's row."""
-        return self.world.exchange(self.rank, kind, values)
+        rows = self.world.exchange(self.rank, kind, (self.place, values))
+        if any(place != self.place for place, _ in rows):
+            raise Deadlock(f"ranks are in different passes, rank {self.rank} in {self.where}")
+        return [values for _, values in rows]
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
-        """Every rank's object."""
-        return self.world.exchange(self.rank, doing, value)
+        """Every rank's object, as it is now: what a rank changes later, others do not see."""
+        return [pickle.loads(each) for each in self.world.exchange(self.rank, doing, pickle.dumps(value))]
 
     def wait(self, wait: Callable[[float], bool], doing: str, exposed: object = None) -> None:
         """Wait as long as it takes."""

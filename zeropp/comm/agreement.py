@@ -49,6 +49,7 @@ class Agreement:
         # The common error, once it was raised. Nothing is waited for after it.
         self.lost: str | None = None
         self.where = ""  # the pass that this rank is in, in words
+        self._place = 0  # tells that pass from others; equal on every rank
         self._stepped = False  # whether stepped weights are being sent to where they are cached
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
@@ -110,19 +111,34 @@ class Agreement:
         yield
         self._stepped = False  # not after an error, which is told later
 
+    def enter(self, where: str, place: int) -> None:
+        """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
+        self.where, self._place = where, place
+
+    def leave(self) -> None:
+        """This rank is in no pass any more."""
+        self.where, self._place = "", 0
+
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
-        """Every rank's values; all ranks must be at the same kind of exchange. ``call``: see :meth:`watching`.
+        """Every rank's values; all ranks must be at the same kind of exchange, in the same pass, or in none.
+
+        Args:
+            kind: of exchange.
+            values: this rank's.
+            doing: for the error.
+            call: see :meth:`watching`.
 
         Raises:
-            RuntimeError: some rank did not come within ``hang_timeout``, or is at another kind of exchange.
+            RuntimeError: some rank did not come within ``hang_timeout``, or is somewhere else.
         """
+        head = [kind, self._place]
         # One width, or ranks at different kinds could not talk.
-        row = [kind, *values, *[0] * (_WIDTH - len(values))]
+        row = [*head, *values, *[0] * (_WIDTH - len(values))]
         with self.watching(doing, call=call):
             rows = self.comm.all_gather_ints(row)
-        if any(row[0] != kind for row in rows):
+        if any(row[:2] != head for row in rows):
             raise self.failure(doing, call)
-        return [row[1 : 1 + len(values)] for row in rows]
+        return [row[2 : 2 + len(values)] for row in rows]
 
     def require_same_call(self, what: str) -> None:
         """Make sure that every rank has come to the same call, before it gathers or changes anything.

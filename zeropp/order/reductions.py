@@ -74,8 +74,9 @@ class Reductions:
         """Follow another order from here on."""
         self._expected = order.fires if order is not None else None
         reductions = order.reductions if order is not None else ()
-        # What was sent under the order before stays sent: a second message would count it twice.
-        self._order = tuple((unit, uses) for unit, uses in reductions if unit not in self._done)
+        # What was sent under the order before stays sent: a second message would count it twice. What was not comes
+        # behind the uses so far, which is its place in an order that is learned from here on, too.
+        self._order = tuple((unit, max(uses, self._uses)) for unit, uses in reductions if unit not in self._done)
         self._turn = 0
         for index, counts in enumerate(self._counts):
             expected = self._expect(index)

@@ -70,6 +70,7 @@ class Schedule:
         self.known = KnownOrders(reach)
         self._silent = all(unit.persistent for unit in units)  # whether forwards gather nothing
         self._failed = False  # whether this rank has given up a phase in which ranks talk to each other
+        self._ended = 0  # phases that have come to their end; not those that a rank may run alone
         self.holdings = Holdings(units, lanes, agreement, limits.live)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self.key: PhaseKey = ()  # kind of the running phase
@@ -101,7 +102,9 @@ class Schedule:
             then: kind of the phase expected after it, whose uses the plan may look ahead to.
         """
         self.key, self._then = key, then
-        self.agreement.where = phase = describe_phase(key)
+        phase = describe_phase(key)
+        # What ranks say in one phase must not be taken for what others say in another, which may look alike.
+        self.agreement.enter(phase, zlib.crc32(repr((self._ended, key)).encode()))
         if then is not None:
             self._forward = key
         self._learned, self._own, self._foreseen, self._new_fork = [], set(), set(), None
@@ -114,10 +117,7 @@ class Schedule:
         self.reductions.begin(expected)
         if expected is None:
             self._stop_following()
-            code = zlib.crc32(repr(key).encode())  # hash() of a text differs between processes
-            rows = self.agreement.exchange(_BEGIN, [code], f"starting {phase}")
-            if any(row != [code] for row in rows):
-                raise self.agreement.failure(f"starting {phase}")
+            self.agreement.exchange(_BEGIN, [], f"starting {phase}")
         else:
             self._follow(expected, 0)
             self._forks = [] if self.static else self.known.forks(key, expected)
@@ -203,7 +203,8 @@ class Schedule:
             self.known.remember(self.key, self._order)
         self._recent.add(self.key)
         self.holdings.release_retained()
-        self.agreement.where = ""
+        self._ended += not (self._silent and self.key[0] == "forward")
+        self.agreement.leave()
 
     def _may_be_asked(self) -> bool:
         """Whether a rank may ask for more at the end of the order that is followed."""
@@ -249,7 +250,7 @@ class Schedule:
         """
         self._failed |= running and (self.key[0] == "backward" or not self._silent)
         self._order, self._plan, self._learned = None, None, []
-        self.agreement.where = ""
+        self.agreement.leave()
         for unit in self.units:
             unit.users = 0
         self.holdings.release_planned()

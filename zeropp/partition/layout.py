@@ -95,9 +95,7 @@ class BufferLayout:
         return found
 
 
-def build_layout(
-    parameters: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], world: int
-) -> BufferLayout:
+def build_layout(parameters: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], world: int) -> BufferLayout:
     """Lay parameters out one after the other.
 
     Args:

@@ -1,0 +1,163 @@
+"""What ranks have come to know together costs no more than it must: no words, nothing gathered or sent in vain."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+
+from tests.order.programs import LIMITS, UNITS, Uses
+from tests.order.rank import ENDLESS, Rank
+from tests.order.world import Deadlock, World
+from zeropp.order.prefetch import Limits
+from zeropp.params.unit import UnitState
+
+__all__ = ["ECONOMIES"]
+
+FULL: Uses = tuple(range(UNITS))
+BACK: Uses = FULL[::-1]
+WAYS: list[Uses] = [way for count in range(1, UNITS + 1) for way in itertools.permutations(range(UNITS), count)]
+AGAIN, FORK = 4, 3  # kinds of exchange
+Deed = Callable[[Rank], object]
+
+
+def traces(*deeds: Deed, limits: Limits = ENDLESS) -> list[tuple[list[object], list[tuple[object, ...]]]]:
+    """Two ranks do the same things; of each what it said and what it issued."""
+    world = World(2)
+    marks: list[tuple[int, int]] = []
+
+    def program(number: int) -> None:
+        rank = Rank(world, number, [4] * UNITS, limits)
+        for deed in deeds:
+            if number == 0:
+                marks.append((len(world.exchanges), len(world.issued[0])))
+            deed(rank)
+
+    world.run(program)
+    ends = [*marks[1:], (len(world.exchanges), len(world.issued[0]))]
+    return [(world.exchanges[a:c], world.issued[0][b:d]) for (a, b), (c, d) in zip(marks, ends, strict=True)]
+
+
+def step(way: Uses, *, back: Uses | None = None, held: bool = False) -> Deed:
+    """Forward, backward, step; if ``held``, after a micro-batch along all units whose gradients are held."""
+
+    def deed(rank: Rank) -> None:
+        if held:
+            rank.forward(FULL)
+            rank.backward(BACK, last=False)
+        rank.forward(way)
+        rank.backward(way[::-1] if back is None else back)
+        rank.step()
+
+    return deed
+
+
+def reduced(issued: list[tuple[object, ...]]) -> Counter[object]:
+    return Counter(unit for kind, unit in issued if kind == "reduce")
+
+
+def left_at_once(one: Uses, other: Uses) -> bool:
+    """Whether what ``other`` needs first that ``one`` does not have there does not come later in ``one``, either."""
+    place = next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return place < len(other) and other[place] not in one[place:]
+
+
+def a_way_that_all_ranks_leave_another_for_is_known_as_if_there_were_no_other() -> None:
+    for first in [(0, 1), (0, 1, 2), (0, 1, 0, 2)]:
+        _as_if_there_were_no_other(first)
+
+
+def _as_if_there_were_no_other(first: Uses) -> None:
+    ways = [way for way in WAYS if left_at_once(first, way) and left_at_once(first[::-1], way[::-1])]
+    for way, limits in itertools.product(ways, LIMITS):
+        *_, (said, issued) = traces(*[step(first)] * 2, *[step(way)] * 3, limits=limits)
+        *_, (_, alone) = traces(*[step(way)] * 3, limits=limits)
+        assert Counter(issued) == Counter(alone), f"{first}, then {way}, {limits}: {issued}; otherwise {alone}"
+        assert set(said) <= {FORK, "step"}, f"{first}, then {way}, {limits}: learned anew"
+
+
+def a_way_that_was_not_foreseen_sends_each_gradient_once() -> None:
+    """Behind the place where it parts from the one foreseen, what has been sent is not sent again."""
+    for one, other in [((1, 2, 3), (0, 2, 3)), ((2, 1, 3), (0, 1, 3)), ((3, 1), (2, 1))]:
+        *_, (said, issued) = traces(*map(step, (one, other, one, one)))
+        assert reduced(issued) == Counter(one), f"{one} after {other}: {issued}"
+        assert set(said) <= {FORK, "step"}
+
+
+def a_unit_used_twice_is_sent_once_from_the_first_backward_on() -> None:
+    for _, issued in traces(*[step((0, 1, 0, 2, 3))] * 2):
+        assert reduced(issued) == Counter(FULL)
+
+
+def after_an_error_ranks_say_one_word() -> None:
+    usual = step(FULL)
+    for fails in range(6):
+        failures: list[Deed] = [
+            lambda rank, fails=fails: rank.forward(FULL, fails=fails),
+            lambda rank, fails=fails: rank.forward(FULL) and rank.backward(BACK, fails=fails),
+        ]
+        for failure in failures:
+            *_, (failed, _), (again, _), (silent, _) = traces(usual, usual, failure, usual, usual)
+            assert (failed, again, silent) == ([], [AGAIN, "step"], ["step"])
+
+
+def what_is_held_until_the_step_comes_with_the_last_backward_from_then_on() -> None:
+    """And the backwards that hold stay silent."""
+    *_, (said, issued) = traces(step(FULL, back=(1, 0)), *[step(FULL, back=(1, 0), held=True)] * 3)
+    assert reduced(issued) == Counter(FULL)
+    assert said == [FORK, "step"], "which part of the graph a backward comes to is each rank's own"
+
+
+def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() -> None:
+    """One parameter of a unit has its gradient as ever, the other one for the first time, and later."""
+    rank = Rank(World(1), 0, [4])
+    unit = rank.units[0]
+    unit.gradients[0].trained = (True, True)
+    rank.reductions.update_trained()
+    for both in (False, True):
+        rank.forward((0,))
+        rank.schedule.begin(rank._backward_key(rank.outstanding), None)
+        rank.backward_uses.begin()
+        rank.backward_uses.use(unit)
+        if rank.reductions.count(0, 0):
+            rank.backward_uses.end(unit)
+        assert unit.state is UnitState.EXPOSED, f"with both: {both}"
+        if both and rank.reductions.count(0, 1):
+            rank.backward_uses.end(unit)
+        rank.backward_uses.give_up()
+        rank.schedule.end()
+        rank.outstanding.clear()
+        rank.step()
+        assert unit.state is UnitState.SHARDED
+
+
+def ranks_that_failed_in_different_passes_are_told_before_they_go_on() -> None:
+    """What they have issued is the same; but the one that has come through a pass more knows more."""
+    world = World(2)
+
+    def program(number: int) -> None:
+        rank = Rank(world, number, [4] * UNITS)
+        for _ in range(2):
+            step(FULL, held=True)(rank)
+        rank.forward(FULL)
+        if rank.backward(BACK, last=False, fails=UNITS + 1 if number == 0 else None):
+            rank.forward(FULL, fails=0)
+        rank.forward(FULL)
+
+    try:
+        world.run(program)
+    except Deadlock as refused:
+        assert "different passes" in str(refused), refused
+    else:
+        raise AssertionError("ranks went on that had come through different passes")
+
+
+ECONOMIES: list[Callable[[], None]] = [
+    a_way_that_all_ranks_leave_another_for_is_known_as_if_there_were_no_other,
+    a_way_that_was_not_foreseen_sends_each_gradient_once,
+    a_unit_used_twice_is_sent_once_from_the_first_backward_on,
+    after_an_error_ranks_say_one_word,
+    what_is_held_until_the_step_comes_with_the_last_backward_from_then_on,
+    a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it,
+    ranks_that_failed_in_different_passes_are_told_before_they_go_on,
+]

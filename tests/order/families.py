@@ -1,0 +1,100 @@
+"""Bounded families of programs, enumerated: what may happen in a step, in every sequence, and failures everywhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from tests.order.programs import UNITS, Failure, Pass, Program, Step, Uses, alike
+
+__all__ = ["CORNERS", "EVENTS", "failures", "sequences"]
+
+FULL: Uses = tuple(range(UNITS))
+BACK: Uses = FULL[::-1]
+
+
+def _apart(*forward: Uses, back: Sequence[Uses] = (), late: Sequence[Uses] = (), no_sync: bool = False) -> Pass:
+    """A micro-batch of which each rank has its own way."""
+    return Pass(forward, tuple(back) or tuple(way[::-1] for way in forward), tuple(late), no_sync)
+
+
+def _fails(*failures: Failure) -> Step:
+    return Step((alike(3, FULL),), fails=failures)
+
+
+EVENTS: dict[str, Step] = {
+    "usual": Step((alike(3, FULL),)),
+    "leaves one out": Step((_apart(FULL, (0, 1, 3), FULL),)),
+    "all leave one out": Step((alike(3, (0, 1, 3)),)),
+    "another order": Step((_apart(FULL, FULL, (0, 2, 1, 3)),)),
+    "all in another order": Step((alike(3, (2, 1, 0, 3)),)),
+    "its own each": Step((_apart((0, 1), (0, 2), (0, 3)),)),
+    "once more": Step((_apart((0, 1, 0, 2, 3), FULL, FULL),)),
+    "all once more": Step((alike(3, (0, 1, 0, 2, 3)),)),
+    "part of a backward": Step((_apart(FULL, FULL, FULL, back=(BACK, (1, 0), BACK)),)),
+    "all part of a backward": Step((alike(3, FULL, (2, 0)),)),
+    "backward in another order": Step((_apart(FULL, FULL, FULL, back=((2, 3, 1, 0), BACK, BACK)),)),
+    "late": Step((_apart(FULL, FULL, FULL, late=((), (), (3,))),)),
+    "late and another": Step((_apart(FULL, FULL, (0, 1, 3), late=((3, 2), (), ())),)),
+    "two, no_sync": Step((alike(3, FULL, no_sync=True), alike(3, FULL))),
+    "two, one held": Step((_apart(FULL, FULL, (0, 1, 2)), alike(3, (0, 1)))),
+    "evaluation": Step((alike(3, FULL),), evaluation=(FULL, (0, 2), FULL)),
+    "fails forward": _fails(*[Failure(False, 2)] * 3),
+    "fails backward": _fails(*[Failure(True, 3)] * 3),
+}
+"""What may happen in a step of three ranks."""
+
+
+_USUAL = EVENTS["usual"]
+_SHORT = Step((alike(3, FULL, (2, 1, 0)),))
+CORNERS: dict[str, Program] = {
+    name: Program(3, steps)
+    for name, steps in {
+        "one in another order": (_USUAL, _USUAL, EVENTS["another order"]),
+        "one once more, after ranks have differed": (EVENTS["leaves one out"], EVENTS["once more"]),
+        "one once more, after all have changed": (
+            _USUAL,
+            EVENTS["all once more"],
+            Step((_apart(FULL, FULL, FULL + FULL),)),
+        ),
+        "one uses what nobody has used": (EVENTS["all leave one out"], EVENTS["leaves one out"]),
+        "one backward comes to more, after forwards have differed": (
+            EVENTS["leaves one out"],
+            EVENTS["two, no_sync"],
+            Step((_apart(FULL, FULL, FULL, back=(BACK, (*BACK, 3), BACK)), alike(3, FULL))),
+        ),
+        "one order after another was left": (
+            Step((alike(3, (0, 1, 2)),)),
+            Step((alike(3, (0, 3)),)),
+            Step((_apart((0, 1, 3), (0, 2), (2, 3)),)),
+        ),
+        "reductions of an order that is left, and come to, and left": (
+            _USUAL,
+            Step((alike(3, FULL), alike(3, (3, 1, 1, 1, 2)))),
+            Step((_apart((0,) * 5, (0, 1, 1, 1, 0), (0,) * 5),)),
+            Step((_apart(*[(3, 1, 1, 1, 2)] * 3, back=((2, 1, 1, 1, 3), (1, 1, 1, 3), (2, 1, 1, 1, 3))),)),
+        ),
+    }.items()
+} | {
+    "only one rank has a graph of what it comes to later": Program(
+        3, (_SHORT, Step((_apart(FULL, FULL, FULL, back=((2, 1, 0), (2, 1, 0), BACK)),))), leaves=((3,), (3,), ())
+    ),
+}
+"""Programs that must train with any limits, since ranks are heard."""
+
+
+def sequences(length: int, first: str = "usual") -> Iterator[Program]:
+    """Every sequence of so many events after one that is given; then the usual one, and the last one once more."""
+    for middle in itertools.product(EVENTS, repeat=length):
+        yield Program(3, tuple(EVENTS[name] for name in (first, *middle, "usual", middle[-1])))
+
+
+def failures(ranks: int, places: Sequence[Failure | None], pasts: Sequence[Sequence[Step]]) -> Iterator[Program]:
+    """Ranks fail, each at any of ``places`` or nowhere, after any of ``pasts``, and then all begin again.
+
+    Steps are of one micro-batch that all have alike, then of two, so that whatever ranks have come to know apart shows.
+    """
+    two = Step((alike(ranks, FULL), Pass((FULL,) * ranks, (BACK,) * ranks, ((3,), *[()] * (ranks - 1)))))
+    for past, fails in itertools.product(pasts, itertools.product(places, repeat=ranks)):
+        for step in (Step((alike(ranks, FULL),)), Step((alike(ranks, (0, 2)),))) if any(fails) else ():
+            yield Program(ranks, (*past, Step(step.passes, fails=fails), two, step, two))

@@ -1,0 +1,110 @@
+"""Faults of one line in the order of collectives, which the tests of it must find."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+__all__ = ["FAULTS", "Fault"]
+
+# Where the simulator and the modules themselves look up what a faulty module replaces.
+_USERS = ("tests.order.rank", "zeropp.order.schedule", "zeropp.order.reductions")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A text of a module in ``zeropp.order``, which occurs there once, and what is to stand in its place."""
+
+    module: str
+    text: str
+    instead: str
+
+    def put_in(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have simulated ranks run the faulty module."""
+        sound = importlib.import_module(f"zeropp.order.{self.module}")
+        assert sound.__file__ is not None
+        source = Path(sound.__file__).read_text()
+        assert source.count(self.text) == 1, f"{self.text!r} occurs {source.count(self.text)} times in {self.module}"
+        faulty = types.ModuleType(sound.__name__)
+        monkeypatch.setitem(sys.modules, sound.__name__, faulty)  # dataclasses look up their module
+        exec(compile(source.replace(self.text, self.instead), f"faulty {self.module}", "exec"), faulty.__dict__)
+        for user in map(importlib.import_module, _USERS):
+            for name in sound.__all__:
+                if getattr(user, name, None) is getattr(sound, name):
+                    monkeypatch.setattr(user, name, getattr(faulty, name))
+
+
+def _in(module: str, **faults: tuple[str, str]) -> dict[str, Fault]:
+    return {name.replace("_", " "): Fault(module, *texts) for name, texts in faults.items()}
+
+
+FAULTS: dict[str, Fault] = {
+    **_in(
+        "schedule",
+        no_word_after_a_failure=("elif self._failed:", "elif False:"),
+        no_exchange_after_a_failure=(
+            'self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")',
+            "pass",
+        ),
+        a_failure_is_never_over=("            self._failed = False\n", ""),
+        what_is_kept_outlasts_a_failure=(
+            "        self.holdings.release_planned()\n        self.holdings.release_re",
+            "        self.holdings.release_re",
+        ),
+        phases_are_not_told_apart=("(self._ended, key)", "0"),
+        phases_of_a_kind_are_not_told_apart=("(self._ended, key)", "key"),
+        strays_are_left_to_the_boundary=(
+            'strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()',
+            "strays = False",
+        ),
+        only_one_rank_tells_where_backward_may_come=(
+            "for _, foreseen in accounts:",
+            "for _, foreseen in accounts[:1]:",
+        ),
+        what_was_sent_for_another_order_keeps_its_place=("self.reductions.forget_sent(since)", "pass"),
+        held_gradients_change_every_backward=("not (held and key[1])", "True"),
+        what_was_gathered_in_vain_stays=("        if since < place:\n", "        if False:\n"),
+        units_used_twice_are_forgotten=(
+            "self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)",
+            "pass",
+        ),
+        differences_are_not_told_at_the_boundary=("for key in self._recent if differed else ():", "for key in ():"),
+        ranks_that_differ_are_not_mixed=("mixed = any(own != accounts[0][0] for own, _ in accounts)", "mixed = False"),
+        reductions_are_not_sent_at_a_fork=("        self.reductions.before_use(place)\n", ""),
+        what_was_gathered_for_others_is_let_go=(
+            "if own is not None and (used != own or",
+            "if False and (used != own or",
+        ),
+        nothing_is_left_out_where_ranks_part=("list(self._order.uses[:since])", "list(self._order.uses)"),
+    ),
+    **_in(
+        "reductions",
+        what_was_sent_in_vain_is_expected_again=("vain = self._doubtful.difference(fires)", "vain = set()"),
+        the_first_of_two_places_is_remembered=("self._done.pop(index, None)", "pass"),
+        a_unit_is_complete_that_misses_nothing=(
+            "return all(e or not t for e, t in zip(",
+            "return True or all(e or not t for e, t in zip(",
+        ),
+        failed_messages_are_not_waited_for=(
+            "        self.begin(None)\n        self.wait(0)\n",
+            "        self.begin(None)\n",
+        ),
+        offers_of_one_rank_are_taken=("all(index in offered for offered in offers)", "True"),
+        what_was_sent_is_sent_again=(" if unit not in self._done)", ")"),
+        places_are_those_of_the_order_before=("max(uses, self._uses)", "uses"),
+    ),
+    **_in(
+        "known_orders",
+        backwards_do_not_vary_with_forwards=(
+            "return any(self._known[part].varies for part in key if",
+            "return any(False for part in key if",
+        ),
+        units_that_nobody_has_used_are_no_reason=("return not self._reach(key).issubset(order.uses)", "return False"),
+        forks_are_where_nothing_parts=("places = {_common(order.uses, other.uses) for", "places = {0 for"),
+    ),
+}

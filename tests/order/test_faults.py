@@ -1,0 +1,67 @@
+"""The simulator is a net: what it is made of tells faults of one line."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from tests.order.economy import ECONOMIES
+from tests.order.families import CORNERS, EVENTS, FULL, failures, sequences
+from tests.order.faults import FAULTS, Fault
+from tests.order.programs import LIMITS, Failure, Program, Step, alike, check
+
+
+def _must_train(program: Program) -> None:
+    for limits in LIMITS:
+        assert check(program, limits), f"{program} is refused with {limits}"
+
+
+def _check(programs: Iterator[Program]) -> None:
+    for program, limits in itertools.product(programs, LIMITS):
+        check(program, limits)
+
+
+def _nets() -> Iterator[tuple[str, Callable[[], None]]]:
+    """What the other tests check, the quickest first."""
+    yield from ((name, partial(_must_train, program)) for name, program in CORNERS.items())
+    yield from ((economy.__name__, economy) for economy in ECONOMIES)
+    places = [None, *(Failure(backward, uses) for backward in (False, True) for uses in (0, 2, 5))]
+    yield "failures", lambda: _check(failures(2, places, [[Step((alike(2, FULL),))] * 2]))
+    yield from ((f"after {first}", partial(_check, sequences(1, first))) for first in EVENTS)
+    yield "two events", lambda: _check(sequences(2))
+
+
+def catching(fault: Fault) -> str | None:
+    """The first net that a fault is caught in, if any."""
+    with pytest.MonkeyPatch.context() as patch:
+        fault.put_in(patch)
+        for name, holds in _nets():
+            try:
+                holds()
+            except Exception:  # whatever a faulty module does that a sound one does not
+                return name
+    return None
+
+
+SEEN_AT_ONCE = [
+    "no word after a failure",
+    "strays are left to the boundary",
+    "only one rank tells where backward may come",
+    "what was sent in vain is expected again",
+    "the first of two places is remembered",
+    "phases are not told apart",
+]
+
+
+@pytest.mark.parametrize("name", SEEN_AT_ONCE)
+def test_these_faults_are_found(name: str) -> None:
+    assert catching(FAULTS[name]) is not None
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_is_found(name: str) -> None:
+    assert catching(FAULTS[name]) is not None
