@@ -131,14 +131,15 @@ class Agreement:
         Raises:
             RuntimeError: some rank did not come within ``hang_timeout``, or is somewhere else.
         """
-        head = [kind, self._place]
+        # In one number, so that a row is no wider for it.
+        head = self._place << 8 | kind
         # One width, or ranks at different kinds could not talk.
-        row = [*head, *values, *[0] * (_WIDTH - len(values))]
+        row = [head, *values, *[0] * (_WIDTH - len(values))]
         with self.watching(doing, call=call):
             rows = self.comm.all_gather_ints(row)
-        if any(row[:2] != head for row in rows):
+        if any(row[0] != head for row in rows):
             raise self.failure(doing, call)
-        return [row[2 : 2 + len(values)] for row in rows]
+        return [row[1 : 1 + len(values)] for row in rows]
 
     def require_same_call(self, what: str) -> None:
         """Make sure that every rank has come to the same call, before it gathers or changes anything.
