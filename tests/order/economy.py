@@ -38,15 +38,18 @@ def traces(*deeds: Deed, limits: Limits = ENDLESS) -> list[tuple[list[object], l
     return [(world.exchanges[a:c], world.issued[0][b:d]) for (a, b), (c, d) in zip(marks, ends, strict=True)]
 
 
-def step(way: Uses, *, back: Uses | None = None, held: bool = False) -> Deed:
-    """Forward, backward, step; if ``held``, after a micro-batch along all units whose gradients are held."""
+def step(way: Uses, *, back: Uses | None = None, held: bool = False, late: Uses = ()) -> Deed:
+    """Forward, backward, step; if ``held``, after a micro-batch along all units whose gradients are held.
+
+    Gradients of units that are ``late`` come after all uses.
+    """
 
     def deed(rank: Rank) -> None:
         if held:
             rank.forward(FULL)
             rank.backward(BACK, last=False)
         rank.forward(way)
-        rank.backward(way[::-1] if back is None else back)
+        rank.backward(way[::-1] if back is None else back, late=late)
         rank.step()
 
     return deed
@@ -108,6 +111,13 @@ def what_is_held_until_the_step_comes_with_the_last_backward_from_then_on() -> N
     assert said == [FORK, "step"], "which part of the graph a backward comes to is each rank's own"
 
 
+def a_gradient_that_came_late_on_one_way_is_waited_for_on_the_others() -> None:
+    ways = ((3, 2, 1, 0), (3, 1, 2, 0))
+    usual, late = ([step(FULL, back=way, late=units) for way in ways] for units in ((), (3,)))
+    *_, (_, issued) = traces(*usual, *usual, *late, limits=Limits(prefetch=0, live=0, reuse=0))
+    assert reduced(issued) == Counter(FULL)
+
+
 def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() -> None:
     """One parameter of a unit has its gradient as ever, the other one for the first time, and later."""
     rank = Rank(World(1), 0, [4])
@@ -158,6 +168,7 @@ ECONOMIES: list[Callable[[], None]] = [
     a_unit_used_twice_is_sent_once_from_the_first_backward_on,
     after_an_error_ranks_say_one_word,
     what_is_held_until_the_step_comes_with_the_last_backward_from_then_on,
+    a_gradient_that_came_late_on_one_way_is_waited_for_on_the_others,
     a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it,
     ranks_that_failed_in_different_passes_are_told_before_they_go_on,
 ]
