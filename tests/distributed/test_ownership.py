@@ -233,7 +233,7 @@ class Two(nn.Module):
 
 
 def refused(how: str) -> None:
-    model: nn.Module = Two()
+    model: nn.Module = nn.Linear(8, 8, bias=False) if how == "of one parameter" else Two()
     wrapped = model
     group = dist.new_group([0, 1])
     if how == "other ranks":
@@ -241,7 +241,7 @@ def refused(how: str) -> None:
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
     if how == "closed":
         optimizer.close()
-    if how != "still there":
+    if how not in ("still there", "of one parameter"):
         del optimizer
     if how == "a part":
         wrapped = model.one
@@ -252,6 +252,7 @@ def refused(how: str) -> None:
 
 REFUSED = {
     "still there": "already managed by a ZeroOptimizer.*del optimizer",
+    "of one parameter": "already managed by a ZeroOptimizer.*del optimizer",
     "a part": r"\['two.weight', 'two.bias'\] were wrapped together.*the whole model",
     "closed": r"given up by close\(\)",
     "other ranks": r"spread over ranks \[0, 1\], from before, and process_group has ranks \[1, 0\]",

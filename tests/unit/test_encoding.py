@@ -54,7 +54,7 @@ def test_hops_that_feed_back() -> None:
 def test_sums_that_go_back_to_copies() -> None:
     plain, codes = PlainCodec(torch.bfloat16), BlockCodec(4, True)
     assert Encoding(rotate=True).return_codec([plain, codes]) == BlockCodec(8, True)
-    assert Encoding().return_codec([plain, codes]) == BlockCodec(8, False)
+    assert Encoding().return_codec([plain, codes]) == Encoding().return_codec([codes, plain]) == BlockCodec(8, False)
     assert Encoding().return_codec([PlainCodec(torch.float32), plain]) == plain
 
 

@@ -377,7 +377,6 @@ class Engine:
         self.hooks.remove()
         for action in self._closing:
             action()
-        self._closing.clear()
         for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
             lanes.close()
         self.agreement.watch.close()
