@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -75,6 +76,8 @@ def start_job(plain: bool) -> Iterator[Job]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            # gloo's threads drop tensors of the last collectives, and end the process if Python has ended before.
+            time.sleep(0.2)
 
 
 class Metrics:
