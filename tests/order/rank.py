@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.order.world import Agreement, Deadlock, Event, Lanes, World
+from tests.order.world import Agreement, Event, Lanes, Unlike, World
 from zeropp.engine.backward import BackwardUses
 from zeropp.order.known_orders import IssueHash, PhaseKey
 from zeropp.order.prefetch import Limits
@@ -260,7 +260,7 @@ class Rank:
         account = (self.issued.value, unsent, stray, self.schedule.differed)
         rows = self.agreement.exchange_objects(account, "step")
         if len({value for value, *_ in rows}) > 1:
-            raise Deadlock(f"ranks have issued different things: {self.world.issued}")
+            raise Unlike(f"ranks have issued different things: {self.world.issued}")
         late = [index for index in range(len(self.sizes)) if any(row[1][index] for row in rows)]
         if late:
             self.schedule.postpone(late, held=not any(row[2] for row in rows))

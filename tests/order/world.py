@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["Agreement", "Clash", "Deadlock", "Event", "Lanes", "World"]
+__all__ = ["Agreement", "Clash", "Deadlock", "Event", "Lanes", "Unlike", "World"]
 
 _T = TypeVar("_T")
 
 
 class Deadlock(RuntimeError):
     """Ranks wait for each other for ever; where a real job would raise the named error after ``hang_timeout``."""
+
+
+class Unlike(Deadlock):
+    """The boundary finds that ranks have not sent and held the same; a real job refuses the step by name."""
 
 
 class Clash(AssertionError):
