@@ -69,7 +69,10 @@ def sharing_versions(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | None:
-    """Seconds after which a group's collectives on a device fail, if somebody chose other than torch's default."""
+    """Seconds after which a group's collectives on a device fail, if somebody chose other than torch's default.
+
+    None, too, if it has none there.
+    """
     c10d = dist.distributed_c10d
     try:
         timeout = group._get_backend(device).options._timeout
@@ -135,7 +138,9 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], backend: str, timeout: timedelta, name: str, device: torch.device
+) -> dist.ProcessGroup:
     """A process group of global ranks, numbered in the order given; only its members call.
 
     ``dist.new_group`` numbers groups by how many a rank has, so that ranks with different histories, or a group made
@@ -146,6 +151,8 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str)
         backend: as in ``dist.new_group``.
         timeout: of its collectives.
         name: never used before in this job, the same on every member.
+        device: whose tensors it will carry. On an accelerator the members connect now, and not in their first
+            collective, which may be in the middle of a step.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_group()
@@ -161,6 +168,7 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta, name: str)
             cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
             timeout=timeout,
             group_desc=name,
+            device_id=None if device.type == "cpu" else device,
         )
     finally:
         default.bound_device_id = bound

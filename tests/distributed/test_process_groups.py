@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zeropp
 import zeropp.fsdp2
+from bench.common import staged
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import make_config
 from zeropp.comm.members import find_members, is_fake
@@ -114,7 +115,9 @@ def test_nodes_from_host_names(name: str) -> None:
 
 WRONG: dict[str, tuple[list[str], str | None, int | None, str]] = {
     "uneven": (["a", "a", "a", "b"], None, None, "same number of ranks"),
-    "one after the other": (["a", "b", "a", "b"], None, None, "one node after the other"),
+    "one after the other": (["a", "b", "b", "a"], None, None, "one node after the other"),
+    "cyclic": (["a", "b", "a", "b"], None, None, "cyclic placement.*srun --distribution=block.*mpirun --map-by slot"),
+    "cyclic under a launcher": (["a", "b", "a", "b"], "2", None, "cyclic placement.*--distribution=block"),
     "a node on two hosts": (["a", "a", "b", "b"], "4", None, "rank 0 on host 'a' and rank 2 on host 'b'"),
     "a node on two hosts in the config": (["a", "b", "c", "d"], "1", 2, "rank 0 on host 'a' and rank 1 on host 'b'"),
 }
@@ -143,17 +146,73 @@ def test_nodes_of_the_fsdp2_adapter_from_host_names() -> None:
     assert run_ranks(4, adapted, ["a"] * 4) == [{"local"}] * 4
 
 
-def without_a_backend() -> tuple[str, bool]:
-    """What is said of a model on a device that the group cannot serve."""
-    dist.init_process_group("cpu:gloo")
+def on_a_card(backends: str) -> tuple[str, str, bool]:
+    """What carries the weights of a model on CUDA, what is said of one on the CPU, and whether a group is shared."""
+    staged.register()
+    dist.init_process_group(backends)
     group = dist.group.WORLD
-    assert group is not None
-    with pytest.raises(ValueError) as caught:
-        find_members(group, torch.device("cuda"), None, {})
-    return str(caught.value), is_fake(group)
+    assert group is not None and not is_fake(group)
+    said = ""
+    try:
+        # All ranks, each for itself: what it says has gone through an exchange that no device carries.
+        zeropp.ZeroOptimizer(torch.optim.SGD((model := nn.Linear(4, 4)).parameters(), lr=0.1), model, make_config())
+    except ValueError as error:
+        said = str(error)
+    members = find_members(group, torch.device("cuda", 0), None, {})
+    return members.backend, said, members.shared is group
 
 
-def test_a_group_that_cannot_serve_the_model() -> None:
-    for message, fake in run_ranks(2, without_a_backend, init=False):
-        assert "model is on cuda" in message and "['cpu']" in message and "cpu:gloo,cuda:nccl" in message
-        assert not fake
+CARDS = {
+    "cuda:staged": ("staged", r"on cpu.*\['cuda'\] only", True),
+    "cpu:gloo,cuda:staged": ("staged", "^$", True),
+    "cpu:gloo": ("nccl", "^$", False),
+    "gloo": ("nccl", "^$", False),
+    None: ("nccl", "^$", False),
+}
+
+
+@pytest.mark.parametrize("backends", CARDS, ids=str)
+def test_what_carries_a_model_on_a_card(backends: str) -> None:
+    """A backend of the device where the user has one; never gloo, which cannot; and agreement needs none."""
+    backend, pattern, shared = CARDS[backends]
+    for found, said, is_shared in run_ranks(2, on_a_card, backends, init=False):
+        assert (found, is_shared) == (backend, shared)
+        assert re.search(pattern, said), said
+
+
+def wrapped_twice() -> tuple[list[str], int]:
+    """Groups that are left after two engines on one group without host memory, and one engine closed."""
+    staged.register()
+    dist.init_process_group("cpu:staged")
+    optimizers = []
+    for _ in range(2):
+        model = nn.Linear(400, 400)
+        optimizers.append(zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config()))
+    world = dist.group.WORLD
+    assert all(each.engine.comm.world_group is world for each in optimizers)
+    optimizers[0].engine.close()
+    names = [name for name in dist.distributed_c10d._world.pg_names.values() if name.startswith("zeropp host")]
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the user's group outlives the engine
+    return names, int(total)
+
+
+def test_the_group_of_agreement_is_made_once() -> None:
+    for names, total in run_ranks(2, wrapped_twice, init=False):
+        assert len(names) == 1 and total == 2
+
+
+def off_the_network() -> str:
+    """What is said where gloo is told to use an interface that does not exist."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "nonesuch0"
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            zeropp.ZeroOptimizer(torch.optim.SGD((model := nn.Linear(4, 4)).parameters(), lr=0.1), model, make_config())
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+    return str(caught.value)
+
+
+def test_a_network_that_is_not_there_is_named_with_the_variable() -> None:
+    for message in run_ranks(2, off_the_network):
+        assert "GLOO_SOCKET_IFNAME" in message and "nonesuch0" in message and "multinode.md" in message

@@ -62,7 +62,7 @@ class Step:
     @property
     def fails_apart(self) -> bool:
         """Whether ranks fail at places that may differ in what has been issued."""
-        ways = [each for part in self.passes for each in (part.forward, part.back)]
+        ways = [each for part in self.passes for each in (part.forward, part.back, part.late)]
         return self.fails is not None and any(len(set(each)) > 1 for each in (self.fails, *ways))
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import all_gather_single, new_group
+from zeropp._compat import all_gather_single
+from zeropp.comm.groups import HOST, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects
 from zeropp.partition.levels import HopSpec
@@ -22,7 +23,10 @@ from zeropp.partition.topology import Chain
 
 _T = TypeVar("_T")
 
-__all__ = ["Comm", "Hop", "make_comm"]
+__all__ = ["Comm", "GroupKey", "Groups", "Hop", "make_comm"]
+
+GroupKey = tuple[str, int, int]
+"""What a process group of hops is for: a kind of work, and the levels that data moves between."""
 
 
 class Hop:
@@ -34,11 +38,11 @@ class Hop:
     """
 
     def __init__(
-        self, spec: HopSpec, group: dist.ProcessGroup, backend: str, rank: int, ledger: Ledger, kind: str
+        self, spec: HopSpec, group: dist.ProcessGroup | None, backend: str, rank: int, ledger: Ledger, kind: str
     ) -> None:
         self.spec = spec
         self.kind = kind  # in the ledger
-        self.group = group
+        self.group = group  # None in a plan, which sends nothing
         # The backend of the group decides, and not the device: a backend of collectives may serve CPU tensors, too.
         self.pairwise = backend == "gloo"
         self.ledger = ledger
@@ -99,6 +103,23 @@ class Hop:
         return swap
 
 
+class Groups(Protocol):
+    """What gives hops their process groups."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def hop(self, kind: str, spec: HopSpec) -> Hop:
+        """A hop, on a group of one kind of work."""
+        ...
+
+    def all_ranks(self, kind: str) -> object:
+        """The group of all ranks for a kind of work."""
+        ...
+
+
 def _finish(works: list[dist.Work]) -> None:
     for work in works:
         work.wait()
@@ -136,33 +157,33 @@ def exchange_rows(
 class Comm:
     """The process groups of one engine."""
 
-    def __init__(
-        self, chain: Chain, rank: int, ranks: tuple[int, ...], local: int, backend: str, timeout: timedelta, job: str
-    ) -> None:
+    def __init__(self, members: Members, chain: Chain, rank: int, timeout: timedelta, job: str) -> None:
         """Make the groups of all ranks; collective over the members. Those of hops come with their paths.
 
         Args:
+            members: who takes part, and over which backend weights and gradients go.
             chain: levels of the run.
             rank: this rank in the group.
-            ranks: global rank of each member.
-            local: members per node.
-            backend: of the groups that carry weights and gradients.
             timeout: after which waiting for other ranks is an error.
             job: unique prefix of the groups' names, the same on every member.
         """
         self.job = job
         self.chain = chain
         self.rank = rank
-        self.ranks = ranks
-        self.local = local
-        self.backend = backend
+        self.ranks = ranks = members.ranks
+        self.local = members.local
+        self.backend = backend = members.backend
+        self.device = members.device
         self.timeout = timeout
         self.ledger = Ledger()
         self.world_group: dist.ProcessGroup | None = None
-        self._groups: dict[tuple[str, int, int], dist.ProcessGroup] = {}
-        # Here, where all ranks are at the same place: gloo connects the members while a group is made.
+        self._groups: dict[GroupKey, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
+        # Here, where all ranks are at the same place: the members connect while a group is made.
         if chain.world > 1:
-            self.world_group = self._make(ranks, backend, "world")
+            # What is small and for all goes over the user's group where that serves, since a communicator costs memory
+            # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
+            self.world_group = members.shared or self._make(ranks, backend, "world")
             # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             control = "gloo" if backend != "fake" else "fake"
             self.control_group = self._make(ranks, control, "control")
@@ -230,11 +251,8 @@ class Comm:
 
     def close(self) -> None:
         """Destroy the groups. They are not used again."""
-        groups = [*self._groups.values()]
-        if self.chain.world > 1:
-            groups += [self.world_group, self.control_group]  # type: ignore[list-item]
         # Hops keep their groups, which are of no use from here on.
-        self._groups = {}
+        groups, self._made, self._groups = self._made, [], {}
         # The user may have ended torch.distributed before, and all groups with it.
         if dist.is_initialized():
             for group in groups:
@@ -245,7 +263,10 @@ class Comm:
         first = self.ranks.index(ranks[0])
         # NCCL kills the process at its timeout; the error that names what every rank waits for must come before.
         timeout = self.timeout if backend == "gloo" else 2 * self.timeout
-        return new_group(ranks, backend, timeout, f"{self.job} {description} {first}")
+        device = HOST if description == "control" else self.device
+        group = make_group(ranks, backend, timeout, f"{self.job} {description} {first}", device)
+        self._made.append(group)
+        return group
 
 
 def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> Comm:
@@ -258,4 +279,4 @@ def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> 
         job: unique name, the same on every member.
     """
     rank = members.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
-    return Comm(chain, rank, members.ranks, members.local, members.backend, timedelta(seconds=hang_timeout), job)
+    return Comm(members, chain, rank, timedelta(seconds=hang_timeout), job)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from zeropp._compat import all_gather_single, backends, chosen_timeout
+from zeropp.comm.groups import HOST, host_group
 from zeropp.partition.topology import ranks_per_node
 
 __all__ = [
@@ -37,7 +38,10 @@ class Members:
 
     ranks: tuple[int, ...]  # global rank of each member
     local: int  # members per node
-    backend: str
+    backend: str  # of the engine's groups, which carry weights and gradients
+    # Told apart by rank, and so not compared between ranks, which goes by repr.
+    device: torch.device = field(default=HOST, repr=False)  # the model's
+    shared: dist.ProcessGroup | None = field(default=None, repr=False)  # the user's, where it saves making one
     timeout: float | None = None  # seconds, of the user's own group if that is not torch's default
 
     def patience(self, hang_timeout: float) -> float:
@@ -67,7 +71,7 @@ def find_members(group: Group, device: torch.device, local_world_size: int | Non
     """
     if group is None and not dist.is_initialized():
         # One process, without a launcher: no group is ever made, so the backend has no name.
-        return Members((0,), 1, "none")
+        return Members((0,), 1, "none", device)
     process_group = to_process_group(group)
     # In group order: levels and pieces count by it, and not by global rank.
     ranks = tuple(dist.get_process_group_ranks(process_group))
@@ -75,14 +79,19 @@ def find_members(group: Group, device: torch.device, local_world_size: int | Non
         raise ValueError(f"process_group has ranks {list(ranks)}, this is rank {dist.get_rank()}; only members wrap")
     # A group may have one backend for each type of device; only the one that carries the weights matters here.
     available = backends(process_group)
-    if device.type not in available:
+    backend = available.get(device.type)
+    if device.type != "cpu" and backend in (None, "gloo"):
+        # gloo neither sends nor gathers from a card. The engine's groups are its own, and need not be as the user's.
+        backend = dist.Backend.default_device_backend_map.get(device.type)
+    if backend is None:
         raise ValueError(
             f"the model is on {device}, and the process group has a backend for {sorted(available)} only; make it with "
             'one, as in init_process_group("cpu:gloo,cuda:nccl"), or move the model there'
         )
     _, own = whereabouts()
     local = ranks_per_node(ranks, local_world_size, [hosts.get(rank, own) for rank in ranks])
-    return Members(ranks, local, available[device.type], chosen_timeout(process_group, device))
+    shared = process_group if backend == available.get(device.type) not in ("gloo", "fake") else None
+    return Members(ranks, local, backend, device, shared, chosen_timeout(process_group, device))
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
@@ -117,20 +126,20 @@ def group_size(group: Group) -> int:
 
 def gather_objects(value: _T, group: dist.ProcessGroup) -> list[_T]:
     """Every member's picklable value, in group order. Unlike torch's own, it works where NumPy is not installed."""
-    available = backends(group)
-    device = "cpu" if "cpu" in available else next(iter(available))  # of an accelerator, the process's current one
+    # Never over a device: before the model has been looked at, nobody knows which.
+    group = host_group(group)
     # A bytearray: torch warns of memory that it may not write to.
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     world = dist.get_world_size(group)
-    sizes = torch.empty(world, dtype=torch.int64, device=device)
-    all_gather_single(sizes, torch.tensor([own.numel()], device=device), group=group)
+    sizes = torch.empty(world, dtype=torch.int64)
+    all_gather_single(sizes, torch.tensor([own.numel()]), group=group)
     # Gathers want rows of one length, so each is padded to the longest.
     longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded = torch.zeros(longest, dtype=torch.uint8)
     padded[: own.numel()] = own
-    rows = torch.empty(world * longest, dtype=torch.uint8, device=device)
+    rows = torch.empty(world * longest, dtype=torch.uint8)
     all_gather_single(rows, padded, group=group)
-    texts = zip(rows.view(world, longest).cpu(), sizes.tolist(), strict=True)
+    texts = zip(rows.view(world, longest), sizes.tolist(), strict=True)
     # tolist and not numpy(): PyTorch does not require NumPy, and zeropp needs nothing beside PyTorch for this.
     return [pickle.loads(bytes(row[:size].tolist())) for row, size in texts]
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp._compat import new_group
 from zeropp.comm.collective import on_all_ranks
+from zeropp.comm.groups import make_group
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.members import Members, find_members, gather_objects, is_fake, whereabouts
@@ -306,7 +306,7 @@ class _Routes:
             ranks = [members.ranks[each] for each in spec.ranks]
             # The first rank tells groups of one kind apart, which exist side by side.
             name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
-            group = new_group(ranks, members.backend, self.timeout, name)
+            group = make_group(ranks, members.backend, self.timeout, name, members.device)
             self.groups.append(group)
         return Hop(spec, group, members.backend, rank, self.ledger, kind)
 

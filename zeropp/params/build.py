@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeropp.comm.hops import Comm
+from zeropp.comm.hops import Comm, Groups
 from zeropp.config import Config
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
@@ -23,7 +23,7 @@ from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
-__all__ = ["BufferKey", "BufferMaker", "check_dtypes", "planned_buffers"]
+__all__ = ["BufferKey", "BufferMaker", "ask_for_hops", "check_dtypes", "planned_buffers"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,16 @@ def planned_buffers(
         # Laid out for the last level whatever the mode says: its pieces are whole blocks, and so are all larger slices.
         layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
         yield key, names, layout
+
+
+def ask_for_hops(
+    groups: Groups, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding
+) -> None:
+    """Ask for every hop that a buffer will need, as its making does, and make nothing else."""
+    _weight_paths(groups, placement, key, encoding)
+    if key.trainable:
+        # A path has the errors that are fed back; on the meta device they take no memory.
+        _gradient_paths(groups, placement, layout, key, encoding, torch.device("meta"))
 
 
 def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
@@ -133,12 +143,8 @@ class BufferMaker:
         layout: BufferLayout,
     ) -> FlatBuffer:
         encoding, mode = self._encoding, placement.mode
-        # Codes of weights that change would lose every step that is smaller than a code; frozen ones lose once.
-        coded = encoding.frozen is not None and not key.trainable
-        # With a codec the model computes with decoded values, which the shard does not hold.
-        shared = key.shares(mode) and encoding.weight_codec(key.trainable) is None
-        paths = _weight_paths(self._comm, placement, key, encoding, shared=shared, coded=coded)
-        if coded:
+        paths = _weight_paths(self._comm, placement, key, encoding)
+        if _is_coded(key, encoding):
             assert encoding.frozen is not None
             # The main path's hops, and so its groups and lanes; but what travels is not decoded at the end.
             states, hops = mode.states, paths.main.hops
@@ -154,12 +160,18 @@ class BufferMaker:
         return FlatBuffer(unit, parameters, layout, key.main_dtype, paths, gradient)
 
 
-def _weight_paths(
-    comm: Comm, placement: Placement, key: BufferKey, encoding: Encoding, *, shared: bool, coded: bool
-) -> WeightPaths:
-    """Paths of one buffer's weights; ``coded`` if its shard is codes already."""
+def _is_coded(key: BufferKey, encoding: Encoding) -> bool:
+    """Whether a buffer's shard is codes."""
+    # Codes of weights that change would lose every step that is smaller than a code; frozen ones lose once.
+    return encoding.frozen is not None and not key.trainable
+
+
+def _weight_paths(comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding) -> WeightPaths:
+    """Paths of one buffer's weights."""
     states, cached, dtype = placement.mode.states, placement.mode.cached, key.dtype
-    codec = encoding.weight_codec(key.trainable)
+    codec, coded = encoding.weight_codec(key.trainable), _is_coded(key, encoding)
+    # With a codec the model computes with decoded values, which the shard does not hold.
+    shared = key.shares(placement.mode) and codec is None
     cache_codes = encoding.cache_codes and cached not in (None, 1)
 
     def path(
@@ -192,7 +204,7 @@ def _weight_paths(
 
 
 def _gradient_paths(
-    comm: Comm, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
+    comm: Groups, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
 ) -> GradientPaths:
     world, held_level, states = comm.world, placement.mode.held_level, placement.mode.states
     specs = placement.reduce_path(1, world)

@@ -125,8 +125,8 @@ def ranks_per_node(ranks: Sequence[int], local_world_size: int | None, hosts: Se
         hosts: name of the machine that each of ``ranks`` runs on, where that is known.
 
     Raises:
-        ValueError: the number is unknown or no number, a node so made spans two hosts, or the group does not take the
-            same number of ranks from each node, node after node.
+        ValueError: the number is unknown or no number, a node so made spans two hosts, ranks were placed cyclically,
+            or the group does not take the same number of ranks from each node, node after node.
     """
     # One rank has no link to classify, so it needs no launcher.
     if len(ranks) == 1:
@@ -147,6 +147,7 @@ def ranks_per_node(ranks: Sequence[int], local_world_size: int | None, hosts: Se
     runs = [nodes[start : start + per_node] for start in range(0, len(nodes), per_node)]
     even = len(nodes) % per_node == 0 and all(len(set(run)) == 1 for run in runs)
     if not even or len({run[0] for run in runs}) != len(runs):
+        _refuse_round_robin(ranks, hosts or [])
         raise ValueError(
             f"ranks {list(ranks)} lie on nodes {nodes} ({source}): every node must give the "
             "same number of ranks, one node after the other. Choose a group that does, or correct "
@@ -171,8 +172,20 @@ def _claimed_by_launcher() -> int | None:
     return int(text)
 
 
+def _refuse_round_robin(ranks: Sequence[int], hosts: Sequence[str]) -> None:
+    """Ranks that were dealt to hosts like cards: no number of ranks per node describes that."""
+    dealt = list(dict.fromkeys(hosts))
+    if 1 < len(dealt) < len(hosts) and all(host == dealt[i % len(dealt)] for i, host in enumerate(hosts)):
+        raise ValueError(
+            f"ranks {list(ranks)} go round the hosts {dealt}, one on each in turn (cyclic placement), so that "
+            "neighbours in rank share no fast link. Start them host by host: srun --distribution=block, mpirun "
+            "--map-by slot, or torchrun, which does so"
+        )
+
+
 def _refuse_nodes_across_hosts(ranks: Sequence[int], hosts: Sequence[str], claimed: int) -> None:
     """What is taken for the fast links inside a node must not be a network."""
+    _refuse_round_robin(ranks, hosts)
     first: dict[int, tuple[int, str]] = {}
     # ``hosts`` is empty where nobody asked, and then there is nothing to contradict.
     for rank, host in zip(ranks, hosts, strict=False):

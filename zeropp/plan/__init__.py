@@ -4,7 +4,7 @@ Knows the cut, the placement and the codecs that training would have; no process
 Start with `planned`, then `memory` and `traffic`.
 """
 
-from zeropp.plan.memory import MemoryPlan, UnitMemory, memory
+from zeropp.plan.memory import COMMUNICATOR_NBYTES, MemoryPlan, UnitMemory, memory
 from zeropp.plan.traffic import TrafficPlan, TrafficRow, traffic
 
-__all__ = ["MemoryPlan", "TrafficPlan", "TrafficRow", "UnitMemory", "memory", "traffic"]
+__all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "TrafficPlan", "TrafficRow", "UnitMemory", "memory", "traffic"]

@@ -11,7 +11,12 @@ from zeropp.config import ConfigSource
 from zeropp.params.unit import TERMS
 from zeropp.plan.planned import plan_units
 
-__all__ = ["MemoryPlan", "UnitMemory", "memory"]
+__all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
+
+COMMUNICATOR_NBYTES = 688 * 2**20
+"""What one NCCL communicator takes on a card, estimated: 544 MiB for two ranks and 688 for more were seen on four A100
+with NVLink (NVIDIA/nccl issue 964). It is proportional to the channels and to NCCL_BUFFSIZE, and so less on slow links.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,10 +40,18 @@ class MemoryPlan:
             (what hpZ caches, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none
             where the main weights are that), ``feedback`` (errors of quantized gradients).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
+        communicators: process groups that the engine makes, on a card one NCCL communicator each. Their memory is
+            none that torch allocates, and in no other number here.
     """
 
     terms: dict[str, int]
     units: tuple[UnitMemory, ...]
+    communicators: int
+
+    @property
+    def communicator_nbytes(self) -> int:
+        """Bytes that the communicators are likely to take on a card, by :data:`COMMUNICATOR_NBYTES`."""
+        return self.communicators * COMMUNICATOR_NBYTES
 
     @property
     def total(self) -> int:
@@ -60,7 +73,11 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         rows = [*self.terms.items(), ("total between steps", self.total), ("largest unit, gathered", self.largest_unit)]
-        return "\n".join(f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows)
+        lines = [f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows]
+        if self.communicators:
+            estimate = f"{self.communicators} NCCL communicators, about"
+            lines.append(f"{estimate:32}{self.communicator_nbytes:>12,} bytes, outside of torch's own")
+        return "\n".join(lines)
 
 
 def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None = None) -> MemoryPlan:
@@ -110,4 +127,4 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                     layout.numel, own, key.dtype, trainable=key.trainable
                 )
         units.append(UnitMemory(unit.name, own.cached == 1, gathered, message, held))
-    return MemoryPlan(dict(terms), tuple(units))
+    return MemoryPlan(dict(terms), tuple(units), len(planned.groups(world)))

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from zeropp.comm.hops import GroupKey, Hop
+from zeropp.comm.ledger import Ledger
 from zeropp.config import Config, ConfigSource, load_config
-from zeropp.params.build import BufferKey, check_dtypes, planned_buffers
+from zeropp.params.build import BufferKey, ask_for_hops, check_dtypes, planned_buffers
 from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import Placement
+from zeropp.partition.levels import HopSpec, Placement
 from zeropp.partition.topology import ranks_per_node
 from zeropp.partition.units import form_units, unit_options
 from zeropp.wire.encoding import Encoding, choose_encoding, choose_groups
@@ -34,6 +36,31 @@ class Planned:
     encoding: Encoding
     local: int
     units: tuple[PlannedUnit, ...]
+
+    def groups(self, world: int) -> set[GroupKey]:
+        """The process groups that rank 0's hops will have; other ranks have as many."""
+        planned = _PlannedGroups(world)
+        for unit in self.units:
+            for key, layout in unit.buffers:
+                ask_for_hops(planned, unit.placement, key, layout, self.encoding)
+        return planned.keys
+
+
+class _PlannedGroups:
+    """Notes what hops ask for, as :class:`zeropp.comm.hops.Comm` would make it."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.keys: set[GroupKey] = set()
+        self._ledger = Ledger()
+
+    def hop(self, kind: str, spec: HopSpec) -> Hop:
+        self.keys.add((kind, spec.outer, spec.inner))
+        return Hop(spec, None, "none", 0, self._ledger, kind)
+
+    def all_ranks(self, kind: str) -> object:
+        self.keys.add((kind, self.world, 0))
+        return None
 
 
 def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | None) -> Planned:
