@@ -341,7 +341,8 @@ class Session:
         if self.count:
             return
         name = self.draw.choice(["start.bias", "parts.0.lin.weight", "parts.1.gain", "norm.weight", "scale"])
-        flag = self.thawed = not self.plain.get_parameter(name).requires_grad
+        flag = not self.plain.get_parameter(name).requires_grad
+        self.thawed |= flag
         for model in (self.model, self.plain):
             model.get_parameter(name).requires_grad_(flag)
         self.average = self.saved = None  # what they hold is settled when they begin
@@ -363,7 +364,7 @@ class Session:
         self.late, self.saved = [], None
 
     def do_save(self) -> None:
-        if not self.count:
+        if not self.count and not self.thawed:  # what is saved before a parameter joins is of another partition
             states = (self.optimizer.state_dict(), self.trained_weights(), self.plain_optimizer.state_dict())
             self.saved = (copy.deepcopy(states), self.skipped)
 

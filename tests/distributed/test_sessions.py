@@ -31,6 +31,10 @@ def test_sessions_on_two_nodes() -> None:
     check(range(100, 108), 4)
 
 
+def test_a_forward_fails_while_a_gradient_waits_for_the_boundary() -> None:
+    run_ranks(2, run_session, 4149808467, LENGTH, local_world_size=2)
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("world", [2, 4])

@@ -305,15 +305,17 @@ class Engine:
         self._backward.forget()
         self._touched.forget()
         self._outstanding.clear()
-        if self.phase is Phase.BACKWARD:
+        failed, self.phase = self.phase, Phase.IDLE
+        if failed is Phase.BACKWARD:
             self.window.note_failure()
-        running, self.phase = self.phase is not Phase.IDLE, Phase.IDLE
         if self.agreement.lost is not None:
             return
-        self.schedule.abort(running=running)  # first: nothing of the failed phase may be issued any more
+        # First: nothing of the failed phase may be issued any more.
+        self.schedule.abort(running=failed is not Phase.IDLE)
         self.reductions.forget()
         self._hide_all()
-        self.pending.forget_stray()
+        if failed is Phase.BACKWARD:  # a forward has made none: those there are whole, of a backward before it
+            self.pending.forget_stray()
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
         """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
