@@ -4,7 +4,7 @@
 
 Rounds are made while an order is learned, at its forks, and at the end of phases that vary. Printed is the least and
 the median time of a round over 300; on a machine with fewer cores than ranks that is the time of its scheduler, too.
-What zeropp does (`zeropp.comm.hops.exchange_rows`) makes one hop for each doubling of the ranks, ten for 1024; gloo's
+What zeropp does (`zeropp.comm.groups.gather_rows`) makes one hop for each doubling of the ranks, ten for 1024; gloo's
 all-gather is a ring, one hop for each other rank.
 """
 
@@ -15,13 +15,14 @@ import os
 import statistics
 import tempfile
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from zeropp._compat import all_gather_single
-from zeropp.comm.hops import exchange_rows
+from zeropp.comm.groups import gather_rows
 
 ROUNDS = 300
 
@@ -32,9 +33,9 @@ def measure(rank: int, world: int, store: str, result: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
     row, rows = torch.zeros(8, dtype=torch.int64), torch.zeros(8 * world, dtype=torch.int64)
-    lines = []
+    everyone, lines = dist.distributed_c10d._get_default_group(), []
     for name, call in {
-        "zeropp, 8 integers": lambda: exchange_rows([0] * 8, rank, range(world), None),
+        "zeropp, 8 integers": lambda: gather_rows(row, everyone, timedelta(minutes=1)).tolist(),
         "gloo's all-gather": lambda: all_gather_single(rows, row),
     }.items():
         taken = []

@@ -30,6 +30,7 @@ __all__ = [
     "new_group",
     "profiler_enabled",
     "queue_end_of_backward",
+    "sends_from_host",
     "sharing_versions",
     "storage_id",
     "unguarded",
@@ -131,6 +132,15 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
     config: str = dist.distributed_c10d.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     pairs = (entry.partition(":") for entry in config.split(","))
     return {device: backend for device, _, backend in pairs}
+
+
+def sends_from_host(group: dist.ProcessGroup) -> bool:
+    """Whether a group has gloo for tensors in the host's memory."""
+    try:
+        # Asked, too: a backend written in Python takes the place of all others, whatever the configuration says.
+        return backends(group).get("cpu") == "gloo" and group._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False
 
 
 def default_store() -> dist.Store:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-__all__ = ["Account", "describe_phase", "explain", "likely_cause", "name_ranks"]
+__all__ = ["Account", "describe_phase", "explain", "likely_cause", "name_ranks", "what_ended"]
+
+_TIMED_OUT = "timed? ?out"  # in the words of backends
+_CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,13 @@ def describe_phase(key: Sequence[object]) -> str:
     _, path, training, grad = key
     where = f" of {path!r}" if path else ""
     return f"a forward{where} {'with' if grad else 'without'} gradients{'' if training else ', in eval mode'}"
+
+
+def what_ended(error: BaseException) -> str | None:
+    """What an error of a backend says of a wait: "time ran out", "a connection to another rank was closed", or None."""
+    if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
+        return "time ran out"
+    return "a connection to another rank was closed" if re.search(_CLOSED, str(error), re.IGNORECASE) else None
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

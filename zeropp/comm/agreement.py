@@ -8,7 +8,6 @@ of passes that vary, and when a rank gives up waiting.
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from zeropp.comm.accounts import Account, explain
+from zeropp.comm.accounts import Account, explain, what_ended
 from zeropp.comm.hops import Comm
 from zeropp.comm.stalls import make_stalls
 from zeropp.comm.watch import Watch
@@ -30,8 +29,6 @@ _WIDTH = 8  # integers in an exchange
 # Kinds of exchanges between passes; the schedule has its own below 100.
 _MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
 
-_TIMED_OUT = "timed? ?out"  # in the words of backends
-_CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer"
 _GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
 
 
@@ -91,10 +88,11 @@ class Agreement:
             if self.lost is not None or alone:
                 raise
             account = Account(" ".join(doing), call, where or self.where)
-            if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
+            ended = what_ended(error)
+            if ended == "time ran out":
                 raise self._lose(account, waited=True) from None
-            if re.search(_CLOSED, str(error), re.IGNORECASE):
-                raise self._lose(replace(account, until=", until a connection to another rank was closed")) from None
+            if ended is not None:
+                raise self._lose(replace(account, until=f", until {ended}")) from None
             raise self._lose(replace(account, until=f" ({str(error).splitlines()[0]})")) from error
 
     @contextlib.contextmanager
@@ -176,11 +174,12 @@ class Agreement:
             try:
                 # Over the store: ranks that have lost each other can no longer meet in a collective.
                 accounts = self._ask_around(account)
-            except RuntimeError:  # the process that keeps the store is gone, perhaps the very one that failed
+            # The process that keeps the store is gone or stands still, perhaps the very one that failed.
+            except (RuntimeError, TimeoutError):
                 store_is_gone = True
         parts = [explain(accounts, comm.world)]
         if store_is_gone:
-            parts[0] += "; the others cannot be asked, since the job's store is gone"
+            parts[0] += "; the others cannot be asked, since the job's store is gone or does not answer"
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
             if self._stepped

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from zeropp._compat import chosen_timeout
+from zeropp.comm.accounts import name_ranks, what_ended
+from zeropp.comm.groups import HOST
 from zeropp.comm.members import Group, gather_objects, is_fake, to_process_group, whereabouts, world_group
 from zeropp.comm.watch import warn_of_waiting
 
-__all__ = ["exchange", "on_all_ranks"]
+__all__ = ["PATIENCE", "exchange", "naming_absence", "on_all_ranks"]
 
 _T = TypeVar("_T")
 _SILENCE = 30.0  # seconds to wait silently for other ranks, where warn_after may not be known yet
 
 
-def on_all_ranks(group: Group, what: str, work: Callable[[], _T], *, same: bool = False) -> _T:
+PATIENCE = 600.0
+"""Seconds to wait for other ranks where no configuration has been read: the default of ``hang_timeout``."""
+
+
+def on_all_ranks(
+    group: Group,
+    what: str,
+    work: Callable[[], _T],
+    *,
+    same: bool = False,
+    patience: Callable[[_T], float] = lambda result: PATIENCE,
+) -> _T:
     """Do local work that may fail, and fail on every rank if it failed on any.
 
     Args:
@@ -24,23 +39,27 @@ def on_all_ranks(group: Group, what: str, work: Callable[[], _T], *, same: bool 
         what: for the message.
         work: local; its result must have a telling repr if ``same``.
         same: every rank must come to the same result.
+        patience: seconds to wait for other ranks, by this rank's result.
 
     Raises:
         Exception: this rank's own error, as it was.
-        RuntimeError: another rank failed; with its rank and message.
+        RuntimeError: another rank failed; with its rank and message. Or it has not come, or ended.
         ValueError: results differ.
     """
     result: _T | None = None
     # Kept until every rank has been told. Raised at once, it would leave the others waiting for this rank.
     error: Exception | None = None
+    seconds = PATIENCE
     try:
         result = work()
+        seconds = patience(result)
     except Exception as caught:
         error = caught
     late = f"waiting at {what} for {_SILENCE:g} s; some rank has not come; it is collective: every rank calls it"
     with warn_of_waiting(_SILENCE, f"rank {whereabouts()[0]} has been {late}"):
         # Exceptions travel as text: not every one can be pickled.
-        accounts = exchange(group, (error and f"{type(error).__name__}: {error}", repr(result) if same else ""))
+        account = (error and f"{type(error).__name__}: {error}", repr(result) if same else "")
+        accounts = exchange(group, account, what, seconds)
     if error is not None:
         raise error
     for rank, (failure, value) in enumerate(accounts):
@@ -54,8 +73,18 @@ def on_all_ranks(group: Group, what: str, work: Callable[[], _T], *, same: bool 
     return result  # type: ignore[return-value]
 
 
-def exchange(group: Group, account: _T) -> list[_T]:
-    """Everyone's account, over the group the user gave; over the world, if what was given is none."""
+def exchange(group: Group, account: _T, what: str, seconds: float) -> list[_T]:
+    """Everyone's account, over the group the user gave; over the world, if what was given is none.
+
+    Args:
+        group: as given.
+        account: of this rank, picklable.
+        what: ranks do together, for the error.
+        seconds: to wait for the others.
+
+    Raises:
+        RuntimeError: some rank has not come, or ended.
+    """
     if not dist.is_initialized():
         return [account]
     try:
@@ -69,4 +98,23 @@ def exchange(group: Group, account: _T) -> list[_T]:
     size = dist.get_world_size(process_group)
     if size <= 1 or is_fake(process_group):
         return [account]
-    return gather_objects(account, process_group)
+    # The user's own timeout, where it is shorter.
+    chosen = chosen_timeout(process_group, HOST)
+    with naming_absence(what):
+        return gather_objects(account, process_group, seconds if chosen is None else min(seconds, chosen))
+
+
+@contextlib.contextmanager
+def naming_absence(what: str) -> Iterator[None]:
+    """An error of a backend, inside, means that some rank is not there; say so, and for what it was wanted."""
+    try:
+        yield
+    except RuntimeError as error:
+        ended = what_ended(error)
+        if ended is None:
+            raise
+        rank = name_ranks(whereabouts()[:1])
+        raise RuntimeError(
+            f"some rank has failed, ended or not come to {what}, which is collective: every rank calls it; its own log "
+            f"says more. The ranks are no longer in step: {rank} was at {what}, until {ended}"
+        ) from error

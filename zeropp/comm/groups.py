@@ -6,21 +6,25 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from zeropp._compat import backends, new_group
+from zeropp._compat import new_group, sends_from_host
 from zeropp.comm.accounts import name_ranks
 from zeropp.comm.watch import warn_of_waiting
+from zeropp.comm.within import within
 
-__all__ = ["HOST", "host_group", "make_group"]
+__all__ = ["HOST", "gather_rows", "host_group", "make_group"]
 
 HOST = torch.device("cpu")
 """Where what is agreed on lies, whatever the model's device."""
 
-_MEETING = 1800.0  # seconds that ranks may be apart when they wrap a model: one may read it from a disk
 _SILENCE = 30.0  # seconds to connect in silence
+_TAG = 0x7A65  # the group may be the user's, who may be about to receive something from the same rank
+_MARGIN = 1.0  # seconds: the group's own timeout says more
 # Of each group that cannot send from the host's memory, the one made for that.
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
@@ -41,22 +45,61 @@ def make_group(
     )
     try:
         with warn_of_waiting(_SILENCE, f"still making process group {name!r} after {_SILENCE:g} s. {remedy}"):
-            return new_group(ranks, backend, timeout, name, device)
-    except RuntimeError as error:
-        raise RuntimeError(f"process group {name!r} could not be made: {error}. {remedy}") from error
+            # Members find each other through the store, which may not answer: see zeropp.comm.watch.
+            make = partial(new_group, ranks, backend, timeout, name, device)
+            return within(timeout.total_seconds() + _MARGIN, make, "connecting ranks")
+    except (RuntimeError, TimeoutError) as error:
+        raise RuntimeError(
+            f"process group {name!r} could not be made: {error}. A rank has ended or stands still, and the ranks are "
+            f"no longer in step; or the network is the wrong one: {remedy}"
+        ) from error
 
 
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
     """A group of the same ranks that sends from the host's memory: itself, if it has gloo for that.
 
     Else one of gloo, made by the members together when they first ask, and kept as long as the group is.
+
+    Args:
+        group: any.
+        seconds: to connect.
     """
-    if backends(group).get("cpu") == "gloo":
+    if sends_from_host(group):
         return group
     made = _host_groups.get(group)
     if made is None:
         # torch gives a group one name on all of its members, and that name once in a job.
         name = f"zeropp host {group.group_name}"
-        made = make_group(dist.get_process_group_ranks(group), "gloo", timedelta(seconds=_MEETING), name, HOST)
+        made = make_group(dist.get_process_group_ranks(group), "gloo", timedelta(seconds=seconds), name, HOST)
         _host_groups[group] = made
     return made
+
+
+def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Tensor:
+    """Every member's row, in group order, over gloo, whose own all-gather is a ring of n - 1 hops.
+
+    By doubling what is known it takes log2(n), and each of them has a limit, whatever the group's timeout is. Source:
+    Bruck et al., IEEE TPDS 1997.
+
+    Args:
+        own: of this rank, [width] on CPU; of one width and dtype on all.
+        group: with gloo for the CPU.
+        timeout: of each hop.
+
+    Returns:
+        [members, width].
+    """
+    ranks, rank, known = dist.get_process_group_ranks(group), group.rank(), 1
+    world = len(ranks)
+    # This rank's own row is the first, then those of the ranks behind it.
+    rows = own.new_empty(world, own.numel())
+    rows[0] = own
+    while known < world:
+        more = min(known, world - known)
+        received = dist.irecv(rows[known : known + more], ranks[(rank + known) % world], group, _TAG)
+        sent = dist.isend(rows[:more], ranks[(rank - known) % world], group, _TAG)
+        assert received is not None and sent is not None  # None is for those who are not in the group
+        sent.wait(timeout)
+        received.wait(timeout)
+        known += more
+    return rows.roll(rank, 0)

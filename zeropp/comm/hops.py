@@ -6,7 +6,6 @@ been transferred. All calls here block the calling thread or stream; overlap is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single
-from zeropp.comm.groups import HOST, make_group
+from zeropp.comm.groups import HOST, gather_rows, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects
 from zeropp.partition.levels import HopSpec
@@ -125,35 +124,6 @@ def _finish(works: list[dist.Work]) -> None:
         work.wait()
 
 
-def exchange_rows(
-    values: list[int], rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None
-) -> list[list[int]]:
-    """Every rank's row of as many integers, over a gloo group, whose own all-gather is a ring of n - 1 hops.
-
-    By doubling what is known it takes log2(n). Source: Bruck et al., IEEE TPDS 1997.
-
-    Args:
-        values: of this rank.
-        rank: its place among ``ranks``.
-        ranks: numbers in the world of the group's members.
-        group: theirs.
-    """
-    world, known = len(ranks), 1
-    # On CPU, whatever the model's device; this rank's own row is the first, then those of the ranks behind it.
-    rows = torch.empty(world, len(values), dtype=torch.int64)
-    rows[0] = torch.tensor(values, dtype=torch.int64)
-    while known < world:
-        more = min(known, world - known)
-        received = dist.irecv(rows[known : known + more], ranks[(rank + known) % world], group=group)
-        sent = dist.isend(rows[:more], ranks[(rank - known) % world], group=group)
-        assert received is not None and sent is not None  # None is for those who are not in the group
-        sent.wait()
-        received.wait()
-        known += more
-    table: list[list[int]] = rows.roll(rank, 0).tolist()
-    return table
-
-
 class Comm:
     """The process groups of one engine."""
 
@@ -241,13 +211,15 @@ class Comm:
         if self.world == 1 or self.backend == "fake":
             return [values] * self.world
         self._note_control("<agreement>", (self.world - 1) * 8 * len(values))
-        return exchange_rows(values, self.rank, self.ranks, self.control_group)
+        own = torch.tensor(values, dtype=torch.int64)
+        table: list[list[int]] = gather_rows(own, self.control_group, self.timeout).tolist()
+        return table
 
     def all_gather_objects(self, value: _T) -> list[_T]:
         """Every rank's picklable value; blocks the host. For checks while wrapping and for error reports."""
         if self.world == 1 or self.backend == "fake":
             return [value] * self.world
-        return gather_objects(value, self.control_group)
+        return gather_objects(value, self.control_group, self.timeout.total_seconds())
 
     def close(self) -> None:
         """Destroy the groups. They are not used again."""

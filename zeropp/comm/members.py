@@ -6,13 +6,14 @@ import pickle
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from zeropp._compat import all_gather_single, backends, chosen_timeout
-from zeropp.comm.groups import HOST, host_group
+from zeropp._compat import backends, chosen_timeout
+from zeropp.comm.groups import HOST, gather_rows, host_group
 from zeropp.partition.topology import ranks_per_node
 
 __all__ = [
@@ -124,22 +125,20 @@ def group_size(group: Group) -> int:
     return dist.get_world_size(to_process_group(group)) if dist.is_initialized() else 1
 
 
-def gather_objects(value: _T, group: dist.ProcessGroup) -> list[_T]:
-    """Every member's picklable value, in group order. Unlike torch's own, it works where NumPy is not installed."""
-    # Never over a device: before the model has been looked at, nobody knows which.
-    group = host_group(group)
+def gather_objects(value: _T, group: dist.ProcessGroup, seconds: float) -> list[_T]:
+    """Every member's picklable value, in group order; ranks may come ``seconds`` apart.
+
+    Unlike torch's own, it works where NumPy is not installed, and never goes over a device: before the model has been
+    looked at, nobody knows which.
+    """
+    group, timeout = host_group(group, seconds), timedelta(seconds=seconds)
     # A bytearray: torch warns of memory that it may not write to.
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    world = dist.get_world_size(group)
-    sizes = torch.empty(world, dtype=torch.int64)
-    all_gather_single(sizes, torch.tensor([own.numel()]), group=group)
-    # Gathers want rows of one length, so each is padded to the longest.
-    longest = int(sizes.max())
-    padded = torch.zeros(longest, dtype=torch.uint8)
+    sizes = gather_rows(torch.tensor([own.numel()]), group, timeout).view(-1)
+    # Rows are of one length, so each is padded to the longest.
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: own.numel()] = own
-    rows = torch.empty(world * longest, dtype=torch.uint8)
-    all_gather_single(rows, padded, group=group)
-    texts = zip(rows.view(world, longest), sizes.tolist(), strict=True)
+    texts = zip(gather_rows(padded, group, timeout), sizes.tolist(), strict=True)
     # tolist and not numpy(): PyTorch does not require NumPy, and zeropp needs nothing beside PyTorch for this.
     return [pickle.loads(bytes(row[:size].tolist())) for row, size in texts]
 

@@ -14,11 +14,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch.distributed as dist
 
 from zeropp._compat import default_store
 from zeropp.comm.accounts import Account, likely_cause, name_ranks
+from zeropp.comm.within import within
 
 __all__ = ["Watch", "warn_of_waiting"]
 
@@ -27,6 +29,9 @@ _log = logging.getLogger("zeropp")
 _LOOKS = 4  # before waiting is long
 _GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
 _JOINING = 2.0  # seconds at the end of the program
+# Seconds for one answer of the store. It has no limit of its own where the process that keeps it stands still, and that
+# may be the rank that all others wait for.
+_ANSWER = 2.0
 
 
 @contextlib.contextmanager
@@ -96,17 +101,20 @@ class Watch:
         """Put this rank's account into the store, for good: it fails."""
         # First: ``look``, on the other thread, must not withdraw the account that follows.
         self._failed = True
-        default_store().set(self._keys[self._rank], account.packed())
+        self._set(account.packed())
 
     def _withdraw(self) -> None:
         # The process that keeps the store may be gone.
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, TimeoutError):
             # Emptied, not deleted: others may have checked that the key is there, and ``get`` blocks where it is not.
-            default_store().set(self._keys[self._rank], "")
+            self._set("")
 
     def heard(self) -> dict[int, Account]:
         """Accounts that are in the store."""
-        return _read(default_store(), self._keys)
+        return within(_ANSWER, partial(_read, default_store(), self._keys), "reading the accounts of ranks")
+
+    def _set(self, text: str) -> None:
+        within(_ANSWER, partial(default_store().set, self._keys[self._rank], text), "telling where this rank waits")
 
     def close(self) -> None:
         """Stop watching."""
@@ -129,7 +137,7 @@ class Watch:
         # Before the account goes out, so that a wait that ends meanwhile withdraws it.
         wait.told = True
         account = wait.account()
-        default_store().set(self._keys[self._rank], account.packed())
+        self._set(account.packed())
         # On the event and not in sleep, so that the end of the program need not wait for this.
         self._stop.wait(min(_GRACE, self._after / _LOOKS))
         accounts = {**self.heard(), self._rank: account}

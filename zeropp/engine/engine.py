@@ -310,11 +310,10 @@ class Engine:
             self.window.note_failure()
         if self.agreement.lost is not None:
             return
-        # First: nothing of the failed phase may be issued any more.
-        self.schedule.abort(running=failed is not Phase.IDLE)
+        self.schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
         self.reductions.forget()
         self._hide_all()
-        if failed is Phase.BACKWARD:  # a forward has made none: those there are whole, of a backward before it
+        if failed is Phase.BACKWARD:  # after a forward, those there are whole, of a backward before it
             self.pending.forget_stray()
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:

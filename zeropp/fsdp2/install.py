@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeropp.comm.collective import on_all_ranks
+from zeropp.comm.collective import exchange, on_all_ranks
 from zeropp.comm.groups import make_group
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
-from zeropp.comm.members import Members, find_members, gather_objects, is_fake, whereabouts
+from zeropp.comm.members import Members, find_members, whereabouts
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
@@ -28,6 +28,7 @@ from zeropp.wire.encoding import Encoding
 __all__ = ["Adapter", "apply"]
 
 # The default of the configuration, too.
+_WHAT = "zeropp.fsdp2.apply"  # what ranks do together
 _BETA = 0.8
 
 
@@ -164,10 +165,11 @@ def _make_routes(units: Sequence[ShardedUnit], options: Options, ledger: Ledger)
     hosts: dict[int, str] = {}
     for mesh in meshes:
         # Names of hosts have to be known before nodes can be checked. A fake group has nobody to ask.
-        hosts.update([whereabouts()] if is_fake(mesh) else gather_objects(whereabouts(), mesh))
+        hosts.update(exchange(mesh, whereabouts(), _WHAT, options.patience()))
     for mesh in meshes:
         # All units on each mesh, so that a refusal reaches everyone before groups are made.
-        on_all_ranks(mesh, "zeropp.fsdp2.apply", partial(_check, units, options, hosts), same=True)
+        work, patience = partial(_check, units, options, hosts), options.patience
+        on_all_ranks(mesh, _WHAT, work, same=True, patience=patience)
     # Makes process groups: from here on all members must come along.
     return {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts) for mesh in meshes}
 
@@ -177,7 +179,7 @@ def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit,
     comms: dict[ShardedUnit, tuple[GatherComm, ReduceComm]] = {}
     try:
         for mesh, route in routes.items():
-            comms |= on_all_ranks(mesh, "zeropp.fsdp2.apply", route.comms)
+            comms |= on_all_ranks(mesh, _WHAT, route.comms, patience=route.options.patience)
     # An interrupt leaves no groups behind, either.
     except BaseException:
         for route in routes.values():
@@ -236,7 +238,8 @@ class _Routes:
         # Of groups made here; FSDP2's own keep theirs.
         self.timeout = timedelta(seconds=options.hang_timeout)
         self.groups: list[dist.ProcessGroup] = []
-        self.job = _agreed_name(mesh)
+        # That of the first rank; a count of calls could differ between ranks with different histories.
+        self.job = exchange(mesh, f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", _WHAT, options.hang_timeout)[0]
         device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
         self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
         # By size alone: FSDP2 cuts the ranks of a mesh into runs of that size, the same for each call.
@@ -309,12 +312,3 @@ class _Routes:
             group = make_group(ranks, members.backend, self.timeout, name, members.device)
             self.groups.append(group)
         return Hop(spec, group, members.backend, rank, self.ledger, kind)
-
-
-def _agreed_name(group: dist.ProcessGroup) -> str:
-    """A name that no other group of this job has, the same on every rank of the group."""
-    name = f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}"
-    if group.size() == 1 or is_fake(group):
-        return name
-    # That of the first rank; a count of calls could differ between ranks with different histories.
-    return gather_objects(name, group)[0]

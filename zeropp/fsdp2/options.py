@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeropp.comm.collective import PATIENCE
 from zeropp.config.extension import LONGEST_TIMEOUT
 from zeropp_kernels.wire import GROUPS
 
@@ -26,6 +27,11 @@ class Options:
     gather_hops: int
     local_world_size: int | None
     hang_timeout: float
+
+    def patience(self, result: object = None) -> float:
+        """Seconds to wait for other ranks, also where what was given is yet to be refused; whatever the ``result``."""
+        given = self.hang_timeout
+        return given if isinstance(given, (int, float)) and 0.0 < given <= LONGEST_TIMEOUT else PATIENCE
 
     def check(self) -> None:
         """Refuse values, and combinations in which a setting would have no effect.

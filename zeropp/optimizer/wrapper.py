@@ -95,7 +95,9 @@ class ZeroOptimizer(Optimizer):
         def alike() -> list[str]:
             return [*describe_optimizer(optimizer, model), f"gradient_scale {gradient_scale}"]
 
-        self.config = on_all_ranks(process_group, "preparing ZeroOptimizer", prepare)
+        self.config = on_all_ranks(
+            process_group, "preparing ZeroOptimizer", prepare, patience=lambda loaded: loaded.zeropp.hang_timeout
+        )
         self.inner = optimizer
         self.engine: Engine = build_engine(model, self.config, process_group, self, gradient_scale, alike)
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from zeropp.access.ownership import Former, former_engines, give_to_modules
 from zeropp.access.refusals import refuse_changes
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
-from zeropp.comm.collective import exchange, on_all_ranks
+from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
@@ -60,23 +61,37 @@ def build_engine(
         TypeError, ValueError: the model or the group cannot be used; the message says why and what to do.
     """
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
-    device = on_all_ranks(group, "checking the model", lambda: _check_model(model, config))
     extension = config.zeropp
-    hosts = dict(exchange(group, whereabouts()))
+    together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
+    device = together("checking the model", lambda: _check_model(model, config))
+    hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
-    members = on_all_ranks(
-        group, "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
+    members = together(
+        "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
-    mode = on_all_ranks(group, "choosing groups", lambda: _choose(config, members, former_engines(model)))
+    mode = together("choosing groups", lambda: _choose(config, members, former_engines(model)))
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
-    job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}")[0]
+    job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
-    comm = make_comm(members, mode.chain, patience, job)
-    # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
-    _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
+    with naming_absence("wrapping the model"):
+        comm = make_comm(members, mode.chain, patience, job)
+        # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
+        _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
+        maker = BufferMaker(config, mode, comm)
+        return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
+
+
+def _partition(
+    model: nn.Module,
+    config: Config,
+    comm: Comm,
+    maker: BufferMaker,
+    device: torch.device,
+    make_engine: Callable[[Config, Comm, BufferMaker, Sequence[Unit], torch.device], Engine],
+) -> Engine:
+    """Cut a model that all ranks have alike, and give it an engine."""
     _warn_of_unknown_leaves(model, config)
     specs = form_units(model, comm.world, unit_options(config))
-    maker = BufferMaker(config, mode, comm)
     units = maker.make_units(model, specs)
     if comm.world > 1:
         # Before anything is partitioned: warnings may be errors.
@@ -85,7 +100,7 @@ def build_engine(
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     _adopt(model, units, comm)
     _share_buffers(model, config, comm, device)
-    engine = _make_engine(config, comm, maker, units, device, listener, scale, patience)
+    engine = make_engine(config, comm, maker, units, device)
     _install(model, engine, specs, own)
     # What is cached between uses has never been filled.
     engine.refresh.start()
@@ -93,14 +108,14 @@ def build_engine(
 
 
 def _make_engine(
+    listener: Listener,
+    scale: float | None,
+    patience: float,
     config: Config,
     comm: Comm,
     maker: BufferMaker,
     units: Sequence[Unit],
     device: torch.device,
-    listener: Listener,
-    scale: float | None,
-    patience: float,
 ) -> Engine:
     """An engine for units that have their values; ``patience`` is how many seconds it waits for other ranks."""
     zero, extension = config.zero, config.zeropp
