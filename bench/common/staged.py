@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = ["NAME", "register"]
 
 NAME = "staged"
+GLOO = dist.ProcessGroupGloo  # what carries it
 
 
 class _Finished(dist.Work):
@@ -41,7 +42,7 @@ class StagedGroup(dist.ProcessGroup):
     def __init__(self, options: Any, backend_options: object) -> None:
         super().__init__(options.group_rank, options.group_size)
         self.name = options.group_id
-        self.gloo = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+        self.gloo = GLOO(options.store, options.group_rank, options.group_size, options.timeout)
 
     def _run(
         self, call: Callable[[list[Tensor]], Any], inputs: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -84,6 +85,10 @@ class StagedGroup(dist.ProcessGroup):
             return work
 
         return self._run(reduce, [given], [output])
+
+    def abort(self) -> None:
+        """End what is under way, as NCCL does."""
+        self.gloo.abort()
 
     def barrier(self, opts: Any = None) -> dist.Work:
         self.gloo.barrier().wait()

@@ -222,6 +222,9 @@ class Agreement:
         """Nothing is measured."""
         yield
 
+    def queued(self, event: Event, unit: str, kind: str) -> None:
+        """Nothing is watched."""
+
     def failure(self, doing: str, call: str = "") -> RuntimeError:
         """Ranks have found out that they are at different places."""
         return Deadlock(f"rank {self.rank}: {doing}")

@@ -18,7 +18,9 @@ import torch
 
 from zeropp.comm.accounts import Account, explain, what_ended
 from zeropp.comm.hops import Comm
+from zeropp.comm.monitor import make_monitor
 from zeropp.comm.stalls import make_stalls
+from zeropp.comm.streams import Event
 from zeropp.comm.watch import Watch
 
 __all__ = ["ADDED", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
@@ -48,9 +50,11 @@ class Agreement:
         self.where = ""  # the pass that this rank is in, in words
         self._place = 0  # tells that pass from others; equal on every rank
         self._stepped = False  # whether stepped weights are being sent to where they are cached
+        self.when_lost: list[Callable[[], None]] = []  # done once, when the ranks have lost each other
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
+        self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up)
 
     def wait(self, arrives: Callable[[float], bool], doing: str, exposed: tuple[str, str] | None = None) -> None:
         """Call ``arrives(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
@@ -81,12 +85,16 @@ class Agreement:
             # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
             with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where)):
                 yield
+            if self.lost is not None:  # meanwhile, on the monitor's thread: what was waited for has not come
+                raise RuntimeError(self.lost)
         except RuntimeError as error:
             # Other ranks would wait in a collective to which this one does not come. Alone, out of memory stays
             # torch's own error, after which one may try less.
             alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)
-            if self.lost is not None or alone:
+            if alone:
                 raise
+            if self.lost is not None:  # raised inside, or on the monitor's thread while this went wrong, too
+                raise RuntimeError(self.lost) from None
             account = Account(" ".join(doing), call, where or self.where)
             ended = what_ended(error)
             if ended == "time ran out":
@@ -101,6 +109,16 @@ class Agreement:
         timing = self.stalls.timing(unit, kind) if self.at_once else contextlib.nullcontext()
         with timing, self.watching(doing, unit):
             yield
+
+    def queued(self, event: Event, unit: str, kind: str) -> None:
+        """A unit's work was queued and ends with ``event``."""
+        if self.monitor is not None:
+            self.monitor.note(event, f"the {kind} of unit {unit!r}")
+
+    def _give_up(self, waited_for: str) -> None:
+        """On the monitor's thread: the device has not come on for ``hang_timeout``."""
+        if self.lost is None:
+            self.failure(f"waiting for {waited_for}", waited=True)
 
     @contextlib.contextmanager
     def sending_weights(self, *, stepped: bool) -> Iterator[None]:
@@ -167,6 +185,12 @@ class Agreement:
         """
         return self._lose(Account(doing, call, where or self.where), waited=waited)
 
+    def close(self) -> None:
+        """Stop watching."""
+        self.watch.close()
+        if self.monitor is not None:
+            self.monitor.close()
+
     def _lose(self, account: Account, *, waited: bool = False) -> RuntimeError:
         comm = self.comm
         accounts, store_is_gone = {comm.rank: account}, False
@@ -190,7 +214,9 @@ class Agreement:
                 f"hang_timeout, {self.hang_timeout:g} s, was reached: slow is not hung, so if a rank was only late, "
                 'raise {"zeropp": {"hang_timeout": seconds}} and the timeout given to init_process_group'
             )
-        self.lost = ". ".join(parts)
+        first, self.lost = self.lost is None, ". ".join(parts)
+        for action in self.when_lost if first else ():
+            action()
         return RuntimeError(self.lost)
 
     def _ask_around(self, account: Account) -> dict[int, Account]:

@@ -6,6 +6,8 @@ been transferred. All calls here block the calling thread or stream; overlap is 
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -149,6 +151,9 @@ class Comm:
         self.world_group: dist.ProcessGroup | None = None
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
+        # An engine that is dropped, and not closed, gives up the memory and connections of its groups, too. Not at the
+        # end of the program, where torch does so itself.
+        weakref.finalize(self, _free, self._made).atexit = False
         # Here, where all ranks are at the same place: the members connect while a group is made.
         if chain.world > 1:
             # What is small and for all goes over the user's group where that serves, since a communicator costs memory
@@ -224,11 +229,21 @@ class Comm:
     def close(self) -> None:
         """Destroy the groups. They are not used again."""
         # Hops keep their groups, which are of no use from here on.
-        groups, self._made, self._groups = self._made, [], {}
-        # The user may have ended torch.distributed before, and all groups with it.
-        if dist.is_initialized():
-            for group in groups:
-                dist.destroy_process_group(group)
+        self._groups = {}
+        _free(self._made)
+
+    def abort(self) -> None:
+        """End what is under way, here and on the others: the ranks have lost each other.
+
+        The user's own group, too, where it was shared: what hangs on it would keep the host. Not gloo's, whose waits
+        have limits of their own.
+        """
+        groups = [] if self.backend == "gloo" else [*self._made, self.world_group]
+        for group in groups:
+            if group is not None and group is not self.control_group:
+                # It may be ending by itself, or be of a backend without this.
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    group.abort()
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
         # Groups of one kind exist side by side and share no member, so the first one tells them apart.
@@ -239,6 +254,13 @@ class Comm:
         group = make_group(ranks, backend, timeout, f"{self.job} {description} {first}", device)
         self._made.append(group)
         return group
+
+
+def _free(groups: list[dist.ProcessGroup]) -> None:
+    """Destroy groups, once."""
+    # The user may have ended torch.distributed before, and all groups with it.
+    while groups and dist.is_initialized():
+        dist.destroy_process_group(groups.pop())
 
 
 def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> Comm:

@@ -40,6 +40,10 @@ class Event(Protocol):
         """Let the caller's later work see the result; False when the host waited ``timeout`` seconds in vain."""
         ...
 
+    def done(self) -> bool:
+        """Whether it has happened; no host waits for this."""
+        ...
+
 
 class Stream(Protocol):
     """A queue of work."""
@@ -60,6 +64,10 @@ class Stream(Protocol):
         """Free such memory, once what the caller has issued no longer reads it."""
         ...
 
+    def abandon(self) -> None:
+        """Wait for nothing from here on: the ranks have lost each other, and what is queued may never end."""
+        ...
+
     def close(self) -> None:
         """Finish; nothing may be queued afterwards."""
         ...
@@ -73,6 +81,9 @@ class _Done:
     """An event that has happened."""
 
     def wait(self, timeout: float) -> bool:
+        return True
+
+    def done(self) -> bool:
         return True
 
 
@@ -98,6 +109,9 @@ class InlineStream:
     def free(self, work: Callable[[], None]) -> None:
         """Free now."""
         work()
+
+    def abandon(self) -> None:
+        """Nothing is queued."""
 
     def close(self) -> None:
         """Nothing to finish."""
@@ -126,6 +140,9 @@ class _ThreadEvent:
         if self._error is not None:
             raise self._error
         return True
+
+    def done(self) -> bool:
+        return not self._lock.locked()
 
 
 _Task = tuple[Sequence[Callable[[], object]], Event | None, _ThreadEvent]
@@ -161,6 +178,10 @@ class ThreadStream:
     def free(self, work: Callable[[], None]) -> None:
         """Free now: the caller has waited for the work that filled the memory, and on CPU its readers are done."""
         work()
+
+    def abandon(self) -> None:
+        """The thread ends with what it is at: the groups' timeouts see to that."""
+        self._stop()
 
     def close(self) -> None:
         """Let the thread end after what is queued, and wait for it a while: work that hangs must not hang this."""
@@ -218,9 +239,12 @@ class _CudaEvent:
         self._device = device
 
     def wait(self, timeout: float) -> bool:
-        # The host goes on, so no time runs out here; what hangs is found where the boundary's numbers are read.
+        # The host goes on, so no time runs out here: see zeropp.comm.monitor.
         torch.cuda.current_stream(self._device).wait_event(self._event)
         return True
+
+    def done(self) -> bool:
+        return bool(self._event.query())
 
 
 class CudaStream:
@@ -234,7 +258,8 @@ class CudaStream:
         # High priority, as in FSDP2: small kernels around a collective should not queue behind the model's large ones.
         self._stream = torch.cuda.Stream(device, priority=-1)
         # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
-        weakref.finalize(self, self._stream.synchronize).atexit = False
+        self._finish = weakref.finalize(self, self._stream.synchronize)
+        self._finish.atexit = False
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Queue ``works`` behind what the caller's stream has been given so far."""
@@ -261,9 +286,14 @@ class CudaStream:
         # ``run`` waits for the caller's stream first, so memory is reused only after the model's kernels have read it.
         self.run(work)
 
+    def abandon(self) -> None:
+        """Neither :meth:`close` nor the end of this object waits."""
+        self._finish.detach()
+
     def close(self) -> None:
         """Wait for everything queued."""
-        self._stream.synchronize()
+        if self._finish.alive:
+            self._stream.synchronize()
 
 
 def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) -> Stream:
@@ -333,6 +363,11 @@ class Lanes:
             event = self.stream(link).run(*steps, after=event)
         assert event is not None
         return event
+
+    def abandon(self) -> None:
+        """Wait for none of them from here on."""
+        for stream in self._streams.values():
+            stream.abandon()
 
     def close(self) -> None:
         """Finish all of them."""

@@ -380,7 +380,7 @@ class Engine:
             action()
         for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
             lanes.close()
-        self.agreement.watch.close()
+        self.agreement.close()
         self.comm.close()
 
     # What the optimizer works on.

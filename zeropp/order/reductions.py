@@ -256,4 +256,5 @@ class Reductions:
             if message is not None:
                 with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
                     event = self.lanes.run(gradient.prepare_reduce(message, self.scale, hold=hold))
+                self.agreement.queued(event, unit.name, "reduce")
                 self._in_flight.append((event, message, unit.name))

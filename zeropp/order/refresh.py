@@ -90,7 +90,8 @@ class Refresh:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)
             with self._agreement.issuing("refreshing", unit.name, "refresh"), span("refresh", unit.name):
-                unit.refresh(self.lanes, differs)
+                event = unit.refresh(self.lanes, differs)
+            self._agreement.queued(event, unit.name, "refresh")
 
     def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
         """Queue the agreement on what is sent; returns what tells, on any lane, whether a buffer sends differences."""

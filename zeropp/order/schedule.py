@@ -315,7 +315,9 @@ class Schedule:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
-            unit.note_gather(self.lanes.run(unit.prepare_gather(self.lanes)))
+            event = self.lanes.run(unit.prepare_gather(self.lanes))
+        unit.note_gather(event)
+        self.agreement.queued(event, unit.name, "gather")
 
     # Where known orders part or end.
 

@@ -161,12 +161,15 @@ class Unit:
                 "issued"
             )
 
-    def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> None:
+    def refresh(self, lanes: Lanes, differs: Callable[[FlatBuffer], bool]) -> Event:
         """Queue the renewal of what is cached, where weights have changed.
 
         Args:
             lanes: to queue it on.
             differs: asked there, whether a buffer is renewed by differences.
+
+        Returns:
+            Its end.
         """
         # What follows writes where the model would read.
         if self.state is UnitState.EXPOSED:
@@ -181,6 +184,7 @@ class Unit:
             # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
         self._refreshed = lanes.run(Work(path.links, [buffer.refresh(differs) for buffer in stale]))
+        return self._refreshed
 
     @property
     def gathering(self) -> bool:

@@ -1,0 +1,136 @@
+"""A host that is stuck in a launch, beyond Python's reach: the monitor ends it, with the error that says why.
+
+As on a card: work is queued and no event is waited for on the host, whose queue is short here, and a collective that
+misses a rank never ends by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from bench.common import staged
+from tests.distributed.harness import run_ranks
+from tests.distributed.pair import Pair
+from tests.distributed.routes import ALL
+from tests.distributed.shapes import Routed, make_config
+from zeropp.comm import monitor, streams
+
+HANG_TIMEOUT = 2.0
+GRACE = 5.0
+
+
+class DeviceEvent:
+    """Where a host that computes what a card would has to wait for it: without a limit, as a card does."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def wait(self, timeout: float) -> bool:
+        self.over.wait()
+        return True
+
+    def done(self) -> bool:
+        return self.over.is_set()
+
+
+class DeviceStream(streams.InlineStream):
+    """A queue of two; what does not fit keeps the host in the launch."""
+
+    def __init__(self) -> None:
+        self.tasks: queue.Queue[tuple[tuple[Callable[[], object], ...], streams.Event | None, DeviceEvent]]
+        self.tasks = queue.Queue(2)
+        threading.Thread(target=self.serve, daemon=True).start()
+
+    def serve(self) -> None:
+        torch.set_grad_enabled(False)
+        while True:
+            works, after, event = self.tasks.get()
+            if after is not None:
+                after.wait(0.0)
+            for work in works:
+                with contextlib.suppress(RuntimeError):  # aborted: a card goes on with whatever is in its memory
+                    work()
+            event.over.set()
+
+    def run(self, *works: Callable[[], object], after: streams.Event | None = None) -> streams.Event:
+        event = DeviceEvent()
+        self.tasks.put((works, after, event))
+        return event
+
+
+class Endless:
+    """gloo without a timeout, as NCCL's kernels have none; only an abort ends what is under way."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(hours=1))
+        self.aborted = False
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self.gloo, name)
+        return lambda *arguments: Pending(self, call(*arguments))
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+class Pending:
+    def __init__(self, group: Endless, work: dist.Work) -> None:
+        self.group, self.work = group, work
+
+    def wait(self) -> None:
+        while not self.work.is_completed():
+            if self.group.aborted:
+                raise RuntimeError("aborted")
+            time.sleep(0.001)
+
+
+def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) -> streams.Stream:
+    return DeviceStream()
+
+
+def stuck() -> tuple[str, float, bool]:
+    """What is said where another rank stays away, after how many seconds, and whether it is said again at once."""
+    staged.register()
+    with (
+        mock.patch.object(streams, "make_stream", make_stream),
+        mock.patch.object(monitor, "BLIND", {"cpu"}),
+        mock.patch.object(staged, "GLOO", Endless),
+    ):
+        dist.init_process_group(staged.NAME)
+        pair = Pair(Routed(8), make_config(hang_timeout=HANG_TIMEOUT, warn_after=None, prefetch=0, reuse=0))
+        for _ in range(3):
+            pair.train(ALL)
+        dist.barrier()
+        if pair.rank == 1:
+            time.sleep(HANG_TIMEOUT + GRACE + 1)
+            return "", 0.0, True
+        start, said = time.monotonic(), ""
+        try:
+            pair.train(ALL)
+        except RuntimeError as error:
+            said = str(error)
+        seconds = time.monotonic() - start
+        again = ""
+        try:
+            pair.train(ALL)
+        except RuntimeError as error:
+            again = str(error)
+        pair.optimizer.close()
+    return said, seconds, again == said
+
+
+def test_a_host_that_is_stuck_in_a_launch() -> None:
+    said, seconds, again = run_ranks(2, stuck, init=False, timeout=60)[0]
+    assert "rank 0 was waiting for the gather of unit " in said and "no longer in step" in said
+    assert f"hang_timeout, {HANG_TIMEOUT:g} s, was reached" in said and "No weight was changed" in said
+    assert HANG_TIMEOUT <= seconds < HANG_TIMEOUT + GRACE and again

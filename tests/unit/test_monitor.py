@@ -1,0 +1,97 @@
+"""The monitor gives up what has been at the head of the queue for too long, and nothing else."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from zeropp.comm.monitor import Monitor, make_monitor
+
+
+class Event:
+    def __init__(self) -> None:
+        self.over = False
+
+    def wait(self, timeout: float) -> bool:
+        return self.over
+
+    def done(self) -> bool:
+        return self.over
+
+
+class Owner:
+    """What has a monitor, and is told by it."""
+
+    def __init__(self, hang_timeout: float) -> None:
+        self.told: list[str] = []
+        self.monitor = Monitor(hang_timeout, self.tell)
+
+    def tell(self, doing: str) -> None:
+        self.told.append(doing)
+
+
+def queue(owner: Owner, count: int) -> list[Event]:
+    events = [Event() for _ in range(count)]
+    for number, event in enumerate(events):
+        owner.monitor.note(event, f"piece {number}")
+    return events
+
+
+def test_a_long_queue_that_comes_on_is_no_hang() -> None:
+    owner = Owner(10.0)
+    start = time.monotonic()
+    events = queue(owner, 5)
+    for number, event in enumerate(events):
+        owner.monitor.look(start + 9 * number + 8)
+        event.over = True
+        owner.monitor.look(start + 9 * number + 9)
+    owner.monitor.look(start + 1000)  # nothing is queued: nothing is waited for
+    assert owner.told == []
+
+
+@pytest.mark.parametrize("finished", [0, 2, 4])
+def test_what_is_first_for_too_long_is_given_up_once(finished: int) -> None:
+    owner = Owner(10.0)
+    start = time.monotonic()
+    events = queue(owner, 5)
+    for event in events[:finished]:
+        event.over = True
+    owner.monitor.look(start + 5)
+    last = start + 5 if finished else start + 1
+    owner.monitor.look(last + 9)
+    assert owner.told == []
+    events[4].over = finished < 4  # out of order: what is behind the first does not count
+    owner.monitor.look(last + 11)
+    owner.monitor.look(last + 100)
+    assert owner.told == [f"piece {finished}"]
+
+
+def test_its_thread_looks_and_ends() -> None:
+    owner = Owner(0.2)
+    queue(owner, 1)
+    thread = owner.monitor._thread
+    assert thread is not None and thread.daemon
+    limit = time.monotonic() + 10
+    while not owner.told and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert owner.told == ["piece 0"]
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_dropped_owner_ends_the_thread() -> None:
+    owner = Owner(0.5)
+    queue(owner, 1)
+    thread = owner.monitor._thread
+    assert thread is not None
+    del owner
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_only_devices_that_no_host_waits_for_need_one() -> None:
+    owner = Owner(1.0)
+    assert make_monitor(torch.device("cpu"), 1.0, owner.tell) is None
+    assert make_monitor(torch.device("cuda"), 1.0, owner.tell) is not None

@@ -1,0 +1,115 @@
+"""The end of a wait that no line of Python can limit: on a card, the host only queues work and goes on.
+
+If another rank is missing, a collective on the card never ends, and neither does what is queued behind it. The host
+notices where it reads a number, or when the queue is full and a launch does not return. So a thread looks at what has
+been queued: when nothing of it has been finished for ``hang_timeout``, it gives the ranks up, and what that ends lets
+the launch return.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from zeropp.comm.streams import Event
+
+__all__ = ["BLIND", "Monitor", "make_monitor"]
+
+_log = logging.getLogger("zeropp")
+
+BLIND = frozenset({"cuda"})
+"""Types of devices whose work the host does not wait for."""
+
+_LOOKS = 8  # in ``hang_timeout``
+_JOINING = 2.0  # seconds at the end of the program
+
+
+class Monitor:
+    """Knows what one rank has queued for the links between ranks.
+
+    Args:
+        hang_timeout: seconds without progress that are too many.
+        give_up: called once, on the monitor's thread, with what is waited for.
+    """
+
+    def __init__(self, hang_timeout: float, give_up: Callable[[str], object]) -> None:
+        self._hang_timeout = hang_timeout
+        self._give_up = weakref.WeakMethod(give_up)  # it is a method of what owns this
+        self._queued: deque[tuple[Event, str, float]] = deque()  # both ends are used, each by one thread
+        self._progress = 0.0  # when work was last seen to be finished
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        # The thread holds the event and not the monitor, so that a dropped one ends it.
+        weakref.finalize(self, self._stop.set)
+
+    def note(self, event: Event, doing: str) -> None:
+        """Work was queued that ends with ``event``; ``doing`` says what it is, after "waiting for"."""
+        if self._thread is None:  # at the first: a rank that sends nothing needs no thread
+            self._thread = threading.Thread(
+                target=_patrol,
+                args=(weakref.ref(self), self._stop, self._hang_timeout / _LOOKS),
+                name="zeropp monitor",
+                daemon=True,
+            )
+            _watching[self._thread] = self._stop
+            self._thread.start()
+        self._queued.append((event, doing, time.monotonic()))
+
+    def look(self, now: float) -> None:
+        """Forget what is finished; give up if the oldest of the rest has been at the head for too long."""
+        while self._queued and self._queued[0][0].done():
+            self._queued.popleft()
+            self._progress = now
+        if not self._queued or self._stop.is_set():
+            return
+        _, doing, since = self._queued[0]
+        # A long queue is no hang: each piece of work has the time from the end of the one before it.
+        if now - max(since, self._progress) >= self._hang_timeout:
+            self._stop.set()
+            give_up = self._give_up()
+            if give_up is not None:
+                give_up(doing)
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+
+
+def make_monitor(device: torch.device, hang_timeout: float, give_up: Callable[[str], object]) -> Monitor | None:
+    """A monitor where the device needs one."""
+    return Monitor(hang_timeout, give_up) if device.type in BLIND else None
+
+
+_watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+
+
+def _patrol(ref: weakref.ref[Monitor], stop: threading.Event, period: float) -> None:
+    """Holds the monitor only while it looks, so that a dropped one ends this."""
+    while not stop.wait(period):
+        monitor = ref()
+        if monitor is None:
+            return
+        try:
+            monitor.look(time.monotonic())
+        except Exception as error:
+            # An error of an earlier kernel comes up in whatever asks the device next; the user's own call has it, too.
+            _log.debug("this rank cannot tell whether its work is finished: %s", error)
+        del monitor
+
+
+def _end_all() -> None:
+    """End the threads before Python does."""
+    for stop in list(_watching.values()):
+        stop.set()
+    for thread in list(_watching):
+        thread.join(timeout=_JOINING)
+
+
+atexit.register(_end_all)
