@@ -19,7 +19,6 @@ __all__ = ["PATIENCE", "exchange", "naming_absence", "on_all_ranks"]
 _T = TypeVar("_T")
 _SILENCE = 30.0  # seconds to wait silently for other ranks, where warn_after may not be known yet
 
-
 PATIENCE = 600.0
 """Seconds to wait for other ranks where no configuration has been read: the default of ``hang_timeout``."""
 
@@ -59,7 +58,11 @@ def on_all_ranks(
     with warn_of_waiting(_SILENCE, f"rank {whereabouts()[0]} has been {late}"):
         # Exceptions travel as text: not every one can be pickled.
         account = (error and f"{type(error).__name__}: {error}", repr(result) if same else "")
-        accounts = exchange(group, account, what, seconds)
+        try:
+            accounts = exchange(group, account, what, seconds)
+        except RuntimeError as absence:
+            # Its own error says more than that others, told or not, have gone.
+            raise (absence if error is None else error) from absence.__cause__
     if error is not None:
         raise error
     for rank, (failure, value) in enumerate(accounts):
