@@ -25,7 +25,9 @@ __all__ = [
     "chosen_timeout",
     "current_graph_task",
     "default_store",
+    "group_timeout",
     "is_compiled",
+    "is_registered",
     "loss_scale",
     "new_group",
     "profiler_enabled",
@@ -75,12 +77,22 @@ def chosen_timeout(group: dist.ProcessGroup, device: torch.device) -> float | No
     None, too, if it has none there.
     """
     c10d = dist.distributed_c10d
+    defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
+    timeout = group_timeout(group, device)
+    return None if timeout in [each.total_seconds() for each in defaults if each is not None] else timeout
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float | None:
+    """Seconds after which a group's collectives on a device fail; None if it does not say."""
     try:
-        timeout = group._get_backend(device).options._timeout
+        return float(group._get_backend(device).options._timeout.total_seconds())
     except (AttributeError, RuntimeError):  # a group that is written in Python has no backends, and some no options
         return None
-    defaults = (c10d.default_pg_timeout, getattr(c10d, "default_pg_nccl_timeout", None))
-    return None if timeout in defaults else float(timeout.total_seconds())
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows a group: it forgets all when the default group is destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def current_graph_task() -> int:
@@ -178,7 +190,8 @@ def new_group(
             cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
             timeout=timeout,
             group_desc=name,
-            device_id=None if device.type == "cpu" else device,
+            # Backends written in Python are asked for what they do not have, if a device is named.
+            device_id=device if backend == "nccl" else None,
         )
     finally:
         default.bound_device_id = bound

@@ -27,6 +27,7 @@ from zeropp.comm import monitor, streams
 
 HANG_TIMEOUT = 2.0
 GRACE = 5.0
+KEPT: list[object] = []  # gloo's groups wait at their end for what is under way, which the other rank's end ends
 
 
 class DeviceEvent:
@@ -74,6 +75,7 @@ class Endless:
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         self.gloo = dist.ProcessGroupGloo(store, rank, size, timedelta(hours=1))
         self.aborted = False
+        KEPT.append(self.gloo)
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.gloo, name)

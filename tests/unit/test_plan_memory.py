@@ -171,8 +171,8 @@ def test_the_model_is_left_alone() -> None:
 def test_printed() -> None:
     text = str(memory(two_layers(), config(), 2))
     *lines, communicators = text.splitlines()
-    # One to gather, one to reduce.
-    assert " ".join(communicators.split()) == "2 NCCL communicators, about 1,442,840,576 bytes, outside of torch's own"
+    # One to gather, one to reduce, one for what is small and for all.
+    assert " ".join(communicators.split()) == "3 NCCL communicators, about 2,164,260,864 bytes, outside of torch's own"
     assert [(line[:24].rstrip(), line[24:].strip()) for line in lines] == [
         ("main weights", "4,096 bytes"),
         ("gradients", "4,096 bytes"),

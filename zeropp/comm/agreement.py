@@ -8,6 +8,7 @@ of passes that vary, and when a rank gives up waiting.
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from zeropp.comm.watch import Watch
 __all__ = ["ADDED", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("zeropp")
 # An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
 _WIDTH = 8  # integers in an exchange
 # Kinds of exchanges between passes; the schedule has its own below 100.
@@ -49,7 +51,8 @@ class Agreement:
         self.lost: str | None = None
         self.where = ""  # the pass that this rank is in, in words
         self._place = 0  # tells that pass from others; equal on every rank
-        self._stepped = False  # whether stepped weights are being sent to where they are cached
+        self._stepped = False  # whether stepped weights are being queued for where they are cached
+        self._sent: list[Event] = []  # ends of what was queued so
         self.when_lost: list[Callable[[], None]] = []  # done once, when the ranks have lost each other
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
@@ -112,6 +115,8 @@ class Agreement:
 
     def queued(self, event: Event, unit: str, kind: str) -> None:
         """A unit's work was queued and ends with ``event``."""
+        if self._stepped:
+            self._sent.append(event)
         if self.monitor is not None:
             self.monitor.note(event, f"the {kind} of unit {unit!r}")
 
@@ -124,6 +129,7 @@ class Agreement:
     def sending_weights(self, *, stepped: bool) -> Iterator[None]:
         """What fails inside, fails after weights were ``stepped``, and the error says so."""
         self._stepped = stepped
+        self._sent.clear()
         yield
         self._stepped = False  # not after an error, which is told later
 
@@ -206,7 +212,7 @@ class Agreement:
             parts[0] += "; the others cannot be asked, since the job's store is gone or does not answer"
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
-            if self._stepped
+            if self._stepped or not all(event.done() for event in self._sent)
             else "No weight was changed by this step"
         )
         if waited:
@@ -216,15 +222,20 @@ class Agreement:
             )
         first, self.lost = self.lost is None, ". ".join(parts)
         for action in self.when_lost if first else ():
-            action()
+            try:
+                action()
+            except Exception as error:  # the others must still be done, and the error be raised
+                _log.error("after the ranks lost each other: %s", error)
         return RuntimeError(self.lost)
 
     def _ask_around(self, account: Account) -> dict[int, Account]:
         self.watch.publish(account)
-        until = time.monotonic() + _GRACE
+        until, pause = time.monotonic() + _GRACE, 0.05
         accounts = self.watch.heard()
         # Others run into the same failure at nearly the same time, and the message is better with what they say.
         while time.monotonic() < until and len(accounts) < self.comm.world:
-            time.sleep(0.05)
-            accounts = self.watch.heard()
+            time.sleep(pause)
+            pause *= 2  # many ranks may be asking one store
+            with contextlib.suppress(RuntimeError, TimeoutError):  # what was heard before is worth telling
+                accounts = self.watch.heard()
         return {**accounts, self.comm.rank: account}

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import new_group, sends_from_host
+from zeropp._compat import is_registered, new_group, sends_from_host
 from zeropp.comm.accounts import name_ranks
 from zeropp.comm.watch import warn_of_waiting
 from zeropp.comm.within import within
 
-__all__ = ["HOST", "gather_rows", "host_group", "make_group"]
+__all__ = ["HOST", "free_groups", "gather_rows", "host_group", "make_group"]
 
 HOST = torch.device("cpu")
 """Where what is agreed on lies, whatever the model's device."""
@@ -72,7 +72,18 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
         name = f"zeropp host {group.group_name}"
         made = make_group(dist.get_process_group_ranks(group), "gloo", timedelta(seconds=seconds), name, HOST)
         _host_groups[group] = made
+        # torch keeps every group until it is destroyed. gloo's may be at any time: its members do not meet for it.
+        weakref.finalize(group, free_groups, [made]).atexit = False
     return made
+
+
+def free_groups(groups: list[dist.ProcessGroup]) -> None:
+    """Destroy groups, once."""
+    while groups:
+        group = groups.pop()
+        # The user may have ended torch.distributed before, and all groups with it.
+        if dist.is_initialized() and is_registered(group):
+            dist.destroy_process_group(group)
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Tensor:

@@ -7,6 +7,8 @@ been transferred. All calls here block the calling thread or stream; overlap is 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import weakref
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -15,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import all_gather_single
-from zeropp.comm.groups import HOST, gather_rows, make_group
+from zeropp._compat import all_gather_single, backends, group_timeout, is_registered
+from zeropp.comm.groups import HOST, free_groups, gather_rows, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects
 from zeropp.partition.levels import HopSpec
@@ -25,6 +27,10 @@ from zeropp.partition.topology import Chain
 _T = TypeVar("_T")
 
 __all__ = ["Comm", "GroupKey", "Groups", "Hop", "make_comm"]
+
+_OUTLASTS = 2  # times hang_timeout; the monitor's looks and the ranks' last words come before
+_ABORTING = 5.0  # seconds for communicators to end
+_dropped: list[list[dist.ProcessGroup]] = []  # of engines that are gone and were not closed
 
 GroupKey = tuple[str, int, int]
 """What a process group of hops is for: a kind of work, and the levels that data moves between."""
@@ -151,14 +157,17 @@ class Comm:
         self.world_group: dist.ProcessGroup | None = None
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
-        # An engine that is dropped, and not closed, gives up the memory and connections of its groups, too. Not at the
-        # end of the program, where torch does so itself.
-        weakref.finalize(self, _free, self._made).atexit = False
+        # Of an engine that is dropped, and not closed. NCCL destroys a group where all of its ranks do, and ranks need
+        # not collect garbage at the same time: its groups go with the next engine that is made.
+        weakref.finalize(self, _drop, self._made).atexit = False
+        while _dropped:
+            free_groups(_dropped.pop(0))
         # Here, where all ranks are at the same place: the members connect while a group is made.
         if chain.world > 1:
             # What is small and for all goes over the user's group where that serves, since a communicator costs memory
             # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
-            self.world_group = members.shared or self._make(ranks, backend, "world")
+            shared = members.shared if self._outlasts(members.shared) else None
+            self.world_group = shared or self._make(ranks, backend, "world")
             # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             control = "gloo" if backend != "fake" else "fake"
             self.control_group = self._make(ranks, control, "control")
@@ -230,7 +239,7 @@ class Comm:
         """Destroy the groups. They are not used again."""
         # Hops keep their groups, which are of no use from here on.
         self._groups = {}
-        _free(self._made)
+        free_groups(self._made)
 
     def abort(self) -> None:
         """End what is under way, here and on the others: the ranks have lost each other.
@@ -239,28 +248,45 @@ class Comm:
         have limits of their own.
         """
         groups = [] if self.backend == "gloo" else [*self._made, self.world_group]
-        for group in groups:
-            if group is not None and group is not self.control_group:
-                # It may be ending by itself, or be of a backend without this.
-                with contextlib.suppress(RuntimeError, NotImplementedError):
-                    group.abort()
+        ending = [
+            threading.Thread(target=_abort, args=(group,), name="zeropp abort", daemon=True)
+            for group in groups
+            if group is not None and group is not self.control_group
+        ]
+        # Side by side: each may wait for the device, which another one's kernel holds up.
+        for thread in ending:
+            thread.start()
+        until = time.monotonic() + _ABORTING
+        for thread in ending:
+            thread.join(max(until - time.monotonic(), 0.0))
+
+    def _outlasts(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether a group's own timeout, at which NCCL ends the process, leaves time for the error that names ranks."""
+        own = group_timeout(group, self.device) if group is not None else None
+        return own is None or own >= _OUTLASTS * self.timeout.total_seconds()
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
         # Groups of one kind exist side by side and share no member, so the first one tells them apart.
         first = self.ranks.index(ranks[0])
         # NCCL kills the process at its timeout; the error that names what every rank waits for must come before.
-        timeout = self.timeout if backend == "gloo" else 2 * self.timeout
+        timeout = self.timeout if backend == "gloo" else _OUTLASTS * self.timeout
         device = HOST if description == "control" else self.device
         group = make_group(ranks, backend, timeout, f"{self.job} {description} {first}", device)
         self._made.append(group)
         return group
 
 
-def _free(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy groups, once."""
-    # The user may have ended torch.distributed before, and all groups with it.
-    while groups and dist.is_initialized():
-        dist.destroy_process_group(groups.pop())
+def _drop(groups: list[dist.ProcessGroup]) -> None:
+    """Destroy the groups of an engine that is gone; those that may wait for other ranks there, later."""
+    waiting = [group for group in groups if is_registered(group) and "gloo" not in backends(group).values()]
+    free_groups([group for group in groups if group not in waiting])
+    _dropped.append(waiting)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    # It may be ending by itself, or be of a backend without this.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        group.abort()
 
 
 def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> Comm:

@@ -27,7 +27,8 @@ _log = logging.getLogger("zeropp")
 BLIND = frozenset({"cuda"})
 """Types of devices whose work the host does not wait for."""
 
-_LOOKS = 8  # in ``hang_timeout``
+_LOOKS = 8  # in ``hang_timeout``, at least
+_PERIOD = 1.0  # seconds at most between looks: events of finished work are kept until then
 _JOINING = 2.0  # seconds at the end of the program
 
 
@@ -54,7 +55,7 @@ class Monitor:
         if self._thread is None:  # at the first: a rank that sends nothing needs no thread
             self._thread = threading.Thread(
                 target=_patrol,
-                args=(weakref.ref(self), self._stop, self._hang_timeout / _LOOKS),
+                args=(weakref.ref(self), self._stop, min(self._hang_timeout / _LOOKS, _PERIOD)),
                 name="zeropp monitor",
                 daemon=True,
             )

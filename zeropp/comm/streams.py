@@ -41,7 +41,7 @@ class Event(Protocol):
         ...
 
     def done(self) -> bool:
-        """Whether it has happened; no host waits for this."""
+        """Whether it has happened, and well; no host waits for this."""
         ...
 
 
@@ -142,7 +142,7 @@ class _ThreadEvent:
         return True
 
     def done(self) -> bool:
-        return not self._lock.locked()
+        return not self._lock.locked() and self._error is None
 
 
 _Task = tuple[Sequence[Callable[[], object]], Event | None, _ThreadEvent]
@@ -366,7 +366,8 @@ class Lanes:
 
     def abandon(self) -> None:
         """Wait for none of them from here on."""
-        for stream in self._streams.values():
+        # A copy: this may run beside a thread that makes a further one.
+        for stream in list(self._streams.values()):
             stream.abandon()
 
     def close(self) -> None:

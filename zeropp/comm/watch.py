@@ -67,8 +67,10 @@ class Watch:
     """
 
     def __init__(self, job: str, rank: int, world: int, after: float | None) -> None:
-        self._keys = [f"{job}/account/{each}" for each in range(world)]
+        self._job = job
         self._rank = rank
+        self._world = world
+        self._key: str | None = None  # of this rank's account, once it has given one
         self._after = after
         self._current: _Wait | None = None
         self._failed = False
@@ -111,10 +113,16 @@ class Watch:
 
     def heard(self) -> dict[int, Account]:
         """Accounts that are in the store."""
-        return within(_ANSWER, partial(_read, default_store(), self._keys), "reading the accounts of ranks")
+        return within(_ANSWER, partial(_read, default_store(), self._job), "reading the accounts of ranks")
 
     def _set(self, text: str) -> None:
-        within(_ANSWER, partial(default_store().set, self._keys[self._rank], text), "telling where this rank waits")
+        within(_ANSWER, partial(self._write, default_store(), text), "telling where this rank waits")
+
+    def _write(self, store: dist.Store, text: str) -> None:
+        # In the order of coming: readers then ask for those that are there, and not for every rank's.
+        if self._key is None:
+            self._key = _account_key(self._job, store.add(_count_key(self._job), 1))
+        store.set(self._key, f"{self._rank} {text}")
 
     def close(self) -> None:
         """Stop watching."""
@@ -149,20 +157,33 @@ class Watch:
 
     def _words(self, accounts: dict[int, Account]) -> str:
         others = [f"{name_ranks([rank])} is {each}" for rank, each in sorted(accounts.items()) if rank != self._rank]
-        silent = [rank for rank in range(len(self._keys)) if rank not in accounts]
+        silent = [rank for rank in range(self._world) if rank not in accounts]
         if silent:
             others.append(f"{name_ranks(silent)} {'waits' if len(silent) == 1 else 'wait'} for nobody")
         return (
             f"rank {self._rank} has been waiting for {self._after:g} s, {accounts[self._rank]}; {'; '.join(others)}. "
-            f"Perhaps {likely_cause(accounts, len(self._keys))}"
+            f"Perhaps {likely_cause(accounts, self._world)}"
         )
 
 
-def _read(store: dist.Store, keys: list[str]) -> dict[int, Account]:
-    # Asked first, since ``get`` waits for a key that is missing.
-    there = [rank for rank, key in enumerate(keys) if store.check([key])]
-    found = {rank: store.get(keys[rank]) for rank in there}
-    return {rank: Account.unpacked(text) for rank, text in found.items() if text}
+def _count_key(job: str) -> str:
+    return f"{job}/accounts"
+
+
+def _account_key(job: str, number: int) -> str:
+    return f"{job}/account/{number}"
+
+
+def _read(store: dist.Store, job: str) -> dict[int, Account]:
+    keys = [_account_key(job, number) for number in range(1, store.add(_count_key(job), 0) + 1)]
+    # Asked first, since ``get`` waits for a key that is missing: its rank has a number, and perhaps no more.
+    if keys and not store.check(keys):
+        keys = [key for key in keys if store.check([key])]
+    # One request where the store can: a thousand ranks may be asking it for a thousand accounts.
+    whole = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's own stubs
+    texts = store.multi_get(keys) if whole else [store.get(key) for key in keys]
+    pairs = [text.decode().split(" ", 1) for text in texts]
+    return {int(rank): Account.unpacked(text) for rank, text in pairs if text}
 
 
 _watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()

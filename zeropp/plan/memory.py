@@ -40,8 +40,8 @@ class MemoryPlan:
             (what hpZ caches, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none
             where the main weights are that), ``feedback`` (errors of quantized gradients).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
-        communicators: process groups that the engine makes, on a card one NCCL communicator each. Their memory is
-            none that torch allocates, and in no other number here.
+        communicators: process groups that carry weights and gradients, and one for what is small and for all, on a
+            card one NCCL communicator each. Their memory is none that torch allocates, and in no other number here.
     """
 
     terms: dict[str, int]
@@ -127,4 +127,4 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                     layout.numel, own, key.dtype, trainable=key.trainable
                 )
         units.append(UnitMemory(unit.name, own.cached == 1, gathered, message, held))
-    return MemoryPlan(dict(terms), tuple(units), len(planned.groups(world)))
+    return MemoryPlan(dict(terms), tuple(units), len(planned.groups(world)) + (world > 1))
