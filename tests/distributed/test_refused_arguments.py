@@ -170,7 +170,7 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "wrapped twice, old optimizer": (wrapped_twice_own, "ValueError", "managed by a ZeroOptimizer.*del optimizer"),
     "wrapped, closed, wrapped": (wrapped_again, "ValueError", r"given up by close\(\)"),
     "optimizer wrapped twice": (zero_of_zero, "ValueError", "ZeroOptimizer already; give it the plain"),
-    "meta parameter": (with_meta, "ValueError", "'extra' is on the meta device.*to_empty"),
+    "meta parameter": (with_meta, "ValueError", "'extra' is on the meta device.*device=.*to_empty"),
     "all on meta": (lambda m, r: plain(nn.Linear(3, 3, device="meta")), "ValueError", "on the meta device.*to_empty"),
     "DTensor": (distributed, "TypeError", "'extra' is a DTensor.*plain"),
     "sparse embedding": (with_sparse, "ValueError", "'emb' makes sparse gradients.*sparse=False"),

@@ -58,12 +58,13 @@ def comm_report(model: nn.Module | Optimizer) -> Ledger:
     return engine.comm.ledger
 
 
-def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tensor]:
-    """Whole main weights and buffers of a partitioned model, on CPU. Collective: call it on every rank.
+def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, Tensor]:
+    """Whole main weights and buffers of a partitioned model. Collective: call it on every rank.
 
     Args:
         model: wrapped by a ZeroOptimizer.
         rank0_only: return an empty dict on other ranks; the values still travel to all, one unit at a time.
+        cpu_offload: on CPU; otherwise on the model's device, which then has the whole model.
 
     Returns:
         True names and shapes, as ``state_dict()`` of the plain model would have; trainable parameters in float32
@@ -72,19 +73,19 @@ def full_state(model: nn.Module, *, rank0_only: bool = False) -> dict[str, Tenso
     engine = engine_of(model)
     engine.require_idle("full_state", averaged=True)
     engine.agreement.require_same_call("full_state()")
-    keep = not rank0_only or engine.comm.rank == 0
+    keep, device = not rank0_only or engine.comm.rank == 0, torch.device("cpu") if cpu_offload else engine.device
     values: dict[int, Tensor] = {}
     for buffer in engine.buffers:
         for parameter, value in zip(buffer.parameters, gather_main(engine, buffer), strict=True):
             if keep:
-                # A copy, also of what is on the CPU: a view would keep its whole buffer.
-                values[id(parameter)] = value.to("cpu", copy=True)
+                # A copy, also of what is there: a view would keep its whole buffer.
+                values[id(parameter)] = value.to(device, copy=True)
     # Not before: gathering is collective, whoever wants the result.
     if not keep:
         return {}
     state = {}
     for name, tensor in _named_state(model):
-        state[name] = values[id(tensor)] if id(tensor) in values else tensor.detach().to("cpu", copy=True)
+        state[name] = values[id(tensor)] if id(tensor) in values else tensor.detach().to(device, copy=True)
     return state
 
 

@@ -68,15 +68,17 @@ class ZeroOptimizer(Optimizer):
         *,
         process_group: Group = None,
         gradient_scale: float | None = None,
+        device: torch.device | str | int | None = None,
     ) -> None:
         """Wrap ``optimizer`` and ``model``. Collective: every rank of the group calls it.
 
         Args:
             optimizer: elementwise, over parameters of ``model``; state it has is cut like the parameters.
-            model: on its device; rank 0's values become everyone's.
+            model: rank 0's values become everyone's.
             config: DeepSpeed-style dict, path to JSON, or a loaded Config; None for stage 3 with defaults.
             process_group: ranks to partition over: a group, a one-dimensional DeviceMesh, or the world.
             gradient_scale: factor on gradients summed over ranks; None for the configured mean or sum.
+            device: to train on; None for the model's. See docs/multinode.md, "A model larger than a GPU".
 
         Raises:
             ConfigError: the configuration cannot be used.
@@ -99,7 +101,7 @@ class ZeroOptimizer(Optimizer):
             process_group, "preparing ZeroOptimizer", prepare, patience=lambda loaded: loaded.zeropp.hang_timeout
         )
         self.inner = optimizer
-        self.engine: Engine = build_engine(model, self.config, process_group, self, gradient_scale, alike)
+        self.engine: Engine = build_engine(model, self.config, process_group, self, gradient_scale, device, alike)
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
         self._slices = Slices(optimizer, self.engine.units, self.engine.device)
@@ -115,8 +117,7 @@ class ZeroOptimizer(Optimizer):
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
         self.grad_norm: float | None = None
-        self._norms: dict[str, float] = {}
-        self.skipped_steps = 0
+        self._norms, self.skipped_steps = dict[str, float](), 0
         self.step_was_skipped = self.step_was_taken = False
         self.grad_scaler: torch.amp.GradScaler | None = None
 

@@ -142,7 +142,7 @@ class BufferMaker:
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
     ) -> FlatBuffer:
-        encoding, mode = self._encoding, placement.mode
+        encoding, mode, device = self._encoding, placement.mode, self._comm.device
         paths = _weight_paths(self._comm, placement, key, encoding)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None
@@ -151,13 +151,12 @@ class BufferMaker:
             codes = CodedGatherPath(
                 placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
             )
-            return CodedBuffer(unit, parameters, layout, key.main_dtype, paths, codes)
+            return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes)
         gradient = None
         if key.trainable:
-            device = parameters[0].device
             travels = _gradient_paths(self._comm, placement, layout, key, encoding, device)
-            gradient = Gradient(unit, parameters, layout, key.main_dtype, travels)
-        return FlatBuffer(unit, parameters, layout, key.main_dtype, paths, gradient)
+            gradient = Gradient(unit, parameters, layout, key.main_dtype, device, travels)
+        return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient)
 
 
 def _is_coded(key: BufferKey, encoding: Encoding) -> bool:

@@ -35,11 +35,12 @@ class CodedBuffer(FlatBuffer):
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
         main_dtype: torch.dtype,
+        device: torch.device,
         paths: WeightPaths,
         codes: CodedGatherPath,
     ) -> None:
         # No gradient: a parameter that is to be trained leaves for a buffer of its own, see Trainability.
-        super().__init__(unit, parameters, layout, main_dtype, paths, None)
+        super().__init__(unit, parameters, layout, main_dtype, device, paths, None)
         self.codes = codes
         self.codec = codes.codec
         # The shard's own size says nothing of it: that is bytes of codes and scales.

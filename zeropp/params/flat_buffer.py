@@ -77,6 +77,7 @@ class FlatBuffer:
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
         main_dtype: torch.dtype,
+        device: torch.device,
         paths: WeightPaths,
         gradient: Gradient | None,
     ) -> None:
@@ -85,7 +86,7 @@ class FlatBuffer:
         self.parameters = tuple(parameters)
         self.layout = layout
         self.trainable = gradient is not None
-        self.device = parameters[0].device
+        self.device = device
         self.compute_dtype = paths.main.dtype
         self.main_dtype = main_dtype
         self.paths = paths

@@ -57,13 +57,14 @@ class Gradient:
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
         main_dtype: torch.dtype,
+        device: torch.device,
         paths: GradientPaths,
     ) -> None:
         self.unit = unit
         self.parameters = tuple(parameters)
         self.layout = layout
         self.dtype = main_dtype
-        self.device = parameters[0].device
+        self.device = device
         self.paths = paths
         self.placement = paths.straight.placement
         self.shard = torch.zeros(layout.numel // self.placement.mode.states, dtype=main_dtype, device=self.device)

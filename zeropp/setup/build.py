@@ -32,6 +32,7 @@ from zeropp.params.unit import Unit
 from zeropp.partition.levels import Mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.setup.ineffective import warn_of_idle
+from zeropp.setup.placing import find_device, place, require_values
 from zeropp.wire.encoding import choose_groups
 
 __all__ = ["build_engine"]
@@ -43,6 +44,7 @@ def build_engine(
     group: Group,
     listener: Listener,
     scale: float | None,
+    trained_on: torch.device | str | int | None,
     others: Callable[[], list[str]],
 ) -> Engine:
     """Partition a model in place.
@@ -50,11 +52,12 @@ def build_engine(
     Collective over the group. Rank 0's weights and buffers become everyone's.
 
     Args:
-        model: on the device it trains on, all parameters initialised.
+        model: on the device it trains on, all parameters initialised; or see ``trained_on``.
         config: checked to be supported.
         group: ranks to partition over.
         listener: the engine tells it what becomes of gradients, and does not keep it.
         scale: factor on gradients summed over ranks; None for what the configuration says.
+        trained_on: a device; the model may be elsewhere then, and without values on all ranks but the first.
         others: further lines that must be the same on every rank.
 
     Raises:
@@ -63,13 +66,13 @@ def build_engine(
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     extension = config.zeropp
     together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
-    device = together("checking the model", lambda: _check_model(model, config))
+    device = together("checking the model", lambda: _check_model(model, config, trained_on))
     hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
     members = together(
         "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
-    mode = together("choosing groups", lambda: _choose(config, members, former_engines(model)))
+    mode = together("choosing groups", lambda: _choose(model, config, members))
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
@@ -77,6 +80,8 @@ def build_engine(
         comm = make_comm(members, mode.chain, patience, job)
         # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
         _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
+        if trained_on is not None:
+            place(model, device)
         maker = BufferMaker(config, mode, comm)
         return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
 
@@ -168,8 +173,10 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     watch_structure(model, engine)
 
 
-def _choose(config: Config, members: Members, former: Sequence[Engine]) -> Mode:
-    for engine in former:
+def _choose(model: nn.Module, config: Config, members: Members) -> Mode:
+    if whereabouts()[0] == members.ranks[0]:
+        require_values(model)
+    for engine in former_engines(model):
         # Former values are gathered by the ranks that hold them, into buffers of these ranks.
         if engine.comm.ranks != members.ranks:
             raise ValueError(
@@ -179,7 +186,7 @@ def _choose(config: Config, members: Members, former: Sequence[Engine]) -> Mode:
     return choose_groups(config, len(members.ranks), members.local)
 
 
-def _check_model(model: nn.Module, config: Config) -> torch.device:
+def _check_model(model: nn.Module, config: Config, device: torch.device | str | int | None) -> torch.device:
     """Everything about a model that can be refused without asking other ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
@@ -190,7 +197,6 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
         )
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a model was wrapped inside torch.inference_mode(), where nothing can be trained; leave it")
-    devices: dict[torch.device, str] = {}
     for name, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run the model once before wrapping")
@@ -202,14 +208,8 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
         if parameter.layout is not torch.strided or parameter.is_inference():
             kind = "was made in inference mode" if parameter.is_inference() else f"has layout {parameter.layout}"
             raise ValueError(f"parameter {name!r} {kind}; expected a dense tensor that autograd can track")
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name!r} is on the meta device and has no values; call model.to_empty(device=...) and "
-                "initialise it before wrapping"
-            )
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
-        devices.setdefault(parameter.device, name)
     named = list(model.named_parameters())
     # Versions tell of a stale weight: two parameters with one counter would refuse each other's graphs. See
     # [Note: versions].
@@ -219,13 +219,6 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
             f"parameter {named[sharing[0]][0]!r} was made from a view of another tensor and shares its version "
             "counter; make it from a copy: nn.Parameter(view.clone())"
         )
-    if not devices:
-        raise ValueError("the model has no parameters; there is nothing to partition")
-    if len(devices) > 1:
-        raise ValueError(f"parameters lie on several devices {devices}; move the model to one device before wrapping")
-    for name, buffer in model.named_buffers():
-        if buffer.is_meta:
-            raise ValueError(f"buffer {name!r} is on the meta device and has no values; initialise it before wrapping")
     for path, module in model.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
             raise ValueError(f"module {path!r} makes sparse gradients; build it with sparse=False")
@@ -237,7 +230,7 @@ def _check_model(model: nn.Module, config: Config) -> torch.device:
     check_dtypes(model, config)
     # Only for what it refuses; what it finds is asked for again where it is used.
     former_engines(model)
-    return next(iter(devices))
+    return find_device(model, device)
 
 
 def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:

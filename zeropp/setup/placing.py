@@ -1,0 +1,143 @@
+"""Where a model's values are when it is wrapped, and where they are to be.
+
+Ranks beside the first need no values of their own: their parameters and buffers may be on the meta device, if the
+device they are to train on is named. The first rank's may be on the CPU; a unit comes to the device when it is cut.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.params.guard import is_managed
+
+__all__ = ["find_device", "place", "require_values"]
+
+
+def find_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+    """The device to train on: the one that is given, or else the one that all parameters are on. Local.
+
+    Raises:
+        ValueError: there is no such device, or none is given and parameters are on several, or on none.
+    """
+    chosen = None if device is None else _existing(device)
+    found: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        found.setdefault(parameter.device, name)
+    if not found:
+        raise ValueError("the model has no parameters; there is nothing to partition")
+    if chosen is not None:
+        _check_replaceable(model)
+        return chosen
+    for kind, name in _on_meta(model):
+        raise ValueError(
+            f"{kind} {name!r} is on the meta device and has no values. Say where the model trains, "
+            "ZeroOptimizer(..., device=...): rank 0's values then become everyone's, and the other ranks need none. Or "
+            "call model.to_empty(device=...) and initialise it before wrapping"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"parameters lie on several devices {found}; move the model to one device before wrapping, or say which "
+            "one it trains on: ZeroOptimizer(..., device=...)"
+        )
+    return next(iter(found))
+
+
+def require_values(model: nn.Module) -> None:
+    """On the rank whose values become everyone's.
+
+    Raises:
+        ValueError: it has none.
+    """
+    for kind, name in _on_meta(model):
+        raise ValueError(
+            f"{kind} {name!r} of rank 0 is on the meta device; rank 0's values become everyone's, so it needs them: "
+            "build the model on the CPU there, and on the meta device on the other ranks alone"
+        )
+
+
+def place(model: nn.Module, device: torch.device) -> None:
+    """Bring what is not cut into shards to the device, and what is cut there as far as it has no values.
+
+    Parameters and buffers stay the objects they are. Those without values get memory that holds anything; parameters
+    that are cut, and get their values then, get none.
+
+    Args:
+        model: checked by :func:`find_device`.
+        device: to train on.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                _move(parameter, device)
+            elif parameter.is_meta:
+                # The strides are looked at before it is cut, and empty_like has others where elements overlap.
+                shape, strides = parameter.shape, parameter.stride()
+                _swap(parameter, torch.empty_strided(shape, strides, dtype=parameter.dtype, device=device))
+                parameter.untyped_storage().resize_(0)
+        for buffer in model.buffers():
+            _move(buffer, device)
+
+
+def _existing(device: torch.device | str | int) -> torch.device:
+    try:
+        # Of a tensor: "cuda" alone means the current one, which has a number.
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ValueError(
+            f"device is {device!r}, which is no device here ({str(error).splitlines()[0]}); give one such as "
+            'torch.device("cuda", local_rank), or "cpu"'
+        ) from None
+    if found.type == "meta":
+        raise ValueError('device is "meta", where nothing can be trained; give the one that the model trains on')
+    return found
+
+
+def _on_meta(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Kind and name of each tensor without values."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            yield "parameter", name
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            yield "buffer", name
+
+
+def _check_replaceable(model: nn.Module) -> None:
+    """That what is on the meta device can be given values."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ValueError(
+                    f"module {path!r} keeps a tensor {name!r} on the meta device that is no buffer, so no values reach "
+                    f"it; register it: register_buffer({name!r}, ..., persistent=False)"
+                )
+    for name, parameter in model.named_parameters():
+        # torch gives a tensor another device by exchanging it, which weak references would not follow.
+        if parameter.is_meta and weakref.getweakrefcount(parameter):
+            raise ValueError(
+                f"parameter {name!r} is on the meta device, and something refers to it weakly, such as an average or "
+                "a cache keyed by tensors; make that after wrapping"
+            )
+
+
+def _move(tensor: Tensor, device: torch.device) -> None:
+    """To the device, in place; without values, if it has none yet."""
+    if tensor.is_meta:
+        _swap(tensor, torch.empty_like(tensor, device=device))
+    elif tensor.device != device and not is_managed(tensor):
+        # Through .data the object stays: modules may share it.
+        tensor.data = tensor.data.to(device)
+
+
+def _swap(tensor: Tensor, other: Tensor) -> None:
+    """Let a tensor be another one, and stay the object it is: modules, ties and the optimizer know it."""
+    if isinstance(tensor, nn.Parameter):
+        other = nn.Parameter(other, requires_grad=tensor.requires_grad)
+    # torch exchanges class and attributes, too, and these are to stay.
+    other.__class__ = type(tensor)
+    other.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, other)
