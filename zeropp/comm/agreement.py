@@ -33,7 +33,7 @@ _WIDTH = 8  # integers in an exchange
 # Kinds of exchanges between passes; the schedule has its own below 100.
 _MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
 
-_GRACE = 3.0  # seconds a failing rank waits for the others' accounts of the same failure
+_GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 
 
 class Agreement:
@@ -233,8 +233,8 @@ class Agreement:
         until, pause = time.monotonic() + _GRACE, 0.05
         accounts = self.watch.heard()
         # Others run into the same failure at nearly the same time, and the message is better with what they say.
-        while time.monotonic() < until and len(accounts) < self.comm.world:
-            time.sleep(pause)
+        while (left := until - time.monotonic()) > 0 and len(accounts) < self.comm.world:
+            time.sleep(min(pause, left))
             pause *= 2  # many ranks may be asking one store
             with contextlib.suppress(RuntimeError, TimeoutError):  # what was heard before is worth telling
                 accounts = self.watch.heard()
