@@ -32,10 +32,10 @@ def measure(rank: int, world: int, store: str, result: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, store=dist.FileStore(store, world))
-    row, rows = torch.zeros(8, dtype=torch.int64), torch.zeros(8 * world, dtype=torch.int64)
+    row, rows = torch.zeros(9, dtype=torch.int64), torch.zeros(9 * world, dtype=torch.int64)
     everyone, lines = dist.distributed_c10d._get_default_group(), []
     for name, call in {
-        "zeropp, 8 integers": lambda: gather_rows(row, everyone, timedelta(minutes=1)).tolist(),
+        "zeropp, 9 integers": lambda: gather_rows(row, everyone, timedelta(minutes=1)).tolist(),
         "gloo's all-gather": lambda: all_gather_single(rows, row),
     }.items():
         taken = []

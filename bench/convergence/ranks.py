@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from zeropp.comm.groups import HOST
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import InlineStream, Lanes
@@ -81,6 +82,7 @@ class VirtualComm:
     world: int
     meetings: dict[tuple[object, ...], Meeting]  # of all ranks
     ledger: Ledger = field(default_factory=Ledger)
+    device: torch.device = HOST
 
     def hop(self, stream: str, spec: HopSpec) -> VirtualHop:
         """A hop on a meeting that belongs to a stream, as a process group would."""

@@ -130,9 +130,11 @@ def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() 
         rank.backward_uses.begin()
         rank.backward_uses.use(unit)
         if rank.reductions.count(0, 0):
+            rank.reductions.send_complete()
             rank.backward_uses.end(unit)
         assert unit.state is UnitState.EXPOSED, f"with both: {both}"
         if both and rank.reductions.count(0, 1):
+            rank.reductions.send_complete()
             rank.backward_uses.end(unit)
         rank.backward_uses.give_up()
         rank.schedule.end()

@@ -240,6 +240,7 @@ class Rank:
         unit.gradients[0].stray += 1
         self.given[unit.index] += 1
         if self.reductions.count(unit.index, 0):
+            self.reductions.send_complete()
             self.backward_uses.end(unit)
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:

@@ -1,8 +1,9 @@
 """How ranks agree outside the steady state, and how they tell each other what went wrong.
 
-In the steady state nothing is exchanged beside weights and gradients: every rank follows the order it has learned
-together with the others. Messages here are only sent while an order is learned, where known orders part, at the end
-of passes that vary, and when a rank gives up waiting.
+In the steady state a pass exchanges nothing beside weights and gradients: every rank follows the order it has learned
+together with the others. Messages here are sent while an order is learned, where known orders part, at the end of
+passes that vary, after errors, and when a rank gives up waiting; and between passes, where all ranks must come to the
+same call, such as ``state_dict()``, or bring the same settings to a step.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["ADDED", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
 # An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
-_WIDTH = 8  # integers in an exchange
+_WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
 # Kinds of exchanges between passes; the schedule has its own below 100.
 _MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
 

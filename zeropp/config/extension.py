@@ -52,8 +52,8 @@ class ExtensionConfig(Block):
 
     static_graph: bool = False
     """Promises that all passes of a kind (training forwards, their backwards, evaluation) use the same modules in
-    the same order, on every rank and every time. Passes that have varied, or that do not use all modules, then end
-    without a word between ranks, too, and nothing else is ever learned: a pass that needs another module is an error
+    the same order, on every rank and every time. Passes that have varied, or that do not use all modules, then
+    exchange nothing at their end either, and nothing else is ever learned: a pass that needs another module is an error
     on every rank."""
 
     cast_inputs: bool = True
@@ -76,7 +76,7 @@ class ExtensionConfig(Block):
     lossless differences. `null` follows `zero_quantized_weights`."""
 
     secondary: Literal["weights", "codes"] = "weights"
-    """What a secondary shard keeps: weights in the compute type, or the received codes at half the
+    """What a secondary shard has: weights in the compute type, or the received codes at half the
     bytes."""
 
     defer_cross_reduction: bool = False

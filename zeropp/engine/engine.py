@@ -209,6 +209,7 @@ class Engine:
         self._begin_backward()
         self.pending.used[index][position] = True
         if self.reductions.count(index, position):
+            self.reductions.send_complete()
             self._backward.end(self.units[index])
 
     def _begin_backward(self) -> None:
@@ -382,8 +383,6 @@ class Engine:
             lanes.close()
         self.agreement.close()
         self.comm.close()
-
-    # What the optimizer works on.
 
     @property
     def listener(self) -> Listener | None:

@@ -79,7 +79,7 @@ class Window:
                 self._skipped = True
                 self._owned |= not self._ever_asked
             self.count += 1
-        # A zero_grad() from here on is no companion of the step() that did nothing: it means the gradients.
+        # A zero_grad() from here on does not belong to the step() that did nothing: it means the gradients.
         self._fresh = self._asked = self._keeps = False
 
     def note_failure(self) -> None:

@@ -206,7 +206,7 @@ class ZeroOptimizer(Optimizer):
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self._take_edits()
         self.boundary.invalidate()  # the user may have edited gradients since
-        self.boundary.verdict()  # the step's one host read: gradients kept back by no_sync must be in first
+        self.boundary.verdict()  # the step's one host read: gradients held by no_sync must be in first
         norm = self.boundary.norm_tensor()
         self.boundary.accept_scaling(scale_gradients(self.engine, norm, max_norm))
         return norm
@@ -296,7 +296,7 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _update(self) -> None:
-        """Let the wrapped optimizer step, and new weights travel where they are kept."""
+        """Let the wrapped optimizer step, and new weights travel to where they are cached."""
         # Past the profiling wrapper of torch, whose hooks already run around step.
         step = getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)
         later = bool(self._optimizer_step_post_hooks)  # they may edit weights

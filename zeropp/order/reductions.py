@@ -10,8 +10,9 @@ boundary: all ranks send that unit again, and from then on expect it at the end 
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -23,8 +24,10 @@ from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]
 
-_IN_FLIGHT = 2  # messages not yet waited for; bounds what a slow network can pile up
-_SMALL = 2**26  # bytes; up to here more messages may be under way, and a link need not wait for one slow rank
+_IN_FLIGHT = 2  # messages that may always be under way, of any size
+# Bytes. While those under way take no more, another may follow, so that a link need not wait for one slow rank; what a
+# slow network can pile up is so much and one message, or two messages.
+_SMALL = 2**26
 _HOLD, _REDUCE = 0, 2  # kinds in the issue hash
 
 
@@ -97,8 +100,6 @@ class Reductions:
         if self._expected is None and index in self.reused:
             return True
         self._ready.append(index)
-        if self._expected is not None:
-            self._send(self._may_go)
         return True
 
     @property
@@ -116,15 +117,29 @@ class Reductions:
             return False
         return all(e or not t for e, t in zip(self._expect(index), self._trained[index], strict=True))
 
-    def before_use(self, uses: int) -> None:
+    def send_complete(self) -> None:
+        """Send what is next in the order, as long as it is complete on this rank, and its place has come."""
+        while self._turn < len(self._order):
+            index, uses = self._order[self._turn]
+            if uses > self._uses or index not in self._ready:
+                return
+            self._turn += 1
+            self._ready.remove(index)
+            self._issue(index, uses)
+
+    def before_use(self, uses: float) -> None:
         """The gathers of one more use than ``uses`` come next: send what is due before them, complete or not."""
-        self._send(lambda unit, place: place <= uses)
+        while self._turn < len(self._order) and self._order[self._turn][1] <= uses:
+            index, place = self._order[self._turn]
+            self._turn += 1
+            if index in self._ready:
+                self._ready.remove(index)
+            self._issue(index, place)
 
     def after_use(self, uses: int) -> None:
         """The gathers of ``uses`` uses are issued: complete units whose place has come may be sent."""
         self._uses = uses
-        if self._expected is not None:
-            self._send(self._may_go)
+        self.send_complete()
 
     def forget_sent(self, uses: int) -> None:
         """What was sent behind ``uses`` uses has its place there in the order learned from here on, or none.
@@ -136,7 +151,7 @@ class Reductions:
 
     def end(self) -> None:
         """Send what is left, in order, with zeros where this rank has nothing."""
-        self._send(lambda unit, place: True)
+        self.before_use(math.inf)  # no use comes any more
         self.wait(0)
 
     def offers(self, count: int) -> list[int]:
@@ -226,19 +241,6 @@ class Reductions:
         if self._expected is None:
             return tuple(map(int, self._trained[index]))
         return self._expected.get(index, (0,) * len(self._counts[index]))
-
-    def _may_go(self, index: int, uses: int) -> bool:
-        """Whether a unit is complete on this rank, and its place among the uses has come."""
-        return uses <= self._uses and index in self._ready
-
-    def _send(self, allowed: Callable[[int, int], bool]) -> None:
-        """Send what is next in the order, as long as its unit and place are ``allowed`` to go."""
-        while self._turn < len(self._order) and allowed(*self._order[self._turn]):
-            index, uses = self._order[self._turn]
-            self._turn += 1
-            if index in self._ready:
-                self._ready.remove(index)
-            self._issue(index, uses)
 
     def _issue(self, index: int, uses: int, *, hold: bool | None = None) -> None:
         unit = self.units[index]

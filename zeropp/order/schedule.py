@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from zeropp.comm.accounts import describe_phase
 from zeropp.comm.agreement import Agreement
@@ -132,18 +132,19 @@ class Schedule:
             if self._order is None or self._order.find(index, self._position) is not None:
                 del self.holdings.retained[index]  # else it may be needed once more, and no gather of it is to come
             return self._wait_and_expose(unit)
-        # Along the order, past forks, and to its end if it does not have this use.
-        while self._order is not None:
+        while self._order is not None:  # past forks, and to its end if it does not have this use
             position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
-            if position is not None and position < stop:
-                self._advance(position + 1, own=index)
-                return self._wait_and_expose(unit)
             if position is None:
                 if unit.state is not UnitState.SHARDED:  # gathered for another user: nobody need be asked
                     return self._wait_and_expose(unit)
                 self._leave(unit)
-            self._advance(stop, own=index)
+            elif position < stop:
+                stop = position + 1
+            for each in self._advance(stop, own=index):
+                self._issue(each)
+            if position == stop - 1:  # it is this use that was come to
+                return self._wait_and_expose(unit)
             self._meet(unit)
         self._agree_on(unit)
         return self._wait_and_expose(unit)
@@ -178,7 +179,7 @@ class Schedule:
                 self._retain(unit.index)
 
     def in_forward_order(self) -> list[Unit]:
-        """All units as the next forward will want them: those used anywhere, then in the order of the last one."""
+        """All units as the next forward will want them: those used anywhere, then in the order expected of it."""
         order = self.known.expected(self._forward)
         places: dict[int, int] = {}
         for place, index in enumerate(order.uses if order is not None else ()):
@@ -189,7 +190,8 @@ class Schedule:
         """Finish a phase: join what only others needed."""
         while self._order is not None:
             fork = bool(self._forks)
-            self._advance(self._forks[0] if fork else len(self._order.uses), own=None)
+            for each in self._advance(self._forks[0] if fork else len(self._order.uses), own=None):
+                self._issue(each)
             if not fork and not self._may_be_asked():
                 break
             if self._meet(None):
@@ -276,8 +278,8 @@ class Schedule:
         self._left = _NONE
         self.reductions.after_use(position)
 
-    def _advance(self, stop: int, own: int | None) -> None:
-        """Go through the uses before position ``stop``: gathers that the plan starts there, and reductions among them.
+    def _advance(self, stop: int, own: int | None) -> Iterator[int]:
+        """Go through the uses before position ``stop``; yields units to gather, and sends gradients between them.
 
         Args:
             stop: where to end.
@@ -291,7 +293,7 @@ class Schedule:
             self.holdings.drop(index for index in dropped if index != used)  # before what they make room for
             self.reductions.before_use(position)
             for index in self._plan.issue[position - self._base]:
-                self._issue(index)
+                yield index
                 self.holdings.planned.add(index)
             self._position += 1
             self.reductions.after_use(self._position)

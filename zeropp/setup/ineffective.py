@@ -38,7 +38,7 @@ def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
         also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
         yield (
             f"zero_hpz_partition_size {zero.zero_hpz_partition_size} has no effect{also}: weights are spread over "
-            f"{sharded} ranks, and a second copy over as many would be no use; set it to the ranks of a node"
+            f"{sharded} ranks, and a second copy over as many ranks would save nothing; set it to the ranks of a node"
         )
     if own.defer_cross_reduction and (sharded <= comm.local or zero.stage < 2):
         later = "gradients of several micro-batches are summed before they cross nodes anyway"

@@ -265,7 +265,7 @@ class ReducePath:
                     hop.codec, parts, numel, message, count=count, feedback=following.feedback, scale=headroom,
                     dtype=out.dtype,
                 )  # fmt: skip
-            # A generator that stands still keeps its locals, and the next lane may come to it much later.
+            # A paused generator keeps its locals, and the next lane may come to it much later.
             del parts
 
     def run(self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
