@@ -84,7 +84,7 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     model, optimizer = wrapped(settings)
     train(model, optimizer, 0)
     optimizer.engine.refresh.wait()
-    optimizer.engine.schedule.holdings.release_planned()
+    optimizer.engine.schedule.live_units.release_planned()
     return owned_bytes(optimizer.engine.units), plan.terms
 
 

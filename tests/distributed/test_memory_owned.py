@@ -52,7 +52,7 @@ def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list
             zeropp.full_state(model)
         optimizer.engine.refresh.wait()
         if when == "after an eval":
-            optimizer.engine.schedule.holdings.release_planned()  # kept for reuse, within max_live_parameters
+            optimizer.engine.schedule.live_units.release_planned()  # kept for reuse, within max_live_parameters
         bytes_now = owned_bytes(optimizer.engine.units)
         wanted = {**plan.terms, "held_gradients": 0, "gathered": 0}
         if bytes_now != wanted:

@@ -209,7 +209,7 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
         model(tokens(step, dist.get_rank())).backward()
         optimizer.step()
     optimizer.engine.refresh.wait()
-    optimizer.engine.schedule.holdings.release_planned()
+    optimizer.engine.schedule.live_units.release_planned()
     return owned_bytes(optimizer.engine.units), plan.terms
 
 

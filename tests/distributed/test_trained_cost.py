@@ -47,10 +47,10 @@ def planned_sizes() -> tuple[list[int], list[int], list[int]]:
     model.blocks.requires_grad_(False)
     optimizer = wrap(model)
     engine = optimizer.engine
-    before = list(engine.schedule.holdings.numel)
+    before = list(engine.schedule.live_units.numel)
     model.blocks[2].lin.bias.requires_grad_(True)
     model(batch(0, 0, 0))
-    return before, engine.schedule.holdings.numel, [unit.numel for unit in engine.units]
+    return before, engine.schedule.live_units.numel, [unit.numel for unit in engine.units]
 
 
 def test_plans_count_with_the_new_sizes() -> None:

@@ -53,8 +53,8 @@ FAULTS: dict[str, Fault] = {
         ),
         a_failure_is_never_over=("            self._failed = False\n", ""),
         what_is_kept_outlasts_a_failure=(
-            "        self.holdings.release_planned()\n        self.holdings.release_re",
-            "        self.holdings.release_re",
+            "        self.live_units.release_planned()\n        self.live_units.release_re",
+            "        self.live_units.release_re",
         ),
         phases_are_not_told_apart=("(self._ended, key)", "0"),
         phases_of_a_kind_are_not_told_apart=("(self._ended, key)", "key"),
@@ -63,8 +63,8 @@ FAULTS: dict[str, Fault] = {
             "strays = False",
         ),
         only_one_rank_tells_where_backward_may_come=(
-            "for _, foreseen in accounts:",
-            "for _, foreseen in accounts[:1]:",
+            "for _, units in accounts:",
+            "for _, units in accounts[:1]:",
         ),
         what_was_sent_for_another_order_keeps_its_place=("self.reductions.forget_sent(since)", "pass"),
         held_gradients_change_every_backward=("not (held and key[1])", "True"),
@@ -73,7 +73,7 @@ FAULTS: dict[str, Fault] = {
             "self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)",
             "pass",
         ),
-        differences_are_not_told_at_the_boundary=("for key in self._recent if differed else ():", "for key in ():"),
+        differences_are_not_told_at_the_boundary=("for key in self._recent if anywhere else ():", "for key in ():"),
         ranks_that_differ_are_not_mixed=("mixed = any(own != accounts[0][0] for own, _ in accounts)", "mixed = False"),
         reductions_are_not_sent_at_a_fork=("        self.reductions.before_use(place)\n", ""),
         what_was_gathered_for_others_is_let_go=(

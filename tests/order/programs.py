@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +12,18 @@ from tests.order.world import Deadlock, Unlike, World
 from zeropp.order.prefetch import Limits
 from zeropp.params.unit import UnitState
 
-__all__ = ["LIMITS", "UNITS", "Choice", "Failure", "Pass", "Program", "Step", "Uses", "alike", "check"]
+__all__ = ["LIMITS", "UNITS", "Choice", "Failure", "Pass", "Program", "Step", "Uses", "alike", "check", "repeated"]
 
 UNITS = 4
 LIMITS = [ENDLESS, Limits(0, 0, 0), Limits(4, 8, 100), Limits(100, 8, 8)]
 Uses = tuple[int, ...]
 Choice = Callable[[Sequence[int]], int]
+
+
+def repeated(pattern: Sequence[int]) -> Choice:
+    """The same choices over and over, by number among those who can go on."""
+    endless = itertools.cycle(pattern)
+    return lambda able: able[next(endless) % len(able)]
 
 
 @dataclass(frozen=True)

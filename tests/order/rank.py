@@ -161,7 +161,7 @@ class Rank:
             if done == fails:
                 return self.recover()
             unit.users -= 1
-            self.schedule.holdings.release_if_unused(unit)
+            self.schedule.live_units.release_if_unused(unit)
             if grad and index not in leaves:
                 self.backward_uses.expect_in_backward([unit], whole=False)
         if fails is not None:
@@ -253,12 +253,12 @@ class Rank:
                 self.reductions.send_unsent(index)
         for unit in self.units:
             unit.version += 1
-        self.schedule.holdings.release_planned()
+        self.schedule.live_units.release_planned()
 
     def _late(self) -> list[int]:
         unsent = [any(g.has_unsent() for g in unit.gradients) for unit in self.units]
         stray = any(g.has_stray() for unit in self.units for g in unit.gradients)
-        account = (self.issued.value, unsent, stray, self.schedule.differed)
+        account = (self.issued.value, unsent, stray, self.schedule.passed_over)
         rows = self.agreement.exchange_objects(account, "step")
         if len({value for value, *_ in rows}) > 1:
             raise Unlike(f"ranks have issued different things: {self.world.issued}")
@@ -266,5 +266,5 @@ class Rank:
         if late:
             self.schedule.postpone(late, held=not any(row[2] for row in rows))
         else:
-            self.schedule.note_differences(any(row[3] for row in rows))
+            self.schedule.note_passed_over(any(row[3] for row in rows))
         return late

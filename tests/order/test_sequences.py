@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 
 from tests.order.families import CORNERS, EVENTS, FULL, failures, sequences
-from tests.order.programs import LIMITS, Choice, Failure, Program, Step, alike, check
+from tests.order.programs import LIMITS, Choice, Failure, Program, Step, alike, check, repeated
 
 PLACES: list[Failure | None] = [None, *(Failure(backward, uses) for backward in (False, True) for uses in (0, 2, 5))]
 MORE: list[Failure | None] = [None, *(Failure(backward, uses) for backward in (False, True) for uses in range(6))]
@@ -34,6 +34,13 @@ def check_all(programs: Iterable[Program], *, thorough: bool = False) -> int:
 @pytest.mark.parametrize("name", CORNERS)
 def test_ranks_that_are_heard_train(name: str) -> None:
     assert check_all([CORNERS[name]], thorough=True) == 3 * len(LIMITS)
+
+
+@pytest.mark.parametrize("name", CORNERS)
+def test_any_rank_may_go_on_first(name: str) -> None:
+    """Ranks meet in exchanges alone, and between two of them each works on its own: who goes on changes nothing."""
+    for pattern in itertools.product(range(3), repeat=3):
+        assert check(CORNERS[name], LIMITS[0], repeated(pattern))
 
 
 @pytest.mark.parametrize("first", EVENTS)

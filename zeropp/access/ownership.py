@@ -90,7 +90,7 @@ class Former:
                 notify(f"values of {missing} are given up: they are no longer in the model")
             # Nothing may be under way on lanes that are about to be closed, and no memory be kept for a pass to come.
             engine.finish_load()
-            engine.schedule.holdings.release_planned()
+            engine.schedule.live_units.release_planned()
             engine.refresh.wait()
         self._places = {id(p): (e, b, i) for e in self._engines for b in e.buffers for i, p in enumerate(b.parameters)}
         self._gathered: dict[FlatBuffer, tuple[list[Tensor], Tensor | None]] = {}

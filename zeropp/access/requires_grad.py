@@ -75,7 +75,7 @@ class Trainability:
         unfrozen = [(unit, buffer) for unit, buffer in changed if not buffer.trainable]
         if unfrozen:
             # Gathers and refreshes on their way write to what is about to be freed.
-            engine.schedule.holdings.release_planned()
+            engine.schedule.live_units.release_planned()
             engine.refresh.wait()
             for unit, buffer in unfrozen:
                 self._split(unit, buffer, wanted)

@@ -32,7 +32,7 @@ _log = logging.getLogger("zeropp")
 # An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
 _WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
 # Kinds of exchanges between passes; the schedule has its own below 100.
-_MEET, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
+_SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
 
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 
@@ -60,15 +60,15 @@ class Agreement:
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
         self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up)
 
-    def wait(self, arrives: Callable[[float], bool], doing: str, exposed: tuple[str, str] | None = None) -> None:
+    def wait(self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None) -> None:
         """Call ``arrives(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
 
         Args:
             arrives: whether what is waited for has come within so many seconds.
             doing: for the error.
-            exposed: (unit, kind) in the ledger that the time goes to.
+            timed: (unit, kind) in the ledger that the time goes to.
         """
-        timing = contextlib.nullcontext() if exposed is None else self.stalls.timing(*exposed)
+        timing = contextlib.nullcontext() if timed is None else self.stalls.timing(*timed)
         with timing, self.watching(doing):
             if not arrives(self.hang_timeout):
                 # Raised inside ``watching``, which lets it through: ``lost`` is set by then.
@@ -172,7 +172,7 @@ class Agreement:
         """
         # Not hash(): of strings it is another number in every process.
         code = zlib.crc32(what.encode())
-        rows = self.exchange(_MEET, [code], f"at {what}", what)
+        rows = self.exchange(_SAME_CALL, [code], f"at {what}", what)
         if any(row != [code] for row in rows):
             raise self.failure(f"at {what}", what)
 

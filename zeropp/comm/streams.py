@@ -74,7 +74,7 @@ class Stream(Protocol):
 
 
 _CLOSING = 5.0  # seconds to wait for a thread to end
-_SETTLING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
+_YIELDING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
 
 
 class _Done:
@@ -202,7 +202,7 @@ def _end_all() -> None:
         thread.join(timeout=max(until - time.monotonic(), 0.0))
     if threads or torch.distributed.is_initialized():
         # gloo's own threads drop the tensors of finished collectives, for which they need the interpreter's lock.
-        time.sleep(_SETTLING)
+        time.sleep(_YIELDING)
 
 
 atexit.register(_end_all)

@@ -96,7 +96,7 @@ class BackwardUses:
 
     def _release(self, unit: Unit) -> None:
         unit.users -= 1
-        self._schedule.holdings.release_if_unused(unit)
+        self._schedule.live_units.release_if_unused(unit)
 
 
 class Touched:
@@ -130,7 +130,7 @@ class Touched:
         """The pass is over."""
         for index in sorted(self._now):
             self._units[index].users -= 1
-            self._schedule.holdings.release_if_unused(self._units[index])
+            self._schedule.live_units.release_if_unused(self._units[index])
         self._now.clear()
 
     def forget(self) -> None:

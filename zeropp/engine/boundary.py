@@ -87,8 +87,8 @@ class Boundary:
         # strays among these, one for ranks that passed over units, one for each used parameter; checksums at the end.
         self._unsent = 7
         self._stray = self._unsent + len(engine.units)
-        self._differed = self._stray + 1
-        self._used = self._differed + 1
+        self._passed_over = self._stray + 1
+        self._used = self._passed_over + 1
 
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
@@ -149,7 +149,7 @@ class Boundary:
             if math.isfinite(values[0]) and self._clear_unused(values):
                 values = self._exchange()
             self._renew_differing_caches(values)
-            self.engine.schedule.note_differences(values[self._differed] > 0)
+            self.engine.schedule.note_passed_over(values[self._passed_over] > 0)
             # A norm that is not finite is how every rank is told to skip.
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
@@ -245,7 +245,7 @@ class Boundary:
         flags = [*_spread(engine.issued.value), *(_spread(settings) if isinstance(settings, int) else (0.0,) * 3)]
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
-        flags.append(float(engine.schedule.differed))
+        flags.append(float(engine.schedule.passed_over))
         flags += [float(used) for unit_flags in engine.pending.used for used in unit_flags]
         # Pinned, so that the copy is queued and not waited for. torch's allocator keeps the block until the copy is
         # done.
@@ -281,14 +281,14 @@ class Boundary:
         return [unit.index for unit in self.engine.units if values[self._unsent + unit.index] > 0]
 
     def _check_in_step(self, values: list[float]) -> None:
-        if self._differ(values[_HASH]):
+        if self._disagree(values[_HASH]):
             raise self.engine.agreement.failure(
                 f"comparing what was gathered and reduced, hash {self.engine.issued.value:x}", where="step()"
             )
-        if self._differ(values[_SETTINGS]):
+        if self._disagree(values[_SETTINGS]):
             raise self._settings.disagreement()
 
-    def _differ(self, numbers: list[float]) -> bool:
+    def _disagree(self, numbers: list[float]) -> bool:
         """Whether numbers of a hash, summed over ranks, come from different hashes: n * sum(x * x) > sum(x) ** 2."""
         world = self.engine.comm.world
         # In Python's integers, which do not round. Equality in the inequality of Cauchy and Schwarz means that all

@@ -152,7 +152,7 @@ class Engine:
                 self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
                 unit.users -= 1
-                self.schedule.holdings.release_if_unused(unit)
+                self.schedule.live_units.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
                 self._end_forward()
         except BaseException:
@@ -166,7 +166,7 @@ class Engine:
             if (listener := self.listener) is not None:
                 listener.graph_begins()
             self.window.note_forward(hooked.path)
-            self._foresee_boundary()
+            self._expect_boundary()
         key: PhaseKey = ("forward", hooked.path, training, grad)
         outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
         self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
@@ -218,7 +218,7 @@ class Engine:
         self.require_idle("backward")
         if (listener := self.listener) is not None:
             listener.backward_begins()
-        self._foresee_boundary()
+        self._expect_boundary()
         self.refresh.start_put_off()
         self.phase = Phase.BACKWARD
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
@@ -240,7 +240,7 @@ class Engine:
         if (listener := self.listener) is not None:
             listener.backward_ended()
 
-    def _foresee_boundary(self) -> None:
+    def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
         self.reductions.last = self.window.closing or not self.mode.sums
 
@@ -344,7 +344,7 @@ class Engine:
                 buffer.invalidate_cache()
         self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
-        self.schedule.holdings.release_planned()
+        self.schedule.live_units.release_planned()
         with self.agreement.sending_weights(stepped=stepped):
             (self.refresh.put_off if for_now else self.refresh.start)()
 

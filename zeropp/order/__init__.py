@@ -3,5 +3,5 @@
 Knows units by number and state, and what ranks have told each other; no module, no autograd, and no process, but that
 refreshes agree on the sizes of their messages themselves.
 Start with `schedule`, which decides; `known_orders` remembers, `prefetch` plans what to fetch ahead, `reductions` is
-the gradients' part, `refresh` renews what is cached, `holdings` has what stays gathered and is not in use.
+the gradients' part, `refresh` renews what is cached, `live_units` has what stays gathered and is not in use.
 """

@@ -26,8 +26,8 @@ from zeropp.comm.accounts import describe_phase
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Lanes
-from zeropp.order.holdings import Holdings
 from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey
+from zeropp.order.live_units import LiveUnits
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
 from zeropp.params.unit import Unit, UnitState
@@ -71,7 +71,7 @@ class Schedule:
         self._silent = all(unit.persistent for unit in units)  # whether forwards gather nothing
         self._failed = False  # whether this rank has given up a phase in which ranks talk to each other
         self._ended = 0  # phases that have come to their end; not those that a rank may run alone
-        self.holdings = Holdings(units, lanes, agreement, limits.live)
+        self.live_units = LiveUnits(units, lanes, agreement, limits.live)
         self._plans: dict[tuple[object, ...], Plan] = {}
         self.key: PhaseKey = ()  # kind of the running phase
         self._then: PhaseKey | None = None
@@ -85,13 +85,13 @@ class Schedule:
         self._learned: list[int] = []
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
-        self._foreseen: set[int] = set()  # units this rank's next backward may use, by the running forward
+        self._in_backward: set[int] = set()  # units this rank's next backward may use, by the running forward
         self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
-        self.differed = False  # whether this rank has passed over units in one of them
+        self.passed_over = False  # whether this rank has passed over units in one of them
 
     def note_sizes(self) -> None:
         """Look at the sizes of units, on which plans rest."""
-        self.holdings.note_sizes()
+        self.live_units.note_sizes()
         self._plans.clear()
 
     def begin(self, key: PhaseKey, then: PhaseKey | None) -> None:
@@ -107,7 +107,7 @@ class Schedule:
         self.agreement.enter(phase, zlib.crc32(repr((self._ended, key)).encode()))
         if then is not None:
             self._forward = key
-        self._learned, self._own, self._foreseen, self._new_fork = [], set(), set(), None
+        self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
         if self._silent and key[0] == "forward":
             self.known.note_silent(key)
         elif self._failed:
@@ -128,9 +128,9 @@ class Schedule:
         if unit.persistent:
             return self._wait_and_expose(unit)
         self._own.add(index)
-        if index in self.holdings.retained:
+        if index in self.live_units.retained:
             if self._order is None or self._order.find(index, self._position) is not None:
-                del self.holdings.retained[index]  # else it may be needed once more, and no gather of it is to come
+                del self.live_units.retained[index]  # else it may be needed once more, and no gather of it is to come
             return self._wait_and_expose(unit)
         while self._order is not None:  # past forks, and to its end if it does not have this use
             position = self._order.find(index, self._position)
@@ -145,7 +145,7 @@ class Schedule:
                 self._issue(each)
             if position == stop - 1:  # it is this use that was come to
                 return self._wait_and_expose(unit)
-            self._meet(unit)
+            self._ask_at_fork(unit)
         self._agree_on(unit)
         return self._wait_and_expose(unit)
 
@@ -169,7 +169,7 @@ class Schedule:
 
     def expect_in_backward(self, indices: Sequence[int]) -> None:
         """The next backward may use what the running forward has used."""
-        self._foreseen.update(index for index in indices if not self.units[index].persistent)
+        self._in_backward.update(index for index in indices if not self.units[index].persistent)
 
     def expect_again(self, units: Sequence[Unit]) -> None:
         """The running phase will come back to these: those that its order does not use again stay until it ends."""
@@ -194,17 +194,17 @@ class Schedule:
                 self._issue(each)
             if not fork and not self._may_be_asked():
                 break
-            if self._meet(None):
+            if self._ask_at_fork(None):
                 break
         if self._order is None:
             self._agree_on(None)
             self._remember_learned()
         else:
-            self.differed |= not self._own.issuperset(self._order.uses)
+            self.passed_over |= not self._own.issuperset(self._order.uses)
             self.reductions.end()
             self.known.remember(self.key, self._order)
         self._recent.add(self.key)
-        self.holdings.release_retained()
+        self.live_units.release_retained()
         self._ended += not (self._silent and self.key[0] == "forward")
         self.agreement.leave()
 
@@ -212,13 +212,13 @@ class Schedule:
         """Whether a rank may ask for more at the end of the order that is followed."""
         return self._order is not None and not self.static and self.known.may_vary(self.key, self._order)
 
-    def note_differences(self, differed: bool) -> None:
+    def note_passed_over(self, anywhere: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
         # All of them: the vector of the boundary has one flag, and says not in which phase it was.
-        for key in self._recent if differed else ():
+        for key in self._recent if anywhere else ():
             self.known.note_variation(key)
         self._recent.clear()
-        self.differed = False
+        self.passed_over = False
 
     def postpone(self, units: list[int], *, held: bool) -> None:
         """At the boundary: gradients of these units came after they had been sent; or were all ``held`` until then.
@@ -238,11 +238,12 @@ class Schedule:
         else:
             # A second use may bring a second gradient: see `Reductions.count`.
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        accounts = self.agreement.exchange_objects((self._own, self._foreseen), f"at the end of {self.agreement.where}")
+        used = self._own, self._in_backward
+        accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
         mixed = any(own != accounts[0][0] for own, _ in accounts)
         self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork)
-        for _, foreseen in accounts:
-            self.known.expect_in_backward(foreseen)
+        for _, units in accounts:
+            self.known.expect_in_backward(units)
 
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.
@@ -255,24 +256,23 @@ class Schedule:
         self.agreement.leave()
         for unit in self.units:
             unit.users = 0
-        self.holdings.release_planned()
-        self.holdings.release_retained()
+        self.live_units.release_planned()
+        self.live_units.release_retained()
         for unit in self.units:
-            self.holdings.release_if_unused(unit)
+            self.live_units.release_if_unused(unit)
 
     # Following.
 
     def _follow(self, order: CollectiveOrder, position: int) -> None:
         lookahead = self.known.expected(self._then)
         uses, ahead = order.uses[position:], lookahead.uses if lookahead else ()
-        holdings = self.holdings
-        holdings.drop(holdings.planned.difference(uses, ahead))  # planned for a phase that did not come
-        live = frozenset(holdings.planned)
+        self.live_units.drop(self.live_units.planned.difference(uses, ahead))  # planned for a phase that did not come
+        live = frozenset(self.live_units.planned)
         key = (uses, ahead, live)
         if key not in self._plans:
             if len(self._plans) > 64:  # or orders that never come again would fill the memory
                 self._plans.clear()
-            self._plans[key] = make_plan(uses, ahead, live, holdings.numel, self.limits)
+            self._plans[key] = make_plan(uses, ahead, live, self.live_units.numel, self.limits)
         self._order, self._plan = order, self._plans[key]
         self._base = self._position = position
         self._left = _NONE
@@ -290,19 +290,19 @@ class Schedule:
             position = self._position
             used = self._order.uses[position]
             dropped = self._plan.drop[position - self._base]
-            self.holdings.drop(index for index in dropped if index != used)  # before what they make room for
+            self.live_units.drop(index for index in dropped if index != used)  # before what they make room for
             self.reductions.before_use(position)
             for index in self._plan.issue[position - self._base]:
                 yield index
-                self.holdings.planned.add(index)
+                self.live_units.planned.add(index)
             self._position += 1
             self.reductions.after_use(self._position)
             gone = [index for index in dropped if index == used]
-            self.holdings.planned.difference_update(gone)  # first: what is retained is counted once
+            self.live_units.planned.difference_update(gone)  # first: what is retained is counted once
             # Uses of other ranks: all but the last, if that is this rank's own. At the end of a phase none is retained.
             if own is not None and (used != own or self._position < stop):
                 self._retain(used)
-            self.holdings.drop(gone)
+            self.live_units.drop(gone)
 
     def _retain(self, index: int) -> None:
         """Retain what was gathered for others.
@@ -311,7 +311,7 @@ class Schedule:
         has left the order asks in any case, and so does one that learns.
         """
         asks = self._order is None or self._left != _NONE or self._may_be_asked()
-        self.holdings.retain(index, bounded=asks)
+        self.live_units.retain(index, bounded=asks)
 
     def _issue(self, index: int) -> None:
         unit = self.units[index]
@@ -326,7 +326,7 @@ class Schedule:
     def _asking(self, unit: Unit | None) -> str:
         return f"asking for unit {unit.name!r}" if unit is not None else f"at the end of {self.agreement.where}"
 
-    def _meet(self, unit: Unit | None) -> bool:
+    def _ask_at_fork(self, unit: Unit | None) -> bool:
         """Say what this rank wants next, None for nothing more, and go on as all ranks want: see the note above.
 
         Returns:
@@ -346,7 +346,7 @@ class Schedule:
         branch = self.known.branch(self.key, order, place, wants)
         # Where each rank goes its own way, as through experts, there are as many orders as combinations. If their union
         # may be gathered as a whole, it serves all: they go on, and what they ask for at the end is added to it.
-        union = self.holdings.fit(wants.union(order.uses))
+        union = self.live_units.fit(wants.union(order.uses))
         if branch is None and union and place < len(order.uses) and len({row[0] for row in rows}) > 1:
             branch = order
         if branch is None:
@@ -385,7 +385,7 @@ class Schedule:
         self._stop_following()
         if since < place:
             # Gathered in vain; what of it is used now is to have its place in the new order.
-            self.holdings.release_retained()
+            self.live_units.release_retained()
 
     # Learning.
 
@@ -393,7 +393,7 @@ class Schedule:
         """Go on as if this phase were not known."""
         self._order, self._plan, self._forks = None, None, []
         self._left = _NONE
-        self.holdings.release_planned()
+        self.live_units.release_planned()
         self.reductions.change(None)
 
     def _agree_on(self, unit: Unit | None) -> None:
@@ -415,6 +415,6 @@ class Schedule:
             if target == want:
                 return
             if unit is None:
-                self.holdings.release_if_unused(self.units[target])  # gathered for others only
+                self.live_units.release_if_unused(self.units[target])  # gathered for others only
             else:
                 self._retain(target)

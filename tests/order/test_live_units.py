@@ -23,34 +23,34 @@ def there(rank: Rank) -> list[int]:
 def test_what_has_been_kept_longest_gives_way() -> None:
     rank = gathered([4, 4, 4, 4], live=8)
     for index in range(4):
-        rank.schedule.holdings.retain(index, bounded=True)
-    assert there(rank) == list(rank.schedule.holdings.retained) == [2, 3]
+        rank.schedule.live_units.retain(index, bounded=True)
+    assert there(rank) == list(rank.schedule.live_units.retained) == [2, 3]
 
 
 def test_no_more_is_given_up_than_has_to_be() -> None:
     rank = gathered([6, 1, 1, 4], live=8)
     for index in (0, 1, 2):
-        rank.schedule.holdings.retain(index, bounded=True)
+        rank.schedule.live_units.retain(index, bounded=True)
     assert there(rank) == [0, 1, 2, 3]
-    rank.schedule.holdings.retain(3, bounded=True)
+    rank.schedule.live_units.retain(3, bounded=True)
     assert there(rank) == [1, 2, 3]
 
 
 def test_what_is_planned_counts_and_stays() -> None:
     rank = gathered([4, 4, 4], live=8)
-    holdings = rank.schedule.holdings
-    holdings.planned.add(0)
+    live_units = rank.schedule.live_units
+    live_units.planned.add(0)
     for index in (0, 1, 2):
-        holdings.retain(index, bounded=True)
-    assert there(rank) == [0, 2] and set(holdings.retained) == {0, 2}
-    holdings.drop([0])
+        live_units.retain(index, bounded=True)
+    assert there(rank) == [0, 2] and set(live_units.retained) == {0, 2}
+    live_units.drop([0])
     assert there(rank) == [0, 2], "a rank may still come back for it"
-    holdings.release_retained()
+    live_units.release_retained()
     assert there(rank) == []
 
 
 def test_where_nobody_would_hear_everything_is_kept() -> None:
     rank = gathered([4, 4, 4], live=4)
     for index in range(3):
-        rank.schedule.holdings.retain(index, bounded=False)
+        rank.schedule.live_units.retain(index, bounded=False)
     assert there(rank) == [0, 1, 2]

@@ -8,10 +8,10 @@ from zeropp.comm.agreement import Agreement
 from zeropp.comm.streams import Lanes
 from zeropp.params.unit import Unit, UnitState
 
-__all__ = ["Holdings"]
+__all__ = ["LiveUnits"]
 
 
-class Holdings:
+class LiveUnits:
     """Gathered units of one engine beside those in use.
 
     Attributes:
