@@ -171,6 +171,20 @@ def buffer_without_values() -> tuple[nn.Module, object]:
     return model, "cpu"
 
 
+def another_layout() -> tuple[nn.Module, object]:
+    model = nn.Linear(3, 5, device="meta" if dist.get_rank() else "cpu")
+    if not dist.get_rank():  # as load_state_dict(assign=True) leaves it
+        model.weight = nn.Parameter(torch.rand(3, 5).t())
+    return model, "cpu"
+
+
+def buffer_known_weakly() -> tuple[nn.Module, object]:
+    model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
+    model.register_buffer("seen", torch.ones(3, device=model.weight.device))
+    KEPT.append(weakref.ref(model.seen))
+    return model, "cpu"
+
+
 def known_weakly() -> tuple[nn.Module, object]:
     model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
     KEPT.append(weakref.ref(model.weight))
@@ -185,6 +199,8 @@ REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     "two devices": (two_devices, r"parameter '1\.weight' is on the meta device and has no values"),
     "no buffer": (no_buffer, r"module '' keeps a tensor 'scale' on the meta device that is no buffer"),
     "a buffer without values": (buffer_without_values, r"buffer 'seen' of rank 0 is on the meta device"),
+    "another layout": (another_layout, r"bring different models.*weight \(5, 3\).*strides"),
+    "a buffer known weakly": (buffer_known_weakly, r"has weakref associated|placing the model failed on rank 1"),
     "known weakly": (known_weakly, r"parameter 'weight' is on the meta device, and something refers to it weakly"),
 }
 

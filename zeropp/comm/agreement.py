@@ -213,7 +213,7 @@ class Agreement:
             parts[0] += "; the others cannot be asked, since the job's store is gone or does not answer"
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
-            if self._stepped or not all(event.done() for event in self._sent)
+            if self._stepped or not self._has_sent()
             else "No weight was changed by this step"
         )
         if waited:
@@ -228,6 +228,13 @@ class Agreement:
             except Exception as error:  # the others must still be done, and the error be raised
                 _log.error("after the ranks lost each other: %s", error)
         return RuntimeError(self.lost)
+
+    def _has_sent(self) -> bool:
+        """Whether stepped weights have come to where they are cached."""
+        try:
+            return all(event.done() for event in self._sent)
+        except RuntimeError:  # a device that has failed answers nothing any more
+            return False
 
     def _ask_around(self, account: Account) -> dict[int, Account]:
         self.watch.publish(account)

@@ -71,6 +71,7 @@ class Watch:
         self._rank = rank
         self._world = world
         self._key: str | None = None  # of this rank's account, once it has given one
+        self._numbering = threading.Lock()  # both threads of a rank may give its first account
         self._after = after
         self._current: _Wait | None = None
         self._failed = False
@@ -120,8 +121,9 @@ class Watch:
 
     def _write(self, store: dist.Store, text: str) -> None:
         # In the order of coming: readers then ask for those that are there, and not for every rank's.
-        if self._key is None:
-            self._key = _account_key(self._job, store.add(_count_key(self._job), 1))
+        with self._numbering:
+            if self._key is None:
+                self._key = _account_key(self._job, store.add(_count_key(self._job), 1))
         store.set(self._key, f"{self._rank} {text}")
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ from zeropp.order.prefetch import Limits
 from zeropp.params.build import BufferMaker, check_dtypes
 from zeropp.params.guard import is_managed, own_dtype, register
 from zeropp.params.unit import Unit
+from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.setup.ineffective import warn_of_idle
@@ -80,8 +81,8 @@ def build_engine(
         comm = make_comm(members, mode.chain, patience, job)
         # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
         _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
-        if trained_on is not None:
-            place(model, device)
+        # Asked by every rank, also where only some name a device: each waits for the others here.
+        together("placing the model", lambda: place(model, device) if trained_on is not None else None)
         maker = BufferMaker(config, mode, comm)
         return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
 
@@ -242,8 +243,10 @@ def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
 
 def _describe(model: nn.Module) -> list[str]:
     # Values of a former engine are gathered, which is collective: ranks must know of the same ones.
+    # Buffers are laid out by strides, those of overlapping elements aside: with others a rank would cut other pieces.
     parameters = [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        f"{f' strides {dense_strides(tuple(p.shape), p.stride())}' if p.is_floating_point() else ''}"
         f"{' (wrapped before)' if is_managed(p) else ''}"
         for name, p in model.named_parameters()
     ]
