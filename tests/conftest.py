@@ -59,6 +59,13 @@ FAST = (
     "tests/order/test_order.py::test_equal",
     "tests/order/test_order.py::test_two_ranks_two_steps[first0]",
     "tests/order/test_programs.py",
+    "tests/order/test_live_units.py",
+    "tests/distributed/test_refresh.py::test_weights_of_an_older_version_are_never_used",
+    "tests/distributed/test_guard_backward.py::test_a_backward_through_changed_weights_is_refused",
+    "tests/distributed/test_ranks_differ.py::test_random_parts_on_every_rank",
+    "tests/distributed/test_waiting.py::test_a_rank_that_waits_says_so_once",
+    "tests/distributed/test_parity_state.py::test_partial_load",
+    "tests/distributed/test_bytes.py::test_each_placement_sends_what_its_levels_say",
     "tests/distributed/test_walk.py::test_the_way_from_a_hook_to_a_collective_is_short[stage 3]",
     "tests/distributed/test_golden.py::test_configurations",
     # optimizer, access, setup, fsdp2

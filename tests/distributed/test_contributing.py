@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's recipes, followed: a codec, a placement and a key of the configuration."""
+"""CONTRIBUTING.md's recipes, followed in a copy of the tree: a codec, a placement and a key of the configuration."""
 
 from __future__ import annotations
 
@@ -8,36 +8,60 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
-from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor
 
 import zeropp
-from tests.distributed.harness import run_ranks
-from tests.distributed.pair import Pair
-from tests.distributed.shapes import Routed, chain, make_config
+from tests.distributed.shapes import make_config
 from zeropp.config.extension import Bits, ExtensionConfig
 from zeropp.config.support import SUPPORT, Kind
 from zeropp.config.zero import ZeroConfig
-from zeropp.partition.levels import HopSpec, Mode, choose_mode
-from zeropp.partition.topology import build_chain
-from zeropp.wire.codecs import Codec, Feedback, PlainCodec
-from zeropp.wire.encoding import Encoding
+from zeropp.partition.levels import choose_mode
 from zeropp_kernels.wire import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# The tree, copied, and each recipe followed in it.
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for room in ("zeropp", "docs", "kernels", "tests"):
+        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def python(tree: Path, *arguments: str) -> str:
+    """What Python says, with the copy's packages in place of the installed ones."""
+    path = os.pathsep.join(map(str, (tree, tree / "kernels")))
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env={**os.environ, "PYTHONPATH": path}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def insert(path: Path, before: str, text: str) -> None:
+    replace(path, before, text + before)
+
+
+def replace(path: Path, old: str, new: str) -> None:
+    source = path.read_text()
+    assert source.count(old) == 1, f"{old!r} is there {source.count(old)} times"
+    path.write_text(source.replace(old, new))
+
+
+def insert_key(tree: Path, name: str, field: str) -> None:
+    insert(tree / "zeropp/config/extension.py", "    unit_numel: Count", field)
+    insert(tree / "zeropp/config/support.py", '        "gradient_bits": BLOCK,', f'        "{name}": EFFECT,\n')
+
+
 # A codec: values cut to the upper half of their float32, the sign, exponent and seven bits.
 
-
-@dataclass(frozen=True)
+CUT_CODEC = '''@dataclass(frozen=True)
 class CutCodec(PlainCodec):
     """float32 with its lower 16 bits left out: bfloat16, rounded towards zero."""
 
@@ -51,55 +75,43 @@ class CutCodec(PlainCodec):
         bits = values.float().view(torch.int32) & -65536
         super().encode_(messages, bits.view(torch.float32), count=count, feedback=feedback)
 
-
-class Cutting(Encoding):
-    """Cuts gradients on every hop, and weights if it is told to."""
-
-    def gradient_codecs(self, path: Sequence[HopSpec], wire_dtype: torch.dtype) -> list[Codec]:
-        return [CutCodec() for _ in path]
-
-
-def with_a_codec(kind: str) -> tuple[float, dict[str, int], dict[str, int]]:
-    """The difference to plain torch, and bytes of a gather or reduction in the ledger, and as they should be."""
-    weights = CutCodec() if kind == "gather" else None
-    with mock.patch("zeropp.params.build.choose_encoding", lambda config: Cutting(weights=weights)):
-        pair = Pair(Routed(3), make_config(), dtype=torch.float32)
-        for _ in range(4):
-            pair.train(chain(3))
-    rows = [row for row in zeropp.comm_report(pair.model).rows if row.kind == kind]
-    assert {row.codec for row in rows} == {"cut16"}
-    # Of a call: as many steps have other numbers of gathers than of reductions.
-    sent = {row.unit: row.bytes // row.calls for row in rows}
-    return pair.difference(), sent, {unit.name: unit.numel * 2 // 2 for unit in pair.engine.units}
+    def pack_(self, messages: Tensor, gradients: Sequence[Tensor | None], layout: BufferLayout,
+              table: BlockTable | None, *, count: int, feedback: Feedback | None) -> None:
+        whole = torch.empty(layout.numel, dtype=torch.float32, device=messages.device)
+        super().pack_(whole, gradients, layout, table, count=count, feedback=feedback)
+        self.encode_(messages, whole, count=count)
 
 
-@pytest.mark.parametrize("kind", ["reduce", "gather"])
-def test_a_codec(kind: str) -> None:
-    for difference, sent, expected in run_ranks(2, with_a_codec, kind):
-        assert 0 < difference < 0.02  # seven bits of mantissa: what travels is off by 2**-7 of itself at most
-        assert sent == expected
+'''
+
+
+def follow_codec(tree: Path) -> None:
+    insert(tree / "zeropp/wire/codecs.py", "@dataclass(frozen=True)\nclass BlockCodec", CUT_CODEC)
+    encoding = tree / "zeropp/wire/encoding.py"
+    replace(encoding, "import BlockCodec, Codec, ", "import BlockCodec, Codec, CutCodec, ")
+    insert(encoding, "    weights: Codec | None = None", "    cut: bool = False\n")
+    insert(encoding, "        if self.bits is None:", "        if self.cut:\n            return CutCodec()\n")
+    insert(encoding, "        weights=BlockCodec(8)", "        cut=extension.cut_gradients,\n")
+    # Weights in it are a value of a key that there is.
+    replace(encoding, "weights=BlockCodec(8) if", 'weights=CutCodec() if codec == "cut16" else BlockCodec(8) if')
+    insert_key(tree, "cut_gradients", '    cut_gradients: bool = False\n    """Cuts gradients."""\n\n')
+    replace(tree / "zeropp/config/extension.py", 'Literal["int8", ', 'Literal["int8", "cut16", ')
 
 
 # A placement that no configuration asks for: stage 1 within pairs of ranks, which are replicas of each other.
 
 
-def pairs(config: object, world: int, local: int) -> Mode:
-    return Mode(build_chain(world, [2]), states=2, cached=1, gradients=1)
+def follow_placement(tree: Path) -> None:
+    chosen = "    if config.zeropp.replicated_pairs:\n        return Mode(build_chain(world, [2]), 2, 1, 1)\n"
+    insert(tree / "zeropp/partition/levels.py", "    zero = config.zero\n    shard = group", chosen)
+    insert_key(tree, "replicated_pairs", '    replicated_pairs: bool = False\n    """Pairs of ranks."""\n\n')
 
 
-def with_a_placement() -> float:
-    with mock.patch("zeropp.wire.encoding.choose_mode", pairs):
-        pair = Pair(Routed(3), make_config())
-        for _ in range(4):
-            pair.train(chain(3))
-        states = sum(part.parameter.numel() for part in pair.optimizer._slices.stepped)
-        numel = sum(unit.numel for unit in pair.engine.units)
-        assert 0 < states <= numel // 2 and all(unit.persistent for unit in pair.engine.units)
-    return pair.difference()
-
-
-def test_a_placement() -> None:
-    assert all(difference <= 1e-12 for difference in run_ranks(4, with_a_placement, local_world_size=2))
+def test_a_codec_and_a_placement_by_their_recipes(tree: Path) -> None:
+    """No other file changes than the recipes name; :mod:`tests.distributed.followed` trains with what they give."""
+    follow_codec(tree)
+    follow_placement(tree)
+    assert python(tree, "-c", "from tests.distributed.followed import main; main()") == ""
 
 
 def test_a_placement_of_a_configuration_is_levels_and_nothing_else() -> None:
@@ -108,42 +120,25 @@ def test_a_placement_of_a_configuration_is_levels_and_nothing_else() -> None:
     assert choose_mode(config, 4, 2) == mode and mode.cached == 2  # a value: no state, no process
 
 
-# A key: a setting of zeropp's own, put into a copy of the tree.
+# A key: a setting of zeropp's own.
 
 
-def insert(path: Path, before: str, text: str) -> None:
-    source = path.read_text()
-    assert source.count(before) == 1, f"{before!r} is there {source.count(before)} times"
-    path.write_text(source.replace(before, text + before))
-
-
-def test_a_key_by_its_recipe(tmp_path: Path) -> None:
-    for room in ("zeropp", "docs", "kernels"):
-        shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
-    path = os.pathsep.join(map(str, (tmp_path, tmp_path / "kernels")))
-
-    def python(*arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, text=True,
-            capture_output=True, check=False,
-        )  # fmt: skip
-        return done.stdout + done.stderr
-
+def test_a_key_by_its_recipe(tree: Path) -> None:
     field = '    patience: Positive = 3\n    """Seconds to be patient for."""\n\n'
-    insert(tmp_path / "zeropp/config/extension.py", "    unit_numel: Count", field)
+    insert(tree / "zeropp/config/extension.py", "    unit_numel: Count", field)
     forgotten = (
         "from zeropp.config.support import uncovered; from zeropp.config import Config; print(uncovered(Config))"
     )
-    assert python("-c", forgotten).strip() == "['ExtensionConfig.patience']"
-    insert(tmp_path / "zeropp/config/support.py", '        "gradient_bits": BLOCK,', '        "patience": EFFECT,\n')
-    assert python("-c", forgotten).strip() == "[]"
-    assert "is out of date" in python("-m", "docs.configuration", "--check")
-    assert python("-m", "docs.configuration") == ""
+    assert python(tree, "-c", forgotten).strip() == "['ExtensionConfig.patience']"
+    insert(tree / "zeropp/config/support.py", '        "gradient_bits": BLOCK,', '        "patience": EFFECT,\n')
+    assert python(tree, "-c", forgotten).strip() == "[]"
+    assert "is out of date" in python(tree, "-m", "docs.configuration", "--check")
+    assert python(tree, "-m", "docs.configuration") == ""
     row = "| `patience` | integer | `3` | >= 1 | Seconds to be patient for. | works |"
-    assert row in (tmp_path / "docs/configuration.md").read_text()
+    assert row in (tree / "docs/configuration.md").read_text()
     load = "import zeropp; print(zeropp.load_config({'zeropp': {'patience': %s}}).zeropp.patience)"
-    assert python("-W", "ignore", "-c", load % 4).strip() == "4"
-    assert "zeropp.patience" in python("-W", "ignore", "-c", load % 0).splitlines()[-1]
+    assert python(tree, "-W", "ignore", "-c", load % 4).strip() == "4"
+    assert "zeropp.patience" in python(tree, "-W", "ignore", "-c", load % 0).splitlines()[-1]
 
 
 def names_read() -> set[str]:

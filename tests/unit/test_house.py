@@ -136,6 +136,24 @@ def test_rooms_are_those_that_exist() -> None:
     assert {*there, "zeropp_kernels"} == set(ROOMS)
 
 
+def test_readme_maps_every_room() -> None:
+    shown = (ROOT / "README.md").read_text().split("## Map")[1].split("```")[1]
+    rooms = {name if (ROOT / "zeropp" / name).is_dir() else f"{name}.py" for name in ROOMS}
+    missing = {room for room in rooms - {"zeropp_kernels.py", "__init__.py"} if room not in shown}
+    assert not missing and "zeropp_kernels" in shown, f"README's map does not show {missing}"
+
+
+def test_notes_are_defined_once_and_named() -> None:
+    """A note is written where a line of a docstring begins with its name; elsewhere its name stands in a sentence."""
+    text = {short(path): path.read_text() for path in SOURCES}
+    named = [name for source in text.values() for name in re.findall(r"\[Note: [a-z ]+\]", source)]
+    for name in sorted(set(named)):
+        defined = [path for path, source in text.items() if re.search(rf"^{re.escape(name)} \S", source, re.MULTILINE)]
+        assert len(defined) == 1, f"{name} is defined in {defined}"
+        assert named.count(name) > 1, f"{name} is named nowhere"
+    assert len(set(named)) >= 4
+
+
 def test_order_knows_no_clock_and_no_process() -> None:
     """What it decides follows from what ranks have agreed on; nothing that differs between ranks may come in."""
     found = [

@@ -133,7 +133,8 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "grad_accum_dtype": _only(None, "fp32", remedy='set "fp32"'),
         "param_dtype": LATER,
         "buffer_dtype": EFFECT,
-        "keep_in_fp32_modules": _only(None, remedy="build those modules in fp32 without the bf16 block"),
+        # An empty list asks for nothing.
+        "keep_in_fp32_modules": _only(None, (), remedy="build those modules in fp32 without the bf16 block"),
     },
     ExtensionConfig: {
         **_each(

@@ -1,0 +1,52 @@
+"""What a tree with CONTRIBUTING's recipes followed must do: run in a copy that has the new code.
+
+:mod:`tests.distributed.test_contributing` makes the copy. Here is only what the ranks then train, through keys of the
+configuration that the tree under test does not have.
+"""
+
+from __future__ import annotations
+
+import torch
+
+import zeropp
+from tests.distributed.harness import run_ranks, shutdown
+from tests.distributed.pair import Pair
+from tests.distributed.shapes import Routed, chain, make_config
+
+__all__ = ["main"]
+
+
+def _train(dtype: torch.dtype, **keys: object) -> Pair:
+    config = make_config()
+    config["zeropp"].update(keys)
+    pair = Pair(Routed(3), config, dtype=dtype)
+    for _ in range(4):
+        pair.train(chain(3))
+    return pair
+
+
+def _with_a_codec(key: str, value: object, kind: str) -> None:
+    pair = _train(torch.float32, **{key: value})
+    rows = [row for row in zeropp.comm_report(pair.model).rows if row.kind == kind]
+    assert {row.codec for row in rows} == {"cut16"}
+    # Of a call: as many steps have other numbers of gathers than of reductions. Half of a unit goes to the other rank.
+    sent = {row.unit: row.bytes // row.calls for row in rows}
+    assert sent == {unit.name: unit.numel * 2 // 2 for unit in pair.engine.units}
+    # Seven bits of mantissa: what travels is off by 2**-7 of itself at most.
+    assert 0 < pair.difference() < 0.02
+
+
+def _with_a_placement() -> None:
+    pair = _train(torch.float64, replicated_pairs=True)
+    states = sum(part.parameter.numel() for part in pair.optimizer._slices.stepped)
+    numel = sum(unit.numel for unit in pair.engine.units)
+    assert 0 < states <= numel // 2 and all(unit.persistent for unit in pair.engine.units)
+    pair.check()
+
+
+def main() -> None:
+    """All of it, on ranks."""
+    run_ranks(2, _with_a_codec, "cut_gradients", True, "reduce")
+    run_ranks(2, _with_a_codec, "weight_codec", "cut16", "gather")
+    run_ranks(4, _with_a_placement, local_world_size=2)
+    shutdown()
