@@ -17,6 +17,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.mixed import CODED, Mixed
 from tests.distributed.shapes import make_config
+from tests.distributed.staged import over
 from tests.distributed.storages import storages
 from zeropp.params.flat_buffer import FlatBuffer
 
@@ -99,6 +100,67 @@ def test_ranks_without_values_train_alike(name: str) -> None:
 def test_in_nodes_of_two() -> None:
     for wrong in run_ranks(4, differences, PLACED["hpZ, coded both ways"], local_world_size=2):
         assert wrong == []
+
+
+@pytest.mark.parametrize("name", ["stage 3", "hpZ, coded both ways"])
+def test_over_a_backend_of_one_device(name: str) -> None:
+    """No group but the model's own device's: what is exchanged while placing must not need the host's."""
+    for wrong in run_ranks(2, over, differences, PLACED[name], init=False):
+        assert wrong == []
+
+
+def recurrent() -> list[str]:
+    """A recurrent layer refers to its weights weakly; its references are to the same parameters afterwards."""
+    found: list[dict[str, Tensor]] = []
+    for meta in (False, dist.get_rank() > 0):
+        torch.manual_seed(1)
+        with torch.device("meta" if meta else "cpu"):
+            model = nn.LSTM(6, 6, 2)
+        optimizer = zeropp.ZeroOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(), device="cpu"
+        )
+        for step in range(3):
+            model(torch.full((4, 2, 6), step + 1.0))[0].square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(zeropp.full_state(model))
+        assert all(ref() is weight for ref, weight in zip(model._flat_weight_refs, model.parameters(), strict=True))
+        optimizer.close()
+    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+
+
+def test_a_recurrent_layer_without_values() -> None:
+    assert run_ranks(2, recurrent) == [[], []]
+
+
+def stateful(kind: str) -> str:
+    """Wrap an optimizer that has, on some ranks, what cannot be stepped from."""
+    model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if kind == "setting":
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device=model.weight.device)
+    if kind == "state" or (kind == "some" and dist.get_rank() == 0):
+        for parameter in model.parameters():
+            zeros = torch.zeros_like(parameter, requires_grad=False)
+            optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+    try:
+        zeropp.ZeroOptimizer(optimizer, model, make_config(), device="cpu")
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("state", "state of parameter 0 of group 0 is on the meta device and has no values|failed on rank 1"),
+        ("setting", "lr of group 0 is on the meta device and has no value|failed on rank 1"),
+        ("some", r"ranks 0 and 1 bring different .*states of \['weight', 'bias'\]"),
+    ],
+)
+def test_an_optimizer_without_values_is_refused(kind: str, said: str) -> None:
+    for found in run_ranks(2, stateful, kind):
+        assert re.search(said, found), found
 
 
 def peak() -> tuple[int, int, int]:
@@ -185,6 +247,39 @@ def buffer_known_weakly() -> tuple[nn.Module, object]:
     return model, "cpu"
 
 
+def in_a_list() -> tuple[nn.Module, object]:
+    model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
+    model.scales = [{"first": torch.ones(3, device=model.weight.device)}]
+    return model, "cpu"
+
+
+def computed() -> tuple[nn.Module, object]:
+    return nn.utils.weight_norm(nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")), "cpu"
+
+
+def hooked() -> tuple[nn.Module, object]:
+    model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    return model, "cpu"
+
+
+def with_a_gradient() -> tuple[nn.Module, object]:
+    model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
+    model.weight.grad = torch.ones_like(model.weight)
+    return model, "cpu"
+
+
+class Slotted(nn.Parameter):
+    __slots__ = ("more",)
+
+
+def with_slots() -> tuple[nn.Module, object]:
+    model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
+    model.weight = Slotted(model.weight.data)
+    model.weight.more = 1
+    return model, "cpu"
+
+
 def known_weakly() -> tuple[nn.Module, object]:
     model = nn.Linear(3, 3, device="meta" if dist.get_rank() else "cpu")
     KEPT.append(weakref.ref(model.weight))
@@ -192,15 +287,29 @@ def known_weakly() -> tuple[nn.Module, object]:
 
 
 REFUSED: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
-    "nothing anywhere": (nothing_anywhere, r"parameter 'weight' of rank 0 is on the meta device; .* it needs them"),
+    "nothing anywhere": (
+        nothing_anywhere,
+        r"parameter 'weight' of the first rank is on the meta device; .* it needs them",
+    ),
     "no device": (no_device, r"parameter 'weight' is on the meta device and has no values\. .*device="),
     "no such device": (no_such_device, r"device is 'gpu', which is no device here .*; give one such as torch\.device"),
     "the meta device": (meta_device, r'device is "meta", where nothing can be trained'),
     "two devices": (two_devices, r"parameter '1\.weight' is on the meta device and has no values"),
-    "no buffer": (no_buffer, r"module '' keeps a tensor 'scale' on the meta device that is no buffer"),
-    "a buffer without values": (buffer_without_values, r"buffer 'seen' of rank 0 is on the meta device"),
+    "no buffer": (no_buffer, r"module '' keeps a tensor in 'scale' on the meta device that is no buffer"),
+    "a tensor in a list": (in_a_list, r"module '' keeps a tensor in 'scales' on the meta device that is no buffer"),
+    "weight_norm": (computed, r"module '' keeps 'weight', computed from parameters on the meta device"),
+    "hooks": (hooked, r"parameter 'weight' is on the meta device and has hooks"),
+    "a gradient": (with_a_gradient, r"parameter 'weight' has a gradient, which would stay where the parameter was"),
+    "slots": (
+        with_slots,
+        r"shape \(3, 3\) on the meta device cannot be given values|placing the model failed on rank 1",
+    ),
+    "a buffer without values": (buffer_without_values, r"buffer 'seen' of the first rank is on the meta device"),
     "another layout": (another_layout, r"bring different models.*weight \(5, 3\).*strides"),
-    "a buffer known weakly": (buffer_known_weakly, r"has weakref associated|placing the model failed on rank 1"),
+    "a buffer known weakly": (
+        buffer_known_weakly,
+        r"cannot be given values .*has weakref associated|placing the model failed on rank 1",
+    ),
     "known weakly": (known_weakly, r"parameter 'weight' is on the meta device, and something refers to it weakly"),
 }
 

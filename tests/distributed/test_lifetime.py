@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import zeropp
@@ -16,6 +17,7 @@ from tests.distributed.models import MODELS
 from tests.distributed.parity import Recipe, build, continue_zero, make_optimizer
 from tests.distributed.routes import agreements
 from tests.distributed.shapes import Routed, make_config
+from tests.distributed.staged import over
 from tests.distributed.storages import storages, trained
 from zeropp.engine.hooks import BackwardCall
 
@@ -175,3 +177,28 @@ def saved_whole(persist: int) -> tuple[int, int]:
 @pytest.mark.parametrize("persist", [0, 10])
 def test_a_state_dict_leaves_nothing_behind_and_asks_once(persist: int) -> None:
     assert run_ranks(2, saved_whole, persist) == [(0, 1)] * 2
+
+
+def groups_left(kept_on: int | None) -> list[int]:
+    """Groups that are there after each wrapping of a model in place of the last one, which one rank may keep longer."""
+    counts, kept = [], []
+    for number in range(3):
+        model = Routed()
+        optimizer = trained(model, make_config())
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+        if number == 0 and dist.get_rank() == kept_on:
+            kept.append((model, optimizer))
+        del model, optimizer
+        if number == 1:
+            kept.clear()
+        gc.collect()
+    return counts
+
+
+@pytest.mark.parametrize("kept_on", [None, 1])
+def test_groups_that_ranks_leave_together_go_once_all_have_dropped_them(kept_on: int | None) -> None:
+    """Over a backend whose groups are destroyed by their ranks together, as NCCL's are."""
+    found = run_ranks(2, over, groups_left, kept_on, init=False)
+    first, second, third = found[0]
+    assert third == first, found
+    assert second == first if kept_on is None else second > first, found

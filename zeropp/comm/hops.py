@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import all_gather_single, backends, group_timeout, is_registered
+from zeropp._compat import all_gather_single, backends, is_registered
 from zeropp.comm.groups import HOST, free_groups, gather_rows, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects
@@ -30,7 +30,7 @@ __all__ = ["Comm", "GroupKey", "Groups", "Hop", "make_comm"]
 
 _OUTLASTS = 2  # times hang_timeout; the monitor's looks and the ranks' last words come before
 _ABORTING = 5.0  # seconds for communicators to end
-_dropped: list[list[dist.ProcessGroup]] = []  # of engines that are gone and were not closed
+_dropped: list[dist.ProcessGroup] = []  # of engines that are gone and were not closed
 
 GroupKey = tuple[str, int, int]
 """What a process group of hops is for: a kind of work, and the levels that data moves between."""
@@ -158,19 +158,18 @@ class Comm:
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         # Of an engine that is dropped, and not closed. NCCL destroys a group where all of its ranks do, and ranks need
-        # not collect garbage at the same time: its groups go with the next engine that is made.
+        # not collect garbage at the same time: its groups go when an engine is made and all of them have dropped it.
         weakref.finalize(self, _drop, self._made).atexit = False
-        while _dropped:
-            free_groups(_dropped.pop(0))
         # Here, where all ranks are at the same place: the members connect while a group is made.
         if chain.world > 1:
             # What is small and for all goes over the user's group where that serves, since a communicator costs memory
             # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
-            shared = members.shared if self._outlasts(members.shared) else None
-            self.world_group = shared or self._make(ranks, backend, "world")
+            self.world_group = self._shared(members) or self._make(ranks, backend, "world")
             # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             control = "gloo" if backend != "fake" else "fake"
             self.control_group = self._make(ranks, control, "control")
+            if backend not in ("gloo", "fake"):
+                self._free_dropped()
 
     @property
     def world(self) -> int:
@@ -260,10 +259,22 @@ class Comm:
         for thread in ending:
             thread.join(max(until - time.monotonic(), 0.0))
 
-    def _outlasts(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether a group's own timeout, at which NCCL ends the process, leaves time for the error that names ranks."""
-        own = group_timeout(group, self.device) if group is not None else None
-        return own is None or own >= _OUTLASTS * self.timeout.total_seconds()
+    def _shared(self, members: Members) -> dist.ProcessGroup | None:
+        """The user's group, if its timeout, at which NCCL ends the process, comes after the error that names ranks."""
+        enough = members.limit is None or members.limit >= _OUTLASTS * self.timeout.total_seconds()
+        return members.shared if enough else None
+
+    def _free_dropped(self) -> None:
+        """Destroy groups of engines that are gone on all of their ranks; in one order, since ranks wait there."""
+        # Taken out first: others may come to it, from whichever thread collects garbage.
+        dropped = [_dropped.pop() for _ in range(len(_dropped))]
+        gone = dict(zip(self.ranks, self.all_gather_objects([group.group_name for group in dropped]), strict=True))
+        for group in sorted(dropped, key=lambda group: group.group_name):
+            ranks = dist.get_process_group_ranks(group) if is_registered(group) else []
+            if all(group.group_name in gone.get(rank, []) for rank in ranks):
+                free_groups([group])
+            else:
+                _dropped.append(group)
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
         # Groups of one kind exist side by side and share no member, so the first one tells them apart.
@@ -280,7 +291,7 @@ def _drop(groups: list[dist.ProcessGroup]) -> None:
     """Destroy the groups of an engine that is gone; those that may wait for other ranks there, later."""
     waiting = [group for group in groups if is_registered(group) and "gloo" not in backends(group).values()]
     free_groups([group for group in groups if group not in waiting])
-    _dropped.append(waiting)
+    _dropped.extend(waiting)
 
 
 def _abort(group: dist.ProcessGroup) -> None:

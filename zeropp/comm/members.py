@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from zeropp._compat import backends, chosen_timeout
+from zeropp._compat import backends, chosen_timeout, group_timeout
 from zeropp.comm.groups import HOST, gather_rows, host_group
 from zeropp.partition.topology import ranks_per_node
 
@@ -44,6 +44,7 @@ class Members:
     device: torch.device = field(default=HOST, repr=False)  # the model's
     shared: dist.ProcessGroup | None = field(default=None, repr=False)  # the user's, where it saves making one
     timeout: float | None = None  # seconds, of the user's own group if that is not torch's default
+    limit: float | None = None  # seconds, of the one that is shared, whoever chose them
 
     def patience(self, hang_timeout: float) -> float:
         """Seconds to wait for others: what the configuration says, or the group's timeout if that is shorter."""
@@ -92,7 +93,8 @@ def find_members(group: Group, device: torch.device, local_world_size: int | Non
     _, own = whereabouts()
     local = ranks_per_node(ranks, local_world_size, [hosts.get(rank, own) for rank in ranks])
     shared = process_group if backend == available.get(device.type) not in ("gloo", "fake") else None
-    return Members(ranks, local, backend, device, shared, chosen_timeout(process_group, device))
+    limit = None if shared is None else group_timeout(shared, device)
+    return Members(ranks, local, backend, device, shared, chosen_timeout(process_group, device), limit)
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:

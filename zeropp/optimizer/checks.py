@@ -55,6 +55,15 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
                     f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
                     "model; make the optimizer from model.parameters() of the very model that is wrapped"
                 )
+            state = optimizer.state.get(parameter, {})
+            if any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
+                raise ValueError(
+                    f"the optimizer's state of parameter {position} of group {index} is on the meta device and has no "
+                    "values; load it after wrapping"
+                )
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ValueError(f"{key} of group {index} is on the meta device and has no value; make it on the CPU")
 
 
 def check_scale(gradient_scale: object) -> None:
@@ -79,6 +88,8 @@ def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
     lines = [f"optimizer {type(optimizer).__name__}"]
     for index, group in enumerate(optimizer.param_groups):
         lines.append(f"group {index} of {[names[id(p)] for p in group['params']]} with {plain_settings(group)}")
+        # A slice lies on several ranks, and all of them step it from the same state.
+        lines.append(f"states of {[names[id(p)] for p in group['params'] if optimizer.state.get(p)]}")
     return lines
 
 

@@ -174,9 +174,13 @@ class Slices:
         # Frozen: its state waits for requires_grad_.
         if id(parameter) not in self._cut:
             self._states[id(parameter)] = state
+        on_device = any(self._optimizer.defaults.get(key) for key in ("fused", "capturable"))
         for part in self._cut.get(id(parameter), []):
             own = self._optimizer.state[part.parameter]
             for key, value in state.items():
+                # The model may have been elsewhere. Counts of steps stay on the host, unless the step reads them there.
+                if isinstance(value, Tensor) and (key != "step" or on_device):
+                    value = value.to(self._device)
                 # The count of steps of a scalar parameter has its shape, too, and is no state of elements.
                 if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
                     # Pieces are cut in storage order, which for a transposed weight is not the order of its elements.

@@ -77,7 +77,8 @@ class CodedBuffer(FlatBuffer):
             messages: whole, as its ``codes`` path brings them together.
         """
         piece = source.layout.numel // source.placement.mode.states
-        own, whole = _Blocks(self.shard, self._piece_numel), _Blocks(messages, piece)
+        # The model may train on another device than before.
+        own, whole = _Blocks(self.shard, self._piece_numel), _Blocks(messages.to(self.device), piece)
         slots = zip(source.parameters, source.layout.slots, strict=True)
         offsets = {id(parameter): slot.offset for parameter, slot in slots}
         for fragment in self.fragments():

@@ -6,12 +6,14 @@ device they are to train on is named. The first rank's may be on the CPU; a unit
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
+from zeropp.engine.tensors import tensors_in
 from zeropp.params.guard import is_managed
 
 __all__ = ["find_device", "place", "require_values"]
@@ -54,7 +56,7 @@ def require_values(model: nn.Module) -> None:
     """
     for kind, name in _on_meta(model):
         raise ValueError(
-            f"{kind} {name!r} of rank 0 is on the meta device; rank 0's values become everyone's, so it needs them: "
+            f"{kind} {name!r} of the first rank is on the meta device; its values become everyone's, so it needs them: "
             "build the model on the CPU there, and on the meta device on the other ranks alone"
         )
 
@@ -69,7 +71,7 @@ def place(model: nn.Module, device: torch.device) -> None:
         model: checked by :func:`find_device`.
         device: to train on.
     """
-    with torch.no_grad():
+    with torch.no_grad(), _without_weak_weights(model):
         for parameter in model.parameters():
             if not parameter.is_floating_point():
                 _move(parameter, device)
@@ -86,7 +88,7 @@ def _existing(device: torch.device | str | int) -> torch.device:
     try:
         # Of a tensor: "cuda" alone means the current one, which has a number.
         found = torch.empty(0, device=device).device
-    except (RuntimeError, TypeError, AssertionError) as error:
+    except (RuntimeError, TypeError, AssertionError, ImportError) as error:
         raise ValueError(
             f"device is {device!r}, which is no device here ({str(error).splitlines()[0]}); give one such as "
             'torch.device("cuda", local_rank), or "cpu"'
@@ -107,21 +109,62 @@ def _on_meta(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _check_replaceable(model: nn.Module) -> None:
-    """That what is on the meta device can be given values."""
+    """That what is on the meta device can be given values, and what is elsewhere can be moved."""
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise ValueError(
-                    f"module {path!r} keeps a tensor {name!r} on the meta device that is no buffer, so no values reach "
-                    f"it; register it: register_buffer({name!r}, ..., persistent=False)"
-                )
-    for name, parameter in model.named_parameters():
-        # torch gives a tensor another device by exchanging it, which weak references would not follow.
-        if parameter.is_meta and weakref.getweakrefcount(parameter):
-            raise ValueError(
-                f"parameter {name!r} is on the meta device, and something refers to it weakly, such as an average or "
-                "a cache keyed by tensors; make that after wrapping"
-            )
+            for tensor in tensors_in(value):
+                if tensor.is_meta and id(tensor) not in registered:
+                    _refuse_lost(path, name, tensor)
+    with _without_weak_weights(model):
+        for name, parameter in model.named_parameters():
+            _check_parameter(name, parameter)
+
+
+def _refuse_lost(path: str, name: str, tensor: Tensor) -> None:
+    if tensor.grad_fn is not None:
+        raise ValueError(
+            f"module {path!r} keeps {name!r}, computed from parameters on the meta device, and it would never have "
+            "values; compute it in forward, as torch.nn.utils.parametrizations does, or build this model on the CPU on "
+            "every rank"
+        )
+    raise ValueError(
+        f"module {path!r} keeps a tensor in {name!r} on the meta device that is no buffer, so no values reach it; "
+        "register it: register_buffer(name, tensor, persistent=False)"
+    )
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    if is_managed(parameter):
+        return  # wrapped before: it is where it trains
+    if parameter.grad is not None:
+        raise ValueError(
+            f"parameter {name!r} has a gradient, which would stay where the parameter was; call zero_grad() before "
+            "wrapping with a device"
+        )
+    # torch gives a tensor another device by exchanging it, which weak references and hooks would not follow.
+    if parameter.is_meta and weakref.getweakrefcount(parameter):
+        raise ValueError(
+            f"parameter {name!r} is on the meta device, and something refers to it weakly, such as an average or "
+            "a cache keyed by tensors; make that after wrapping"
+        )
+    if parameter.is_meta and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+        raise ValueError(
+            f"parameter {name!r} is on the meta device and has hooks, which would be lost; register them after wrapping"
+        )
+
+
+@contextlib.contextmanager
+def _without_weak_weights(model: nn.Module) -> Iterator[None]:
+    """While torch's recurrent layers do not refer to their weights weakly, which they do to notice new ones."""
+    layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._flat_weight_refs = [None if w is None else weakref.ref(w) for w in layer._flat_weights]
 
 
 def _move(tensor: Tensor, device: torch.device) -> None:
@@ -138,6 +181,12 @@ def _swap(tensor: Tensor, other: Tensor) -> None:
     if isinstance(tensor, nn.Parameter):
         other = nn.Parameter(other, requires_grad=tensor.requires_grad)
     # torch exchanges class and attributes, too, and these are to stay.
-    other.__class__ = type(tensor)
-    other.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, other)
+    try:
+        other.__class__ = type(tensor)
+        other.__dict__.update(tensor.__dict__)
+        torch.utils.swap_tensors(tensor, other)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} on the meta device cannot be given values ({error}). Nothing "
+            "else may refer to it weakly or be a view of it; build this model on the CPU on every rank"
+        ) from error
