@@ -6,10 +6,15 @@ before it takes the time. Lengths are multiples of 256 and all values are finite
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["decode", "delta_apply_", "delta_encode", "encode", "feedback_", "gather_", "reduce", "rotate", "scatter_"]
+__all__ = [
+    "decode", "delta_apply_", "delta_encode", "encode", "feedback_", "gather_", "plain_sum", "reduce", "rotate",
+    "scatter_",
+]  # fmt: skip
 
 GROUP = {8: 256, 4: 128}
 
@@ -63,6 +68,15 @@ def reduce(messages: list[tuple[Tensor, Tensor]], bits: int, scale: float) -> Te
     for message in messages[1:]:
         total = total + decode(*message, bits)
     return total * scale
+
+
+def plain_sum(messages: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(float32 sum of values times ``scale``, its sum of squares of each 256, whether all is finite)."""
+    total = messages[0].float()
+    for message in messages[1:]:
+        total += message
+    total *= scale
+    return total, total.view(-1, 256).square().sum(1), total.isfinite().all()
 
 
 def delta_encode(shard: Tensor, held: Tensor) -> tuple[Tensor, Tensor, Tensor]:

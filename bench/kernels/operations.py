@@ -139,6 +139,20 @@ def reduce(bits: int) -> Callable[[int, str], Twin]:
     return make
 
 
+def plain_sum(numel: int, device: str) -> Twin:
+    messages, out = values(MESSAGES * numel, device), torch.empty(numel, device=device)
+    norms, flag = torch.empty(-(-numel // 256), device=device), torch.zeros(1, dtype=torch.int32, device=device)
+
+    def ours() -> Sequence[Tensor]:
+        kernels.sum_(messages, out, count=MESSAGES, scale=SCALE, norms=norms, flag=flag)
+        return [out]
+
+    def by_hand() -> Sequence[Tensor]:
+        return [eager.plain_sum(messages.chunk(MESSAGES), SCALE)[0]]
+
+    return Twin(ours, by_hand)
+
+
 def reduce_quantize(numel: int, device: str) -> Twin:
     sources, parts = messages_for(numel, 8, MESSAGES, device)
     message = room(numel, 4, device)
@@ -302,6 +316,7 @@ OPERATIONS = (
     Operation("reduce 4 x int8", 0, lambda n: 4 * n + MESSAGES * wire(n, 8), reduce(8)),
     Operation("reduce 4 x int4", 0, lambda n: 4 * n + MESSAGES * wire(n, 4), reduce(4)),
     Operation("reduce 4 x int8 -> int4", 70, lambda n: MESSAGES * wire(n, 8) + wire(n, 4), reduce_quantize),
+    Operation("sum 4 x bf16 -> fp32, norm, flag", 92, lambda n: 4 * n + MESSAGES * 2 * n, plain_sum),
     Operation("delta4 encode + update", 0, lambda n: 8 * n + wire(n, 4), delta_encode),
     Operation("delta4 apply", 0, lambda n: 4 * n + wire(n, 4), delta_apply),
     Operation("lossless count + encode", 0, lambda n: 8 * n + 0.6 * n, lossless_encode),

@@ -15,6 +15,7 @@ from .ops import (
     reduce_,
     reduce_quantize_,
     scatter_,
+    sum_,
 )
 from .table import BlockTable, block_table
 from .wire import LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
@@ -39,4 +40,5 @@ __all__ = [
     "reduce_quantize_",
     "scatter_",
     "state_layout",
+    "sum_",
 ]

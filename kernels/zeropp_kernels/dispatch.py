@@ -40,6 +40,7 @@ _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 _TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
 # Aligned, since codes are stored to them.
 _ENCODED = ("messages", "state")
+_FP32 = (torch.float32,)
 _BF16_OR_FP16 = (torch.bfloat16, torch.float16)
 
 
@@ -86,19 +87,34 @@ def _dequantize(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
 
 
 def _reduce(
-    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
-) -> Memory:
+    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
+    norms: Tensor | None, flag: Tensor | None,
+) -> Memory:  # fmt: skip
     check_bits("bits", bits)
     check_scale(scale)
     # Bounds again: the layout of ``out`` says how long each message is.
     check_count("count", count, 0, "messages")
-    check_flat("out", out, (torch.float32,) if accumulate else FLOATS)
+    # What is added to, or measured, is a sum that goes on; one in 16 bits is only for sending.
+    plain = not accumulate and norms is None and flag is None
+    check_flat("out", out, FLOATS if plain else _FP32)
     check_messages("messages", messages, message_layout(out.numel(), bits), count)
-    return Memory({"messages": messages, "out": out}, ("messages",))
+    check_stats(norms, flag, out.numel())
+    return Memory({"messages": messages, "out": out, "norms": norms, "flag": flag}, ("messages",))
+
+
+def _sum(
+    messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
+    flag: Tensor | None,
+) -> Memory:  # fmt: skip
+    check_scale(scale)
+    check_flat("messages", messages)
+    check_flat("out", out, _FP32, check_count("count", count, messages.numel(), "messages"))
+    check_stats(norms, flag, out.numel())
+    return Memory({"messages": messages, "out": out, "norms": norms, "flag": flag})
 
 
 def _delta_encode(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> Memory:
-    check_flat("shard", shard, (torch.float32,))
+    check_flat("shard", shard, _FP32)
     check_flat("reference", reference, _BF16_OR_FP16, shard.numel())
     check_messages("message", message, message_layout(shard.numel(), 4), 1)
     memory = {"shard": shard, "reference": reference, "message": message}
@@ -148,9 +164,9 @@ def _lossless_decode(
 
 def _gather(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
-    norms: Tensor | None, flag: Tensor | None,
+    norms: Tensor | None, flag: Tensor | None, accumulate: bool = False,
 ) -> Memory:  # fmt: skip
-    check_flat("flat", flat)
+    check_flat("flat", flat, _FP32 if accumulate else FLOATS)
     check_scale(scale)
     check_table(tensors, host, entries, owners, flat.numel(), "flat")
     check_stats(norms, flag, flat.numel())
@@ -255,8 +271,14 @@ _register(
 _register("dequantize_", "Tensor messages, Tensor(a!) out, SymInt count, int bits, bool rotate", _dequantize)
 _register(
     "reduce_",
-    "Tensor messages, Tensor(a!) out, SymInt count, int bits, bool rotate, float scale, bool accumulate",
+    "Tensor messages, Tensor(a!) out, SymInt count, int bits, bool rotate, float scale, bool accumulate, "
+    "Tensor(b!)? norms, Tensor(c!)? flag",
     _reduce,
+)
+_register(
+    "sum_",
+    "Tensor messages, Tensor(a!) out, SymInt count, float scale, bool accumulate, Tensor(b!)? norms, Tensor(c!)? flag",
+    _sum,
 )
 _register(
     "delta_encode_",
@@ -277,7 +299,7 @@ _register(
 )
 _register(
     "gather_",
-    f"Tensor[] tensors, {_TABLE}, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
+    f"Tensor[] tensors, {_TABLE}, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag, bool accumulate",
     _gather,
 )
 _register(

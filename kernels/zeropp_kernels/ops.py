@@ -41,6 +41,7 @@ __all__ = [
     "reduce_",
     "reduce_quantize_",
     "scatter_",
+    "sum_",
 ]
 
 
@@ -147,6 +148,8 @@ def reduce_(
     rotate: bool = False,
     scale: float = 1.0,
     accumulate: bool = False,
+    norms: Tensor | None = None,
+    flag: Tensor | None = None,
 ) -> None:
     """``out = scale * sum of count messages``, or ``out +=``; summed in float32 in the order of the messages.
 
@@ -156,9 +159,32 @@ def reduce_(
 
     Args:
         messages: uint8 [count * message_layout(numel, bits).nbytes].
-        out: [numel], float32, bfloat16 or float16; float32 with ``accumulate``.
+        out: [numel], float32, bfloat16 or float16; float32 with ``accumulate``, ``norms`` or ``flag``.
+        norms, flag: of ``out`` as it is afterwards, as :func:`gather_` writes them.
     """
-    torch.ops.zeropp.reduce_(messages, out, count, bits, rotate, scale, accumulate)
+    torch.ops.zeropp.reduce_(messages, out, count, bits, rotate, scale, accumulate, norms, flag)
+
+
+def sum_(
+    messages: Tensor,
+    out: Tensor,
+    *,
+    count: int,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    norms: Tensor | None = None,
+    flag: Tensor | None = None,
+) -> None:
+    """``out = scale * sum of count plain messages``, or ``out +=``; summed in float32 in the order of the messages.
+
+    ``scale`` multiplies the finished sum, once, and the product is rounded before it is added to ``out``.
+
+    Args:
+        messages: [count * numel], float32, bfloat16 or float16.
+        out: float32 [numel].
+        norms, flag: of ``out`` as it is afterwards, as :func:`gather_` writes them.
+    """
+    torch.ops.zeropp.sum_(messages, out, count, scale, accumulate, norms, flag)
 
 
 def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, *, update: bool = True) -> None:
@@ -238,6 +264,7 @@ def gather_(
     scale: float = 1.0,
     norms: Tensor | None = None,
     flag: Tensor | None = None,
+    accumulate: bool = False,
 ) -> None:
     """Copy many tensors into one flat buffer, in one launch: ``flat = scale * tensor``, zeros between tensors.
 
@@ -247,10 +274,14 @@ def gather_(
         table: where each lies in ``flat``.
         flat: [table.numel], float32, bfloat16 or float16; on a GPU it may be pinned host memory, which the caller keeps
             until the kernel has ended.
-        norms: float32 [ceil(numel / 256)], gets the sum of squares of each block, of the scaled float32 values.
+        norms: float32 [ceil(numel / 256)], gets the sum of squares of each block, of the float32 values before they
+            are rounded to ``flat``.
         flag: int32 [1], becomes 1 if a value is Inf or NaN as it is written, and is left alone otherwise.
+        accumulate: add to ``flat``, which is float32 then; where no tensor lies zeros are added.
     """
-    torch.ops.zeropp.gather_(list(tensors), table.host, table.entries, table.owners, flat, scale, norms, flag)
+    torch.ops.zeropp.gather_(
+        list(tensors), table.host, table.entries, table.owners, flat, scale, norms, flag, accumulate
+    )
 
 
 def scatter_(

@@ -78,7 +78,27 @@ def reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
         messages = torch.cat([encode(values(numel, torch.float32, rank), 1, bits, rotate) for rank in range(count)])
         accumulate = accumulate and dtype == torch.float32
         out = values(numel, dtype, 9)
-        check("reduce_", (messages, out, count, bits, rotate, scale, accumulate), [1])
+        check("reduce_", (messages, out.clone(), count, bits, rotate, scale, accumulate, None, None), [1])
+        if dtype == torch.float32:
+            check("reduce_", (messages, out, count, bits, rotate, scale, accumulate, *stats(numel)), [1, 7, 8])
+
+
+def stats(numel: int) -> tuple[Tensor, Tensor]:
+    """Norms that every block must overwrite, and a flag that is not set."""
+    return torch.full((-(-numel // 256),), float("nan")), torch.zeros(1, dtype=torch.int32)
+
+
+def plain_sum(numel: int, dtype: torch.dtype) -> None:
+    for count, scale, accumulate in [(1, 1.0, False), (2, 0.5, True), (3, 1 / 3, True), (5, 3e38, False)]:
+        for spoilt in (False, True):
+            messages = torch.cat([values(numel, dtype, rank, spoilt=spoilt) for rank in range(count)])
+            # At an odd address and at an even one.
+            for moved in (messages, torch.cat([messages[:1], messages])[1:]):
+                out = values(numel, torch.float32, 9, spoilt=False)
+                norms, flag = stats(numel)
+                check("sum_", (moved, out, count, scale, accumulate, norms, flag), [1, 5, 6])
+                assert bool(flag) == (not bool(out.isfinite().all()))
+                check("sum_", (moved, out.clone(), count, scale, accumulate, None, None), [1])
 
 
 def reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
@@ -135,19 +155,23 @@ def copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
     if shapes == "odd":
         tensors[2][500] = float("inf")
     places = (table.host, table.entries, table.owners)
-    for cut, stats in [(0, True), (100, True), (0, False)]:
+    for cut, measured in [(0, True), (100, True), (0, False)]:
         flat = torch.full((table.numel - cut,), float("nan"), dtype=target)
-        norms = torch.full((-(-flat.numel() // 256),), float("nan")) if stats else None
-        flag = torch.zeros(1, dtype=torch.int32) if stats else None
-        for scale in SCALES if stats else SCALES[:1]:
-            flag_then = torch.zeros(1, dtype=torch.int32) if stats else None
-            check("gather_", (tensors, *places, flat, scale, norms, flag_then), [4, 6, 7] if stats else [4])
-        check("gather_", (tensors, *places, flat, 0.7, norms, flag), [4, 6, 7] if stats else [4])
-        assert not stats or bool(flag) == (not bool(flat.isfinite().all()))
+        norms = torch.full((-(-flat.numel() // 256),), float("nan")) if measured else None
+        flag = torch.zeros(1, dtype=torch.int32) if measured else None
+        for scale in SCALES if measured else SCALES[:1]:
+            flag_then = torch.zeros(1, dtype=torch.int32) if measured else None
+            check("gather_", (tensors, *places, flat, scale, norms, flag_then, False), [4, 6, 7] if measured else [4])
+        check("gather_", (tensors, *places, flat, 0.7, norms, flag, False), [4, 6, 7] if measured else [4])
+        assert not measured or bool(flag) == (not bool(flat.isfinite().all()))
+        if target == torch.float32:
+            total = values(flat.numel(), target, 5)
+            arguments = (tensors, *places, total, 0.7, norms, flag, True)
+            check("gather_", arguments, [4, 6, 7] if measured else [4])
         back = [torch.full((t.numel() + 4,), float("nan"), dtype=source)[bool(t.data_ptr() % 16) :] for t in tensors]
         back = [room[: t.numel()].view(t.shape) for room, t in zip(back, tensors, strict=True)]
-        for scale in (3.0, -1.0, 1e30) if stats else (3.0,):
-            check("scatter_", (flat, back, *places, scale, norms, flag), [1, 6, 7] if stats else [1])
+        for scale in (3.0, -1.0, 1e30) if measured else (3.0,):
+            check("scatter_", (flat, back, *places, scale, norms, flag), [1, 6, 7] if measured else [1])
 
 
 def delta(numel: int, dtype: torch.dtype) -> None:

@@ -65,6 +65,7 @@ def launch_everything() -> set[Configuration]:
         agreement.quantize(numel, dtype, bits)
         agreement.dequantize(numel, dtype, bits)
         agreement.reduce(numel, dtype, bits)
+        agreement.plain_sum(numel, dtype)
         for source_bits in BITS:
             agreement.reduce_quantize(numel, source_bits, bits)
     for shapes, dtype, other in itertools.product(agreement.SHAPES, DTYPES, DTYPES):

@@ -41,7 +41,10 @@ def samples() -> dict[str, tuple[object, ...]]:
     tensors, table = [values(100, torch.float32), values(300, torch.float32)], block_table([100, 300], [0, 256], NUMEL)
     places = (table.host, table.entries, table.owners)
     shard, flat = values(NUMEL, torch.float32).clone(), torch.zeros(NUMEL)
-    norms, flag = torch.zeros(3), torch.zeros(1, dtype=torch.int32)
+
+    def stats() -> tuple[Tensor, Tensor]:
+        return torch.zeros(3), torch.zeros(1, dtype=torch.int32)
+
     return {
         "quantize_": (x, messages_for(NUMEL, 4), 1, 4, True, state, 0.8, False),
         "quantize_tensors_": (tensors, *places, NUMEL, messages_for(NUMEL, 8), 1, 8, False, None, 0.0, False),
@@ -49,13 +52,14 @@ def samples() -> dict[str, tuple[object, ...]]:
             real_messages(NUMEL, 8, 2), NUMEL, 2, 8, 0.5, messages_for(NUMEL, 4), 1, 4, False, state, 0.8, True,
         ),
         "dequantize_": (real_messages(NUMEL, 8), torch.zeros(NUMEL), 1, 8, False),
-        "reduce_": (real_messages(NUMEL, 8, 3), torch.zeros(NUMEL), 3, 8, False, 0.5, True),
+        "reduce_": (real_messages(NUMEL, 8, 3), torch.zeros(NUMEL), 3, 8, False, 0.5, True, *stats()),
+        "sum_": (torch.cat([x, held]), torch.zeros(NUMEL), 2, 0.5, True, *stats()),
         "delta_encode_": (shard, held.clone(), messages_for(NUMEL, 4), True),
         "delta_apply_": (real_messages(NUMEL, 4), held.clone(), 1),
         "lossless_count_": (x, held, torch.zeros_like(offsets)),
         "lossless_encode_": (x, held, offsets, lossless, NUMEL, NUMEL),
         "lossless_decode_": (lossless, held, torch.zeros_like(held), offsets[None].clone(), 1, NUMEL, NUMEL),
-        "gather_": (tensors, *places, flat, 1.0, norms, flag),
+        "gather_": (tensors, *places, flat, 1.0, *stats(), False),
         "scatter_": (shard, [tensor.clone() for tensor in tensors], *places, 2.0, None, None),
     }  # fmt: skip
 

@@ -33,6 +33,12 @@ def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
     agreement.reduce(numel, dtype, bits)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", EVERY)
+def test_sum(numel: int, dtype: torch.dtype) -> None:
+    agreement.plain_sum(numel, dtype)
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("source_bits", BITS)
 @pytest.mark.parametrize("numel", [*EVERY, 1536])

@@ -63,7 +63,7 @@ def wrong(changes: dict[str, int], **settings: object) -> list[str]:
     case = Case(kernel, {"EVEN": True, **settings}, {"reference": "fp16"})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budgets, "_ELEMENTS", 32)  # the interpreter's tiles are larger
-        return budgets.check(case, replace(LEAN, **changes))
+        return budgets.check(case, replace(LEAN, **changes), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,24 @@ def test_each_budget(changes: dict[str, int], said: str) -> None:
 def test_what_is_not_even_may_be_narrow() -> None:
     assert wrong({"wide_loads": 0, "wide_stores": 0, "narrow_loads": 32, "registers": 168}, EVEN=False) == []
     assert wrong({"registers": 169}, EVEN=False) == ["169 registers, more than 168"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "loads", "wrong"),
+    [
+        # Two elements a thread of float32, so half an access a message; tile of 4 makes it two.
+        ("cuda", 6, []),
+        ("cuda", 8, ["8 loads and 2 stores of 128 bits, not 6 and 2"]),
+        ("hip", 6, []),
+        ("hip", 8, []),
+        ("hip", 5, ["5 loads and 2 stores of 128 bits, not 6 and 2"]),
+        ("hip", 7, ["7 loads and 2 stores of 128 bits, not 6 and 2"]),
+    ],
+)
+def test_only_whole_messages_may_be_unrolled_and_only_on_amd(backend: str, loads: int, wrong: list[str]) -> None:
+    constants = {"ACCUMULATE": False, "EVEN": True, "TILE": 4}
+    case = Case(SimpleNamespace(__name__="sum_kernel"), constants, {"messages": "fp32", "out": "fp32"})
+    assert budgets.check(case, replace(LEAN, wide_loads=loads, wide_stores=2), backend) == wrong
 
 
 def test_every_kernel_is_compiled_for_wide_access_too() -> None:

@@ -126,14 +126,27 @@ def test_dequantize_and_sums(numel: int, bits: int) -> None:
                            (layout.scales_offset + 2 * FAR // layout.group, layout.nbytes)]:  # fmt: skip
             part[begin:end] = wanted[begin:end]
     twice = torch.cat([small, encode(tails[1], bits)])
-    device.reduce_(both, out, 2, bits, True, 0.3, False)
-    reference.reduce_(twice, expected, 2, bits, True, 0.3, False)
+    device.reduce_(both, out, 2, bits, True, 0.3, False, None, None)
+    reference.reduce_(twice, expected, 2, bits, True, 0.3, False, None, None)
     assert same_bits(out[FAR:], expected)
     again = reserved(message_layout(numel, 4).nbytes)
     wanted = torch.empty(message_layout(numel - FAR, 4).nbytes, dtype=torch.uint8)
     device.reduce_quantize_(both, numel, 2, bits, 0.3, again, 1, 4, False, None, 0.0, False)
     reference.reduce_quantize_(twice, numel - FAR, 2, bits, 0.3, wanted, 1, 4, False, None, 0.0, False)
     assert same_end(again, wanted, numel, 4)
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_plain_sums(numel: int) -> None:
+    tails = [values(numel - FAR, torch.bfloat16, seed) for seed in range(2)]
+    both = reserved(2 * numel, torch.bfloat16)
+    for end, tail in zip((numel, 2 * numel), tails, strict=True):
+        both[end - tail.numel() : end] = tail
+    out, norms = reserved(numel, torch.float32), reserved(-(-numel // 256), torch.float32)
+    expected, wanted = torch.empty(numel - FAR), torch.empty(-(-(numel - FAR) // 256))
+    device.sum_(both, out, 2, 0.3, False, norms, None)
+    reference.sum_(torch.cat(tails), expected, 2, 0.3, False, wanted, None)
+    assert same_bits(out[FAR:], expected) and same_bits(norms[-wanted.numel() :], wanted)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -178,7 +191,7 @@ def test_tensors_that_lie_far_apart(bits: int) -> None:
     places = (table.host, table.entries, table.owners)
     expected = torch.cat([first, torch.zeros(256, dtype=torch.bfloat16), second])
     flat = reserved(numel, torch.bfloat16)
-    device.gather_(tensors, *places, flat, 1.0, None, None)
+    device.gather_(tensors, *places, flat, 1.0, None, None, False)
     assert same_bits(flat[FAR:], expected)
     message = reserved(message_layout(numel, bits).nbytes)
     device.quantize_tensors_(tensors, *places, numel, message, 1, bits, False, None, 0.0, False)

@@ -30,6 +30,11 @@ def reduce(**changes: object) -> Callable[[], None]:
     return lambda: kernels.reduce_(**{**arguments, **changes})  # type: ignore[arg-type]
 
 
+def total(**changes: object) -> Callable[[], None]:
+    arguments: dict[str, object] = {"messages": torch.ones(2 * NUMEL), "out": torch.ones(NUMEL), "count": 2}
+    return lambda: kernels.sum_(**{**arguments, **changes})  # type: ignore[arg-type]
+
+
 TABLE = block_table([9, 9], [0, 256], NUMEL)
 BF16 = torch.ones(NUMEL, dtype=torch.bfloat16)
 ROOMS = {"room8": 0, "room16": 0}
@@ -50,6 +55,17 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "device": (quantize(x=torch.ones(NUMEL, device="meta")), "messages is on cpu; expected meta like the other"),
     "dtype of out": (reduce(out=torch.ones(NUMEL, dtype=torch.int32)), "out is int32"),
     "accumulate in 16 bits": (reduce(out=BF16, accumulate=True), "out is bfloat16; expected float32"),
+    "norms in 16 bits": (reduce(out=BF16, norms=torch.ones(3)), "out is bfloat16; expected float32"),
+    "flag in 16 bits": (reduce(out=BF16, flag=torch.ones(1)), "out is bfloat16; expected float32"),
+    "norms of a sum of codes": (reduce(norms=torch.ones(2)), "norms has 2 elements; expected 3"),
+    "plain sum in 16 bits": (total(out=BF16), "out is bfloat16; expected float32"),
+    "plain sum of 64 bits": (total(messages=torch.ones(2 * NUMEL).double()), "messages is float64; expected float32"),
+    "size of a plain sum": (total(count=3), "out has 600 elements; expected 400"),
+    "count of a plain sum": (total(count=7), "messages has 1200 elements, which count=7 does not divide"),
+    "scale of a plain sum": (total(scale=math.inf), "scale is inf"),
+    "norms of a plain sum": (total(norms=torch.ones(2)), "norms has 2 elements; expected 3"),
+    "flag of a plain sum": (total(flag=torch.ones(1)), "flag is float32; expected int32"),
+    "copy added in 16 bits": (gather(flat=BF16, accumulate=True), "flat is bfloat16; expected float32"),
     "size of what is summed": (reduce(count=3), "messages has 1792 bytes; expected 2688: 3 x 896"),
     "parts of a sum": (
         lambda: kernels.reduce_quantize_(

@@ -25,7 +25,7 @@ def tensors(seed: int) -> list[Tensor]:
 
 def gathered(given: list[Tensor], places: BlockTable) -> Tensor:
     flat = torch.full((NUMEL,), float("nan"), device=DEVICE)
-    device.gather_(given, places.host, places.entries, places.owners, flat, 1.0, None, None)
+    device.gather_(given, places.host, places.entries, places.owners, flat, 1.0, None, None, False)
     return flat
 
 

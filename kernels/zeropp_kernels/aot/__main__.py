@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = 0
     print(f"{'kernel':<18} {'target':<7} {'code':>5} {'regs':>4} {'wide':>7} {'narrow':>7} {'shared':>6}  settings")
     for job, facts in build_all(jobs, given.processes):
-        case, wrong = job.case, check(job.case, facts)
+        case, wrong = job.case, check(job.case, facts, TARGETS[job.target].backend)
         failures += bool(wrong)
         print(
             f"{case.name:<18} {job.target:<7} {facts.instructions:>5} {facts.registers:>4} "

@@ -42,14 +42,30 @@ def _reduce_moves(case: Case) -> tuple[int, int]:
     return 2 * _codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
 
 
+def _sum_moves(case: Case) -> tuple[int, int]:
+    # The first message and the second are loaded before the loop, in it the one after next.
+    share = _block_elements(case)
+    size = 4 if case.pointers["messages"] == "fp32" else 2
+    return share * (3 * size + 4 * bool(case.constants["ACCUMULATE"])), 4 * share
+
+
+def _gather_moves(case: Case) -> tuple[int, int]:
+    values = _values(case, "flat")
+    return _values(case, "") + (values if case.constants["ACCUMULATE"] else 0), values
+
+
 def _delta_moves(case: Case) -> tuple[int, int]:
     held = _values(case, "reference")
     return _values(case, "shard") + held, _ELEMENTS // 2 + (held if case.constants["UPDATE"] else 0)
 
 
-def _block_values(case: Case, name: str) -> int:
+def _block_elements(case: Case) -> int:
     # 256 elements of a block among 128 threads.
-    return 2 * int(str(case.constants["TILE"])) * (4 if case.pointers[name] == "fp32" else 2)
+    return 2 * int(str(case.constants["TILE"]))
+
+
+def _block_values(case: Case, name: str) -> int:
+    return _block_elements(case) * (4 if case.pointers[name] == "fp32" else 2)
 
 
 # Bytes of values, codes and errors that a thread (loads, stores). Of n messages two are in the code, one in a loop.
@@ -58,9 +74,10 @@ _MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
     "quantize_tensors": lambda case: _quantize_moves(case, ""),
     "reduce_quantize": _requantize_moves,
     "reduce": _reduce_moves,
+    "sum": _sum_moves,
     "delta_encode": _delta_moves,
     "delta_apply": lambda case: (_values(case, "reference") + _ELEMENTS // 2, _values(case, "reference")),
-    "gather": lambda case: (_values(case, ""), _values(case, "flat")),
+    "gather": _gather_moves,
     "scatter": lambda case: (_values(case, "flat"), _values(case, "")),
     "lossless_count": lambda case: (_block_values(case, "values") + _block_values(case, "reference"), 0),
     "lossless_decode": lambda case: (_block_values(case, "reference"), _block_values(case, "out")),
@@ -74,13 +91,23 @@ _ESCAPES = ("lossless_encode", "lossless_decode", "lossless_count8")
 _SUMS = ("reduce", "reduce_quantize")
 
 
-def check(case: Case, facts: Facts) -> list[str]:
-    """What is wrong with the machine code."""
+def _unrolled(case: Case, backend: str, loads: int, expected: int) -> bool:
+    """Whether more loads than expected are whole messages of a loop, which AMD's compiler unrolls at its liking."""
+    if case.name != "sum" or backend != "hip":
+        return False
+    message = _block_elements(case) * (4 if case.pointers["messages"] == "fp32" else 2) // 16
+    return loads > expected and (loads - expected) % message == 0
+
+
+def check(case: Case, facts: Facts, backend: str) -> list[str]:
+    """What is wrong with the machine code that Triton's ``backend``, "cuda" or "hip", has made."""
     wrong = []
     if facts.spilled:
         wrong.append(f"{facts.spilled} spilled or on the stack")
-    if facts.registers > REGISTERS[case.even]:
-        wrong.append(f"{facts.registers} registers, more than {REGISTERS[case.even]}")
+    # Unrolled, several messages are in registers.
+    bound = REGISTERS[case.even and (case.name, backend) != ("sum", "hip")]
+    if facts.registers > bound:
+        wrong.append(f"{facts.registers} registers, more than {bound}")
     # One for each element in the loop's body; the first message opens the sum without.
     fused = _ELEMENTS if case.name in _SUMS else 0
     if facts.fused != fused:
@@ -88,7 +115,8 @@ def check(case: Case, facts: Facts) -> list[str]:
     if case.even and case.name in _MOVED:
         # Equal and not at least: more loads than bytes need are as suspicious as fewer.
         expected = tuple(nbytes // 16 for nbytes in _MOVED[case.name](case))
-        if (facts.wide_loads, facts.wide_stores) != expected:
+        loads = expected[0] if _unrolled(case, backend, facts.wide_loads, expected[0]) else facts.wide_loads
+        if (loads, facts.wide_stores) != expected:
             found = f"{facts.wide_loads} loads and {facts.wide_stores} stores"
             wrong.append(f"{found} of 128 bits, not {expected[0]} and {expected[1]}")
     if case.even and case.name not in _ESCAPES:

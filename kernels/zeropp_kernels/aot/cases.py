@@ -87,6 +87,12 @@ _BOTH = (False, True)
 _ENCODING = {"BITS": tuple(GROUPS), "ROTATE": _BOTH, "FEEDBACK": _BOTH}
 
 
+def _stats() -> Iterator[dict[str, None]]:
+    """The statistics that are not asked for, in every way: what is not given is a constant."""
+    for given in itertools.product(_BOTH, repeat=len(_OPTIONAL)):
+        yield {name: None for name, wanted in zip(_OPTIONAL, given, strict=True) if not wanted}
+
+
 def _tile(bits: int) -> int:
     return ROWS * 128 // GROUPS[bits]
 
@@ -105,9 +111,14 @@ def _quantize() -> Iterator[Case]:
 def _reduce() -> Iterator[Case]:
     for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
         dtype = row.pop("dtype")
-        # 16-bit outputs are refused where sums are added to: see dispatch.
-        if dtype == "fp32" or not row["ACCUMULATE"]:
-            yield Case(reduce.reduce_kernel, {**row, "TILE": _tile(row["BITS"])}, {"out": dtype})
+        # 16-bit outputs are refused where sums are added to or measured: see dispatch.
+        for stats in _stats() if dtype == "fp32" else [dict.fromkeys(_OPTIONAL)]:
+            if dtype == "fp32" or not row["ACCUMULATE"]:
+                yield Case(reduce.reduce_kernel, {**row, **stats, "TILE": _tile(row["BITS"])}, {"out": dtype})
+    for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH, EVEN=_BOTH):
+        pointers = {"messages": row.pop("dtype"), "out": "fp32"}
+        for stats in _stats():
+            yield Case(reduce.sum_kernel, {**row, **stats, "TILE": reduce.SUM_TILE}, pointers)
 
 
 def _delta() -> Iterator[Case]:
@@ -132,13 +143,13 @@ def _lossless() -> Iterator[Case]:
 
 def _copy() -> Iterator[Case]:
     dtypes = tuple(_DTYPES)
-    for row in _product(dtype=dtypes, flat=dtypes, EVEN=_BOTH, FLAT_EVEN=_BOTH, norms=_BOTH, flag=_BOTH):
+    for row in _product(dtype=dtypes, flat=dtypes, EVEN=_BOTH, FLAT_EVEN=_BOTH, stats=tuple(_stats())):
         dtype, flat = row.pop("dtype"), row.pop("flat")
-        # What is not given is a constant.
-        row.update({name: None for name in _OPTIONAL if not row.pop(name)})
-        row.update(DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
-        yield Case(copy.gather_kernel, row, {"": dtype, "flat": flat})
-        yield Case(copy.scatter_kernel, row, {"": dtype, "flat": flat})
+        row.update(row.pop("stats"), DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
+        pointers = {"": dtype, "flat": flat}
+        for accumulate in _BOTH if flat == "fp32" else (False,):
+            yield Case(copy.gather_kernel, {**row, "ACCUMULATE": accumulate}, pointers)
+        yield Case(copy.scatter_kernel, row, pointers)
 
 
 def _alignments(case: Case) -> Iterator[Case]:

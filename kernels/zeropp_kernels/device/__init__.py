@@ -6,7 +6,7 @@ from .copy import gather_, scatter_
 from .delta import delta_apply_, delta_encode_
 from .lossless import lossless_count_, lossless_decode_, lossless_encode_
 from .quantize import quantize_, quantize_tensors_, reduce_quantize_
-from .reduce import dequantize_, reduce_
+from .reduce import dequantize_, reduce_, sum_
 
 __all__ = [
     "delta_apply_",
@@ -21,4 +21,5 @@ __all__ = [
     "reduce_",
     "reduce_quantize_",
     "scatter_",
+    "sum_",
 ]

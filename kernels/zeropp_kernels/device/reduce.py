@@ -1,4 +1,4 @@
-"""Triton: messages -> values, n messages -> their sum."""
+"""Triton: messages -> values, n messages -> their sum, of codes and of plain values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..wire import message_layout
+from ..wire import BLOCK, blocks_of, message_layout
 from .blocks import (
     ROWS,
     TILE_ROWS,
     code_values,
+    half_rows,
     launched,
     load_codes,
     load_pair,
@@ -19,9 +20,14 @@ from .blocks import (
     scale_value,
     store_pair,
     whole,
+    widen,
 )
+from .stats import report
 
-__all__ = ["dequantize_", "reduce_", "sum_pair"]
+__all__ = ["SUM_TILE", "dequantize_", "reduce_", "sum_", "sum_pair"]
+
+# Blocks. Half of the other kernels' tiles, since a thread has the next message in registers, too.
+SUM_TILE = ROWS * 128 // BLOCK // 2
 
 
 @triton.jit
@@ -77,10 +83,10 @@ def _spoil_infinite(x):
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
-@launched()
+@launched("norms", "flag")
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
-    scale: tl.float32,
+    scale: tl.float32, norms, flag,
     BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
@@ -109,12 +115,74 @@ def reduce_kernel(
         old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, K)
         lower += old_lower
         upper += old_upper
+    if norms is not None or flag is not None:
+        if not EVEN:
+            # Behind the end lies what the rotation has spread there.
+            at = half_rows(128, TILE, K)
+            lower = tl.where(at < left, lower, 0.0)
+            upper = tl.where(at + 64 < left, upper, 0.0)
+        # A block is two rows, whatever a group is.
+        BLOCKS: tl.constexpr = TILE_ROWS // 2
+        block = row // 2
+        report(
+            tl.reshape(lower, [BLOCKS, 2, 64]), tl.reshape(upper, [BLOCKS, 2, 64]), norms, flag, block,
+            block + tl.arange(0, BLOCKS) < tl.cdiv(numel, 256), tl.float32, BLOCKS,
+        )  # fmt: skip
     store_pair(target, lower, upper, left, live, EVEN, TILE, K)
 
 
+@triton.jit
+def _raw_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr):
+    """Two tensors [TILE, 2, 64] of a tile of blocks, in the dtype that they have in memory."""
+    at = half_rows(128, TILE, 2)
+    live = live[:, None, None]
+    if not EVEN:
+        return tl.load(source + at, mask=live & (at < left), other=0.0), tl.load(
+            source + at + 64, mask=live & (at + 64 < left), other=0.0
+        )
+    return tl.load(source + at, mask=live, other=0.0), tl.load(source + at + 64, mask=live, other=0.0)
+
+
+@launched("norms", "flag")
+def sum_kernel(
+    messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks: out[i] = scale * sum of ``count`` messages [numel]. Grid: (tiles,)."""
+    first = tl.program_id(0) * TILE
+    place = first + tl.arange(0, TILE)
+    live = place < blocks
+    start = first.to(tl.int64) * 256
+    left = numel - start
+    stride = whole(numel, 256 if EVEN else 1)
+    source = messages + start
+    lower, upper = _raw_pair(source, left, live, EVEN, TILE)
+    lower, upper = widen(lower), widen(upper)
+    source += stride
+    # One message ahead: loads of a message need not wait for the additions of the one before.
+    next_lower, next_upper = _raw_pair(source, left, place < tl.where(count > 1, blocks, 0), EVEN, TILE)
+    for index in range(1, count):
+        source += stride
+        ahead = place < tl.where(index + 1 < count, blocks, 0)
+        ahead_lower, ahead_upper = _raw_pair(source, left, ahead, EVEN, TILE)
+        lower += widen(next_lower)
+        upper += widen(next_upper)
+        next_lower, next_upper = ahead_lower, ahead_upper
+    lower *= scale
+    upper *= scale
+    target = out + start
+    if ACCUMULATE:
+        old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, 2)
+        lower += old_lower
+        upper += old_upper
+    report(lower, upper, norms, flag, first, live, tl.float32, TILE)
+    store_pair(target, lower, upper, left, live, EVEN, TILE, 2)
+
+
 def _launch(
-    messages: Tensor, out: Tensor, parts: int, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
-) -> None:
+    messages: Tensor, out: Tensor, parts: int, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
+    norms: Tensor | None = None, flag: Tensor | None = None,
+) -> None:  # fmt: skip
     numel = out.numel() // parts
     layout = message_layout(numel, bits)
     # Decoding reads no slots behind the last group, so groups make the grid.
@@ -123,7 +191,7 @@ def _launch(
     tile = ROWS * 128 // layout.group
     reduce_kernel[triton.cdiv(layout.groups, tile), parts](
         messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile,
+        norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile,
         **reduce_kernel.options,
     )  # fmt: skip
 
@@ -134,6 +202,24 @@ def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
     _launch(messages, out, count, 1, bits, rotate, 1.0, False)
 
 
-def reduce_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool) -> None:
+def reduce_(
+    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
+    norms: Tensor | None, flag: Tensor | None,
+) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_`."""
-    _launch(messages, out, 1, count, bits, rotate, scale, accumulate)
+    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag)
+
+
+def sum_(
+    messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
+    flag: Tensor | None,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.sum_`."""
+    numel = out.numel()
+    blocks = blocks_of(numel)
+    if blocks == 0:
+        return
+    sum_kernel[(triton.cdiv(blocks, SUM_TILE),)](
+        messages, count, out, numel, blocks, scale, norms, flag,
+        ACCUMULATE=accumulate, EVEN=numel % BLOCK == 0, TILE=SUM_TILE, **sum_kernel.options,
+    )  # fmt: skip

@@ -7,7 +7,7 @@ from .delta import delta_apply_, delta_encode_
 from .lossless import lossless_count_, lossless_decode_, lossless_encode_
 from .plain import pack_, squared_norm, sum_messages_
 from .quantize import quantize_, quantize_tensors_, reduce_quantize_
-from .reduce import dequantize_, reduce_
+from .reduce import dequantize_, reduce_, sum_
 
 __all__ = [
     "delta_apply_",
@@ -24,5 +24,6 @@ __all__ = [
     "reduce_quantize_",
     "scatter_",
     "squared_norm",
+    "sum_",
     "sum_messages_",
 ]

@@ -1,4 +1,4 @@
-"""Messages -> values, n messages -> their sum."""
+"""Messages -> values, n messages -> their sum, of codes and of plain values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ..wire import message_layout
-from .blocks import Part, decode_, parts, saturate_, scratch, tiles, unrotate_
+from .blocks import TILE, Part, decode_, parts, saturate_, scratch, tiles, unrotate_
+from .stats import measure_
 
-__all__ = ["dequantize_", "reduce_", "sum_tile_"]
+__all__ = ["dequantize_", "reduce_", "sum_", "sum_tile_"]
 
 
 def sum_tile_(messages: Sequence[Part], first: int, last: int, bits: int, out: Tensor) -> None:
@@ -53,7 +54,31 @@ def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
 
 
 def reduce_(
-    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool
-) -> None:
+    messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
+    norms: Tensor | None, flag: Tensor | None,
+) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_`."""
     _sum(parts(messages, message_layout(out.numel(), bits), count), out, bits, rotate, scale, accumulate)
+    measure_(out, norms, flag)
+
+
+def sum_(
+    messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
+    flag: Tensor | None,
+) -> None:  # fmt: skip
+    """See :func:`zeropp_kernels.sum_`."""
+    values = messages.view(count, -1)
+    for start in range(0, out.numel(), TILE):
+        target = out[start : start + TILE]
+        total = scratch("sum", 1, target.numel()).view(-1)
+        total.copy_(values[0, start : start + TILE])
+        for index in range(1, count):
+            total.add_(values[index, start : start + TILE])
+        # Rounded, and added only then: torch's ``alpha`` would do both at once.
+        if scale != 1.0:
+            total.mul_(scale)
+        if accumulate:
+            target.add_(total)
+        else:
+            target.copy_(total)
+    measure_(out, norms, flag)
