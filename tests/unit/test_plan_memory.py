@@ -39,15 +39,14 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
     plan = memory(two_layers(), config(), world)
     shard = 2 * numel // world * 4
     assert plan.terms == {
-        "main_weights": shard, "gradients": shard, "frozen_weights": 0, "secondary_weights": 0,
-        "persistent_weights": 0,
-        "feedback": 0,
+        "main_weights": shard, "gradients": shard, "gradient_norms": 2 * (numel // world // BLOCK * 4 + 4),
+        "frozen_weights": 0, "secondary_weights": 0, "persistent_weights": 0, "feedback": 0,
     }  # fmt: skip
     assert [(u.name, u.persistent, u.gathered, u.message) for u in plan.units] == [
         ("0", False, numel * 4, numel * 4),
         ("1", False, numel * 4, numel * 4),
     ]
-    assert (plan.total, plan.largest_unit) == (2 * shard, numel * 4)
+    assert (plan.total, plan.largest_unit) == (2 * shard + plan.terms["gradient_norms"], numel * 4)
 
 
 def test_gradients_are_held_only_where_they_are_summed_before_they_go_on() -> None:
@@ -97,8 +96,8 @@ def test_frozen_weights_have_no_gradients_and_buffers_of_their_own() -> None:
 def test_all_frozen() -> None:
     plan = memory(two_layers().requires_grad_(False), config(), 4)
     assert plan.terms == {
-        "main_weights": 0, "gradients": 0, "frozen_weights": 2 * 1024, "secondary_weights": 0, "persistent_weights": 0,
-        "feedback": 0,
+        "main_weights": 0, "gradients": 0, "gradient_norms": 0, "frozen_weights": 2 * 1024, "secondary_weights": 0,
+        "persistent_weights": 0, "feedback": 0,
     }  # fmt: skip
     assert all(unit.message == 0 for unit in plan.units)
 
@@ -149,6 +148,7 @@ def test_meta_models_of_any_size() -> None:
     assert plan.terms == {
         "main_weights": numel * 4 // 64,
         "gradients": numel * 4 // 64,
+        "gradient_norms": numel // BLOCK * 4 // 64 + 30 * 4,
         "frozen_weights": 0,
         "secondary_weights": 0,
         "persistent_weights": 0,
@@ -176,11 +176,12 @@ def test_printed() -> None:
     assert [(line[:24].rstrip(), line[24:].strip()) for line in lines] == [
         ("main weights", "4,096 bytes"),
         ("gradients", "4,096 bytes"),
+        ("gradient norms", "24 bytes"),
         ("frozen weights", "0 bytes"),
         ("secondary weights", "0 bytes"),
         ("persistent weights", "0 bytes"),
         ("feedback", "0 bytes"),
-        ("total between steps", "8,192 bytes"),
+        ("total between steps", "8,216 bytes"),
         ("largest unit, gathered", "4,096 bytes"),
     ]
 
@@ -261,6 +262,8 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
     for _, main, frozen, numel in buffers:
         for term in ["frozen_weights"] if frozen else ["main_weights", "gradients"]:
             expected[term] += numel // world * main
+        if not frozen:
+            expected["gradient_norms"] += numel // world // BLOCK * main + 4
     expected["persistent_weights"] = sum(
         padded(numels, world) * size
         for (size, main, _), numels in whole.items()

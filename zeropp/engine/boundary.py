@@ -20,6 +20,8 @@ from torch import Tensor
 from zeropp.comm.agreement import SETTINGS
 from zeropp.engine.cache_checksum import CacheChecksum
 from zeropp.engine.engine import Engine
+from zeropp.params.gradient import Gradient
+from zeropp.wire.report import Report
 from zeropp_kernels.reference import squared_norm
 
 __all__ = ["Boundary", "Settings", "Verdict"]
@@ -31,8 +33,11 @@ _log = logging.getLogger("zeropp")
 # The square of a hash has 48 bits, and sums of it over more than 32 ranks are not exact in float64. So it is summed in
 # two halves.
 _HALF = 4096
-_HASH = slice(1, 4)  # of what was issued, see _spread
-_SETTINGS = slice(4, 7)  # of the optimizer's
+_BAD = 1  # shards that are not finite
+_EDITED = 2  # ranks whose gradients were changed after the last backward
+_HASH = slice(3, 6)  # of what was issued, see _spread
+_SETTINGS = slice(6, 9)  # of the optimizer's
+_ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,11 @@ class Boundary:
         self.cache_checksum = CacheChecksum(engine)
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
-        # Extremes of the gradients after the last backward: by them step() sees whether somebody has scaled them since.
-        self._extremes: Tensor | None = None
-        # Places in the vector, behind the norm and two hashes: a flag for each unit with unsent gradients, one for
-        # strays among these, one for ranks that passed over units, one for each used parameter; checksums at the end.
-        self._unsent = 7
+        self._doubts = False  # all gradients that have arrived are in doubt
+        # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
+        # gradients, one for strays among these, one for ranks that passed over units, one for each used parameter;
+        # checksums at the end.
+        self._unsent = _SETTINGS.stop
         self._stray = self._unsent + len(engine.units)
         self._passed_over = self._stray + 1
         self._used = self._passed_over + 1
@@ -93,13 +98,16 @@ class Boundary:
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
         self._vector, self._verdict = None, None
+        self._doubts = False
 
-    def forget(self) -> None:
-        """A new step begins: what its gradients will be compared with is not known yet."""
-        self.invalidate()
-        self._extremes = None
+    def doubt(self) -> None:
+        """Somebody has been given the groups, and with them gradients to write to: torch's GradScaler, or the user."""
+        if not self._doubts:
+            self._doubts = True
+            for gradient in self._arrived():
+                gradient.doubt()
 
-    def spread_overflow(self, target: Tensor) -> None:
+    def spread_overflow(self, target: Tensor, source: Gradient | None) -> None:
         """Let every rank's gradients show that some rank's are not finite; on a card, nothing waits.
 
         torch's GradScaler looks at this rank's gradients alone and must come to the same answer everywhere, before the
@@ -107,22 +115,21 @@ class Boundary:
 
         Args:
             target: one gradient that the optimizer sees on this rank; gains 0, or NaN.
+            source: whose view that is.
         """
-        self._extremes = self._find_extremes()
+        gradients = self._arrived()
+        for gradient in gradients:
+            gradient.measure()
         # A NaN survives the sum and the addition, and zero changes nothing: no branch, so the host need not know.
-        flag = torch.where(self._extremes.isfinite().all(), 0.0, torch.nan)
+        bad = Report.total([gradient.report for gradient in gradients], self.engine.device)[1]
+        flag = torch.where(bad == 0, 0.0, torch.nan)
         with self.engine.agreement.watching("sharing whether gradients are finite", where="a backward"):
             self.engine.comm.sum(flag)
         # GradScaler looks at every gradient it is shown, so one spoiled element of one of them is enough.
         target[:1] += flag.to(target.dtype)
-
-    def _find_extremes(self) -> Tensor:
-        """Smallest and largest value of each gradient shard.
-
-        They carry Inf and NaN, cannot overflow themselves, and cost little beside a float64 sum on CPU.
-        """
-        found = [value for shard in self._shards() for value in torch.aminmax(shard)]
-        return torch.stack(found) if found else torch.zeros(0, device=self.engine.device)
+        if source is not None:
+            # Where the NaN comes from, the report says so, and one rank's is enough for all.
+            source.accept_edits()
 
     def verdict(self) -> Verdict:
         """The result, once per step; all that waits for the device is in here.
@@ -136,9 +143,11 @@ class Boundary:
             # only once nothing is left to send.
             spoiled = False
             while unsent := self._unsent_units(values):
-                # Asked before anything is sent: sending changes the shards, and what was in them could not be compared
-                # any more.
-                spoiled |= self._edited(unsent)
+                # Summed, since an edit on one rank alone must make all of them skip. GradScaler has changed gradients
+                # that are not finite, too, and with those the step is skipped anyway.
+                if values[_EDITED] > 0 and values[_BAD] == 0:
+                    self._refuse_edited(unsent)
+                    spoiled = True
                 # Without strays all of it was held on purpose, by no_sync() or a window, and no order was at fault.
                 self.engine.schedule.postpone(unsent, held=values[self._stray] == 0)
                 for index in unsent:
@@ -180,26 +189,13 @@ class Boundary:
             self.engine.refresh.invalidate()
         self.cache_checksum.count_step()
 
-    def _edited(self, unsent: list[int]) -> bool:
-        """Whether gradients were changed on any rank since backward: what is unsent cannot be added to them then.
-
-        torch's GradScaler changes them, and so may the user. A step with Inf or NaN is skipped for those.
-        """
-        now = self._find_extremes()
-        # NaN equals nothing, itself included: gradients that are not finite would seem changed.
-        changed = self._extremes is not None and not torch.equal(self._extremes, now) and bool(now.isfinite().all())
-        # Summed, since an edit on one rank alone must make all of them skip.
-        flag = torch.tensor([float(changed)], device=self.engine.device)
-        with self.engine.agreement.watching("asking whether gradients were changed by hand", where="step()"):
-            self.engine.comm.sum(flag)
-        edited = self._read(flag)[0] > 0
-        if edited:
-            _log.warning(
-                "gradients of units %s came in another order than before, after the others had been scaled; this step "
-                "is skipped, and they are waited for from now on",
-                [self.engine.units[index].name for index in unsent],
-            )
-        return edited
+    def _refuse_edited(self, unsent: list[int]) -> None:
+        """Say that what is unsent cannot be added to what torch's GradScaler, or the user, has changed on some rank."""
+        _log.warning(
+            "gradients of units %s came in another order than before, after the others had been scaled; this step "
+            "is skipped, and they are waited for from now on",
+            [self.engine.units[index].name for index in unsent],
+        )
 
     def _clear_unused(self, values: list[float]) -> bool:
         """Zero what carried errors have brought to parameters that no rank has used; the same answer everywhere."""
@@ -221,28 +217,56 @@ class Boundary:
         self._vector[0] *= factor.square()
 
     def _exchange(self) -> list[float]:
-        self._vector = self._assemble()
+        edited = self._measure_doubted()
+        values = self._add_up(edited)
+        if not math.isfinite(values[0]) and values[_BAD] == 0:
+            # Squares of large finite values pass float32; all ranks see that, and do it again.
+            values = self._add_up(edited, exact=True)
+        return values
+
+    def _add_up(self, edited: Tensor, *, exact: bool = False) -> list[float]:
+        self._vector = self._assemble(edited, exact)
         with self.engine.agreement.watching("adding up norms and flags", where="step()"):
             self.engine.comm.sum(self._vector)
         return self._read(self._vector)
 
-    def _shards(self) -> list[Tensor]:
-        return [gradient.shard for gradient in self.engine.gradients if gradient.arrived]
+    def _arrived(self) -> list[Gradient]:
+        return [gradient for gradient in self.engine.gradients if gradient.arrived]
 
     def norm_tensor(self) -> Tensor:
         """The norm as a scalar on the model's device; after :meth:`verdict`."""
         assert self._vector is not None
         return _rounded(self._vector[0].sqrt())
 
-    def _assemble(self) -> Tensor:
-        engine = self.engine
+    def _measure_doubted(self) -> Tensor:
+        """Renew reports; float64 [1], 1 if gradients were changed after the last backward."""
+        doubted = [gradient for gradient in self._arrived() if gradient.doubted]
+        if not doubted:
+            return torch.zeros(1, dtype=torch.float64, device=self.engine.device)
+        # A version that has risen is a proof. Without one only scaling is looked for, which is GradScaler's.
+        edited = any(gradient.edited for gradient in doubted)
+        reports = [gradient.report for gradient in doubted]
+        before = Report.total(reports, self.engine.device)[0]
+        for gradient in doubted:
+            gradient.measure()
+        # A kernel and a pass of its own may add in another order.
+        scaled = (Report.total(reports, self.engine.device)[0] - before).abs() > _ROUNDING * before
+        return torch.where(scaled, 1.0, float(edited)).to(torch.float64)[None]
+
+    def _measure(self, exact: bool) -> Tensor:
+        """float64 [2]: the square of this rank's part of the norm, and how many of its shards are not finite."""
         # Replicas hold the same sums; the first one's count.
-        shards = [g.shard for g in engine.gradients if g.arrived and g.placement.replica == 0]
-        squares = torch.zeros((), dtype=torch.float64, device=engine.device)
-        if shards:
-            squares = squared_norm(shards)
+        gradients = [gradient for gradient in self._arrived() if gradient.placement.replica == 0]
+        found = Report.total([gradient.report for gradient in gradients], self.engine.device)
+        if exact and gradients:
+            found[0] = squared_norm([gradient.shard for gradient in gradients])
+        return found
+
+    def _assemble(self, edited: Tensor, exact: bool) -> Tensor:
+        engine = self.engine
         settings = self._settings.code()
-        flags = [*_spread(engine.issued.value), *(_spread(settings) if isinstance(settings, int) else (0.0,) * 3)]
+        flags: list[float] = [*_spread(engine.issued.value)]
+        flags += _spread(settings) if isinstance(settings, int) else [0.0] * 3
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.passed_over))
@@ -250,7 +274,7 @@ class Boundary:
         # Pinned, so that the copy is queued and not waited for. torch's allocator keeps the block until the copy is
         # done.
         host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
-        parts = [squares[None], host.to(engine.device, non_blocking=True)]
+        parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]
         if self.cache_checksum.due:
             # A refresh under way is still writing what the checksums are of.
             engine.refresh.wait()

@@ -43,7 +43,7 @@ def add_group(
     slices.put()
     for part in slices.stepped:
         # Gradients of parameters that were in no group have been reduced all the same, and can be stepped.
-        if part not in before and part.arrived():
+        if part not in before and part.arrived:
             part.show_gradient(True)
 
 

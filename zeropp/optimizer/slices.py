@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import Fragment
 
@@ -29,7 +30,7 @@ class Slice:
         strides: of the parameter.
         parameter: 1-D leaf in the main dtype, a view of the main shard.
         gradient: view of the gradient shard.
-        arrived: whether that holds a gradient of this step.
+        source: the gradient that it is a view of; None for a stand-in.
         shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
         removed: whether the user has taken it away since.
     """
@@ -41,9 +42,14 @@ class Slice:
     strides: tuple[int, ...]
     parameter: nn.Parameter
     gradient: Tensor
-    arrived: Callable[[], bool]
+    source: Gradient | None
     shown: bool = False
     removed: bool = False
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the view holds a gradient of this step."""
+        return self.source is not None and self.source.arrived
 
     def take_edit(self) -> None:
         """Take over a gradient that the user has put in place of ours, or taken away."""
@@ -138,6 +144,17 @@ class Slices:
             part.take_edit()
         return bool(shown) and all(part.removed for part in shown)
 
+    def show_arrived(self) -> Slice:
+        """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
+        for part in self.stepped:
+            part.show_gradient(part.arrived)
+        shown = next((part for part in self.stepped if part.arrived), None)
+        if shown is None:
+            shown = self.stepped[0]
+            shown.gradient.zero_()  # nothing here: what it holds is of another step
+            shown.show_gradient(True)
+        return shown
+
     def in_groups(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""
         return any(parameter is other for given in self._given for other in given)
@@ -200,10 +217,10 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
     values = gradient.shard[fragment.offset : stop]
-    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, values, lambda: gradient.arrived)
+    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, values, gradient)
 
 
 def _stand_in(device: torch.device) -> Slice:
     """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
-    return Slice("<nothing>", -1, 0, 0, (), parameter, torch.zeros(1, device=device), lambda: False)
+    return Slice("<nothing>", -1, 0, 0, (), parameter, torch.zeros(1, device=device), None)

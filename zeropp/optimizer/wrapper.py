@@ -128,6 +128,7 @@ class ZeroOptimizer(Optimizer):
         """The wrapped optimizer's groups."""
         if self.engine.window.unfinished:
             refuse_scaler(self.engine.window)
+        self.boundary.doubt()
         return self.inner.param_groups
 
     @property
@@ -271,7 +272,7 @@ class ZeroOptimizer(Optimizer):
         self.boundary.check_settings()
         verdict = self.boundary.verdict()
         norm = self.boundary.norm_tensor()
-        self.boundary.forget()  # a second step asks again: every rank must come to it
+        self.boundary.invalidate()  # a second step asks again: every rank must come to it
         self.grad_norm = verdict.norm
         self.step_was_skipped, self.step_was_taken = not verdict.finite, False
         if self.step_was_skipped:
@@ -390,18 +391,14 @@ class ZeroOptimizer(Optimizer):
         self.step_was_taken = False
         if self.engine.reductions.holding:
             return
-        for part in self._slices.stepped:
-            part.show_gradient(part.arrived())
-        # After every backward: the last window of an epoch may hold fewer than configured.
-        overflow_carrier = next((part for part in self._slices.stepped if part.arrived()), self._slices.stepped[0])
-        if not overflow_carrier.arrived():
-            overflow_carrier.gradient.zero_()  # nothing here: what it holds is of another step
-            overflow_carrier.show_gradient(True)
-        self.boundary.spread_overflow(overflow_carrier.gradient)
+        shown = self._slices.show_arrived()
+        # Whether all is finite is asked where a step may follow: GradScaler is refused where that would do nothing.
+        if not self.engine.window.unfinished:
+            self.boundary.spread_overflow(shown.gradient, shown.source)
 
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
-        self.boundary.forget()
+        self.boundary.invalidate()
         self.engine.window.restart()
         for part in self._slices.stepped:
             part.show_gradient(False)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from zeropp._compat import unguarded
 from zeropp.comm.streams import Work, used_here
 from zeropp.partition.layout import BufferLayout, Fragment
-from zeropp.wire.codecs import Feedback
+from zeropp.wire.codecs import Feedback, PlainCodec
 from zeropp.wire.paths import GatherPath, ReducePath
+from zeropp.wire.report import Report
 from zeropp_kernels import block_table
-from zeropp_kernels.reference import sum_messages_
 
 __all__ = ["Gradient", "GradientPaths"]
 
@@ -47,6 +47,7 @@ class Gradient:
     Attributes:
         shard: [numel / states] accumulated gradient in the main dtype, what the optimizer reads.
         arrived: whether ``shard`` holds anything yet.
+        report: of ``shard``, unless that has been ``edited`` since.
         trained: whether each parameter is to have one; not those that were frozen after wrapping.
         held: [numel / held level] sum of backwards that are to be sent on later, main dtype, or None.
     """
@@ -69,6 +70,9 @@ class Gradient:
         self.placement = paths.straight.placement
         self.shard = torch.zeros(layout.numel // self.placement.mode.states, dtype=main_dtype, device=self.device)
         self.arrived = False
+        self.report = Report(self.shard)
+        self._reported = -1  # version of ``shard`` that the report is of
+        self._doubted = False  # somebody could have written to it unseen
         self.trained = (True,) * len(self.parameters)
         self.held: Tensor | None = None
         # In ``held``; a float16 message of it needs room for so many.
@@ -156,8 +160,14 @@ class Gradient:
         if self.paths.replicas is not None:
             # The sum is for several ranks' shards: it goes on to a piece for each rank, and back.
             return Work(self._links(path), [self._reduce_replicas(path, message, numel, scale)], self._arrive)
-        whole = path.reduce(message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=self.unit)
-        return Work(path.links, [whole], self._arrive)
+        return Work(path.links, [self._reduce(path, message, numel, scale)], self._arrive)
+
+    def _reduce(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
+        """To the shard, which the last sum measures, unless something is done to it after that."""
+        report = None if self._padding else self.report
+        return path.reduce(
+            message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=self.unit, report=report
+        )
 
     def _links(self, path: ReducePath) -> list[str]:
         """Classes of links from a path's beginning to the shard."""
@@ -191,9 +201,7 @@ class Gradient:
         """The last hops, and back from pieces to the level of the states where there are replicas."""
         replicas, unit = self.paths.replicas, self.unit
         if replicas is None:
-            yield from path.reduce(
-                message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=unit
-            )  # fmt: skip
+            yield from self._reduce(path, message, numel, scale)
             return
         # [numel / world], then [numel / states] in the wire dtype. All replicas get the same message of each piece,
         # so their states keep the same bits; an all-reduce would not promise that.
@@ -210,7 +218,9 @@ class Gradient:
         # The way back may end on another lane than it began on, as where what was held goes on between nodes first.
         used_here(whole)
         # One message, so this is a cast, a scale and perhaps an addition.
-        sum_messages_([whole], self.shard, scale=scale / headroom, accumulate=self.arrived)
+        PlainCodec(whole.dtype).decode_sum_(
+            [whole], self.shard, scale=scale / headroom, accumulate=self.arrived, report=self.report
+        )
 
     def _has_arrived(self) -> bool:
         return self.arrived
@@ -221,8 +231,36 @@ class Gradient:
             torch._foreach_zero_([self.shard[start:stop] for start, stop in self._padding])
         # Read on the same lanes only, until the backward has ended and everything has been waited for.
         self.arrived = True
-        if self.feedbacks and not all(self.trained):
+        clears = bool(self.feedbacks) and not all(self.trained)
+        if clears:
             self.clear([not trained for trained in self.trained])
+        if self._padding or clears:
+            self.report.measure(self.shard)
+        self.accept_edits()
+
+    @property
+    def edited(self) -> bool:
+        """Whether the shard was written to since the report, seen by its version."""
+        return self.shard._version != self._reported
+
+    @property
+    def doubted(self) -> bool:
+        """Whether the report may be of another state of the shard."""
+        return self._doubted or self.edited
+
+    def doubt(self) -> None:
+        """Somebody can write to the shard unseen: torch's GradScaler raises no version, nor does ``.data``."""
+        self._doubted = True
+
+    def accept_edits(self) -> None:
+        """The report tells of the shard as it is now."""
+        self._reported, self._doubted = self.shard._version, False
+
+    def measure(self) -> None:
+        """Renew the report where it is doubted."""
+        if self.doubted:
+            self.report.measure(self.shard)
+            self.accept_edits()
 
     def clear(self, unused: Sequence[bool]) -> None:
         """Zero the shard of some parameters: error feedback of earlier steps also reaches those without a gradient.

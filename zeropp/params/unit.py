@@ -14,7 +14,10 @@ from zeropp.params.gradient import Gradient
 
 __all__ = ["TERMS", "Unit", "UnitState"]
 
-TERMS = ("main_weights", "gradients", "frozen_weights", "secondary_weights", "persistent_weights", "feedback")
+TERMS = (
+    "main_weights", "gradients", "gradient_norms", "frozen_weights", "secondary_weights", "persistent_weights",
+    "feedback",
+)  # fmt: skip
 """What a unit owns at all times."""
 
 
@@ -103,6 +106,7 @@ class Unit:
             yield "main_weights" if buffer.trainable else "frozen_weights", buffer.shard.untyped_storage().nbytes()
             if buffer.gradient is not None:
                 yield "gradients", buffer.gradient.shard.untyped_storage().nbytes()
+                yield "gradient_norms", buffer.gradient.report.nbytes
                 for feedback in buffer.gradient.feedbacks:
                     yield "feedback", feedback.state.nbytes
                 if buffer.gradient.held is not None:

@@ -10,6 +10,7 @@ from torch import nn
 from zeropp.config import ConfigSource
 from zeropp.params.unit import TERMS
 from zeropp.plan.planned import plan_units
+from zeropp.wire.report import report_nbytes
 
 __all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
 
@@ -36,9 +37,10 @@ class MemoryPlan:
 
     Attributes:
         terms: what is owned at all times: ``main_weights`` (float32 or float64 shards of trainable parameters),
-            ``gradients`` (the same), ``frozen_weights`` (shards in their own dtype, or in codes), ``secondary_weights``
-            (what hpZ caches, in the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none
-            where the main weights are that), ``feedback`` (errors of quantized gradients).
+            ``gradients`` (the same), ``gradient_norms`` (of each 256 elements of these, and a flag), ``frozen_weights``
+            (shards in their own dtype, or in codes), ``secondary_weights`` (what hpZ caches, in the compute dtype or in
+            codes), ``persistent_weights`` (whole, compute dtype; none where the main weights are that), ``feedback``
+            (errors of quantized gradients).
         units: what comes on top while a unit is gathered, or its gradients are on their way.
         communicators: process groups that carry weights and gradients, and one for what is small and for all, on a
             card one NCCL communicator each. Their memory is none that torch allocates, and in no other number here.
@@ -108,6 +110,7 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
             if key.trainable:
                 terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
                 terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
+                terms["gradient_norms"] += report_nbytes(layout.numel // own.states, key.main_dtype)
                 # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
                 held += layout.numel // own.held_level * key.main_dtype.itemsize if own.sums else 0
                 # The first hop's message is the largest of the path.

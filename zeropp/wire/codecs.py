@@ -14,6 +14,7 @@ from torch import Tensor
 
 import zeropp_kernels as kernels
 from zeropp.partition.layout import BufferLayout, Slot
+from zeropp.wire.report import Report, summed_by_kernels
 from zeropp_kernels import BlockTable
 from zeropp_kernels.reference import pack_, sum_messages_
 
@@ -112,9 +113,13 @@ class Codec(Protocol):
         ...
 
     def decode_sum_(
-        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
-        """``out`` [numel], float32 or float64, becomes, or gains, ``scale`` times the messages' sum."""
+        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        report: Report | None = None,
+    ) -> None:  # fmt: skip
+        """``out`` [numel], float32 or float64, becomes, or gains, ``scale`` times the messages' sum.
+
+        The report, if there is one, then tells of ``out``.
+        """
         ...
 
     def encode_sum_(
@@ -190,10 +195,19 @@ class PlainCodec:
         out.copy_(messages)
 
     def decode_sum_(
-        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        report: Report | None = None,
+    ) -> None:  # fmt: skip
         """See :class:`Codec`."""
+        if summed_by_kernels(out) and self.dtype != torch.float64 and _follow_each_other(messages):
+            outputs = report.outputs() if report is not None else {}
+            kernels.sum_(
+                adjacent(messages), out, count=len(messages), scale=scale, accumulate=accumulate, **outputs
+            )  # fmt: skip
+            return
         sum_messages_(messages, out, scale=scale, accumulate=accumulate)
+        if report is not None:
+            report.measure(out)
 
     def encode_sum_(
         self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
@@ -279,19 +293,23 @@ class BlockCodec:
             out.copy_(target)
 
     def decode_sum_(
-        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
-    ) -> None:
+        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        report: Report | None = None,
+    ) -> None:  # fmt: skip
         """See :class:`Codec`."""
         # A float64 model's codes are summed in float32: they carry 8 bits at most, and the kernels know no other.
         single = out.dtype == torch.float32
         target = out if single else torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        measures = report is not None and summed_by_kernels(out)
         kernels.reduce_(
             adjacent(messages), target, count=len(messages), bits=self.bits, rotate=self.rotate, scale=scale,
             # With a float32 copy in between, the addition to ``out`` has to come after it, in float64.
-            accumulate=accumulate and single,
+            accumulate=accumulate and single, **(report.outputs() if report is not None and measures else {}),
         )  # fmt: skip
         if not single:
             out.add_(target) if accumulate else out.copy_(target)
+        if report is not None and not measures:
+            report.measure(out)
 
     def encode_sum_(
         self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
@@ -330,6 +348,12 @@ def adjacent(messages: Sequence[Tensor]) -> Tensor:
     # Rows of one tensor: see Hop.all_to_all, ``apart``. as_strided keeps the first row's offset when given none.
     first, total = messages[0], sum(message.numel() for message in messages)
     return first.as_strided((total,), (1,))
+
+
+def _follow_each_other(messages: Sequence[Tensor]) -> bool:
+    """Whether messages lie one behind the other; over gloo this rank's own stays where it was."""
+    first = messages[0]
+    return all(message.data_ptr() == first.data_ptr() + index * first.nbytes for index, message in enumerate(messages))
 
 
 def _in_order(gradients: Sequence[Tensor | None], layout: BufferLayout, device: torch.device) -> list[Tensor]:

@@ -14,6 +14,7 @@ from zeropp.comm.streams import used_here
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement
 from zeropp.wire.codecs import Codec, Feedback, PlainCodec, dtype_name
+from zeropp.wire.report import Report
 from zeropp_kernels import BlockTable
 
 __all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath"]
@@ -227,8 +228,9 @@ class ReducePath:
         self.codec.encode_(message, values, count=self.count, feedback=feedback)
 
     def reduce(
-        self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: Callable[[], bool], unit: str
-    ) -> Iterator[None]:
+        self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: Callable[[], bool], unit: str,
+        report: Report | None = None,
+    ) -> Iterator[None]:  # fmt: skip
         """Make ``out``, or add to it, ``scale`` times the sum of all ranks' parts; pauses as a gather does.
 
         Args:
@@ -238,10 +240,11 @@ class ReducePath:
             scale: applied once, in the last sum.
             accumulate: asked at the end, whether to add to ``out``.
             unit: for the ledger.
+            report: tells of ``out`` afterwards.
         """
         if not self.hops:
             # One rank, or nothing further to go: a single message, already for this rank.
-            self.codec.decode_sum_([message], out, scale=scale, accumulate=accumulate())
+            self.codec.decode_sum_([message], out, scale=scale, accumulate=accumulate(), report=report)
         for number, hop in enumerate(self.hops):
             if number and hop.spec.link != self.hops[number - 1].spec.link:
                 yield
@@ -252,7 +255,7 @@ class ReducePath:
             numel //= hop.size
             if number + 1 == len(self.hops):
                 # Asked only now: an earlier message of the same buffer may have arrived since this one was queued.
-                hop.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate())
+                hop.codec.decode_sum_(parts, out, scale=scale, accumulate=accumulate(), report=report)
             else:
                 # A power of two, taken back by the last scale: a sum that goes on in float16 must not overflow where
                 # the mean does not. FSDP2 divides float16 by about the root of the world, before and after.

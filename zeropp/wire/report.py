@@ -1,0 +1,68 @@
+"""What a sum of gradients says of itself: the squares of its blocks, and whether all of it is finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zeropp_kernels.wire import BLOCK
+
+__all__ = ["Report", "report_nbytes", "summed_by_kernels"]
+
+
+def summed_by_kernels(out: Tensor) -> bool:
+    """Whether sums into ``out`` are made, and measured, by one kernel; a CPU is faster with torch's own operations."""
+    return out.is_cuda and out.dtype == torch.float32
+
+
+class Report:
+    """Statistics of one gradient shard, left by the last sum into it, or taken in a pass of their own.
+
+    Attributes:
+        norms: [numel / 256] of the blocks, in the main dtype: sums of squares by a kernel, else their roots.
+        flag: int32 [1], 1 if a value is Inf or NaN.
+    """
+
+    def __init__(self, shard: Tensor) -> None:
+        self.norms = torch.zeros(shard.numel() // BLOCK, dtype=shard.dtype, device=shard.device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=shard.device)
+        self._squares: Tensor | None = None  # float64, where no kernel has measured
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its storages."""
+        return self.norms.nbytes + self.flag.nbytes
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Keyword arguments for the one call of a kernel that sums and measures."""
+        self._squares = None
+        # Kernels only ever set it.
+        self.flag.zero_()
+        return {"norms": self.norms, "flag": self.flag}
+
+    def measure(self, values: Tensor) -> None:
+        """Read all of a shard, twice."""
+        # In blocks: faster than float64 throughout, within 1e-8 of it, and the same however units are cut.
+        torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, out=self.norms)
+        self._squares = self.norms.to(torch.float64).square().sum()
+        # By the extremes, which carry Inf and NaN: squares of large finite values pass float32. Without a question to
+        # the device, for which the host would have to wait.
+        self.flag.copy_(torch.stack(torch.aminmax(values)).isfinite().all().logical_not())
+
+    @staticmethod
+    def total(reports: Sequence[Report], device: torch.device) -> Tensor:
+        """float64 [2]: sum of all squares, and how many of the shards are not finite."""
+        zero = torch.zeros(1, dtype=torch.float64, device=device)
+        squares = [report._squares[None] for report in reports if report._squares is not None]
+        blocks = [report.norms for report in reports if report._squares is None]
+        # Few launches, whatever the number of units.
+        measured = torch.cat(blocks).sum(dtype=torch.float64)[None] if blocks else zero
+        flags = torch.cat([report.flag for report in reports]).sum().to(torch.float64)[None] if reports else zero
+        return torch.cat([torch.cat([*squares, measured]).sum()[None], flags])
+
+
+def report_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of the report on a shard of [numel]."""
+    return numel // BLOCK * dtype.itemsize + torch.int32.itemsize
