@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +14,8 @@ from tests.distributed.default_recipe import PLACED, RECIPE, backward
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import assert_close, build
 from tests.distributed.shapes import Routed, make_config
+from zeropp.wire.codecs import PlainCodec
+from zeropp.wire.report import Report
 
 
 def normed(settings: dict[str, object], clip: float | None) -> tuple[dict[str, float], float | None, dict[str, float]]:
@@ -80,3 +85,108 @@ def test_norms_of_a_unit_with_two_buffers() -> None:
     expected = {"short": TwoDtypes().short.norm().item(), "long": 3 * TwoDtypes().long.norm().item()}
     for buffers, norms in run_ranks(2, of_two_dtypes):
         assert buffers == 2 and norms == pytest.approx(expected, rel=1e-6)
+
+
+class Passes:
+    """Counts passes over whole shards that only measure, and sums of one number over the ranks."""
+
+    def __init__(self, optimizer: zeropp.ZeroOptimizer, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.measured = self.numbers = 0
+        measure, decode, add_up = Report.measure, PlainCodec.decode_sum_, optimizer.engine.comm.sum
+        inside = threading.local()
+
+        def measured(report: Report, values: torch.Tensor) -> None:
+            self.measured += not getattr(inside, "sum", False)
+            measure(report, values)
+
+        def summed(*arguments: object, **options: object) -> None:
+            inside.sum = True
+            decode(*arguments, **options)  # type: ignore[arg-type]
+            inside.sum = False
+
+        def added(tensor: torch.Tensor) -> None:
+            self.numbers += tensor.numel() == 1
+            add_up(tensor)
+
+        monkeypatch.setattr(Report, "measure", measured)
+        monkeypatch.setattr(PlainCodec, "decode_sum_", summed)
+        monkeypatch.setattr(optimizer.engine.comm, "sum", added)
+
+    def taken(self) -> tuple[int, int]:
+        found = self.measured, self.numbers
+        self.measured = self.numbers = 0
+        return found
+
+
+def passes_of_steps() -> dict[str, tuple[int, int]]:
+    """(passes over shards, numbers summed over ranks) of a step of each kind."""
+    model = build(RECIPE)
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(gradient_clipping=0.1))
+    groups = inner.param_groups  # kept from before, so that nobody asks for them below
+    found: dict[str, tuple[int, int]] = {}
+
+    def one(name: str, edit: Callable[[], object] = lambda: None) -> None:
+        backward(model, 0, None)
+        edit()
+        optimizer.step()
+        optimizer.zero_grad()
+        found[name] = passes.taken()
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        passes = Passes(optimizer, monkeypatch)
+        one("first")
+        one("plain")
+        one("edited", lambda: [p.grad.mul_(2.0) for p in groups[0]["params"] if p.grad is not None])
+        one("groups were asked for", lambda: optimizer.param_groups)
+        one("after that")
+    return found
+
+
+def test_norms_and_flags_come_out_of_the_last_sum() -> None:
+    for found in run_ranks(2, passes_of_steps):
+        assert found["plain"] == found["after that"] == (0, 1), "no pass of its own; the world's flag"
+        assert found["edited"][0] > 0 and found["groups were asked for"][0] > 0, found
+
+
+def flags_of_a_window(managed: bool) -> list[int]:
+    model = build(RECIPE)
+    config = make_config(gradient_accumulation_steps=3, managed_gradient_accumulation=managed)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, config)
+    found = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        passes = Passes(optimizer, monkeypatch)
+        for micro in range(3):
+            backward(model, micro, None)
+            found.append(passes.taken()[1])
+            if managed or micro == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+            passes.taken()
+    return found
+
+
+@pytest.mark.parametrize(("managed", "expected"), [(True, [0, 0, 1]), (False, [1, 1, 1])])
+def test_the_worlds_flag_is_asked_for_where_a_step_may_follow(managed: bool, expected: list[int]) -> None:
+    """By the last backward of a known window, by every one where nobody knows which is the last."""
+    assert run_ranks(2, flags_of_a_window, managed) == [expected, expected]
+
+
+def norm_of_data_edits() -> tuple[float | None, float]:
+    """Gradients halved through ``.data``, which raises no version."""
+    model = build(RECIPE)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model, make_config())
+    backward(model, 0, None)
+    whole = sum(norm**2 for norm in optimizer.grad_norms().values()) ** 0.5
+    backward(model, 0, None)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                parameter.grad.data.mul_(0.25)
+    optimizer.step()
+    return optimizer.grad_norm, whole
+
+
+def test_edits_through_data_are_measured() -> None:
+    for found, whole in run_ranks(2, norm_of_data_edits):
+        assert_close(found, whole / 2, 1e-6, "twice the gradient, a quarter of it")

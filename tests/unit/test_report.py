@@ -1,0 +1,94 @@
+"""What a sum says of itself: as torch computes it, whoever has measured it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeropp.wire import codecs
+from zeropp.wire.codecs import BlockCodec, PlainCodec
+from zeropp.wire.report import Report, report_nbytes
+
+NUMEL = 5 * 256
+
+
+def shard(dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def square(report: Report) -> float:
+    return Report.total([report], torch.device("cpu"))[0].item()
+
+
+def bad(report: Report) -> float:
+    return Report.total([report], torch.device("cpu"))[1].item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_pass_of_its_own(dtype: torch.dtype) -> None:
+    values = shard(dtype)
+    report = Report(values)
+    assert report.nbytes == report_nbytes(NUMEL, dtype) == 5 * dtype.itemsize + 4
+    report.measure(values)
+    assert square(report) == pytest.approx(values.double().square().sum().item(), rel=1e-7) and bad(report) == 0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_one_value_that_is_not_finite(value: float) -> None:
+    values = shard()
+    values[700] = value
+    report = Report(values)
+    report.measure(values)
+    assert bad(report) == 1 and not torch.tensor(square(report)).isfinite()
+    values[700] = 1.0
+    report.measure(values)
+    assert bad(report) == 0, "what was found before is forgotten"
+
+
+def test_squares_that_pass_float32_are_no_sign_of_infinite_values() -> None:
+    values = torch.full((NUMEL,), 1e30)
+    report = Report(values)
+    report.measure(values)
+    assert square(report) == float("inf") and bad(report) == 0
+
+
+def test_several_shards_of_two_dtypes_and_none() -> None:
+    reports = []
+    for seed, dtype in enumerate([torch.float32, torch.float64, torch.float32]):
+        reports.append(Report(values := shard(dtype, seed)))
+        reports[-1].measure(values)
+    total = Report.total(reports, torch.device("cpu"))
+    assert total[0].item() == pytest.approx(sum(square(report) for report in reports), rel=1e-12)
+    assert Report.total([], torch.device("cpu")).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("codec", [PlainCodec(torch.bfloat16), PlainCodec(torch.float32), BlockCodec(8)], ids=str)
+def test_kernels_say_what_a_pass_says(
+    codec: PlainCodec | BlockCodec, accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs on a card, done here by the kernels' reference: the same sum, and a report of the same shard."""
+    buffer = codec.empty(NUMEL, 3, torch.device("cpu"))
+    for seed, message in enumerate(buffer.view(3, -1).unbind()):
+        codec.encode_(message, shard(seed=seed))
+    sums, reports = [], []
+    for fused in (False, True):
+        monkeypatch.setattr(codecs, "summed_by_kernels", lambda out, fused=fused: fused)
+        sums.append(shard(seed=9))
+        reports.append(Report(sums[-1]))
+        messages = list(buffer.view(3, -1).unbind())
+        codec.decode_sum_(messages, sums[-1], scale=0.25, accumulate=accumulate, report=reports[-1])
+        assert bad(reports[-1]) == 0
+    assert torch.equal(*sums)
+    assert square(reports[0]) == pytest.approx(square(reports[1]), rel=1e-6)
+    assert square(reports[1]) == pytest.approx(sums[0].double().square().sum().item(), rel=1e-6)
+
+
+def test_messages_that_lie_apart_are_summed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "summed_by_kernels", lambda out: True)
+    messages = [shard(seed=seed) for seed in range(3)]
+    report = Report(out := torch.empty(NUMEL))
+    PlainCodec(torch.float32).decode_sum_(messages, out, report=report)
+    assert torch.equal(out, messages[0] + messages[1] + messages[2])
+    assert square(report) == pytest.approx(out.double().square().sum().item(), rel=1e-6)
