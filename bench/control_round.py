@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from bench.common.machine import describe, machine
 from zeropp._compat import all_gather_single
 from zeropp.comm.groups import gather_rows
 
@@ -55,6 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
+    print(describe(machine("cpu")))
     print(f"{'':38}{'least':>12}{'median':>12}")
     for world in args.ranks:
         with tempfile.TemporaryDirectory() as folder:

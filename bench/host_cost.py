@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeropp
+from bench.common.machine import describe, machine
 from zeropp._compat import all_gather_single
 from zeropp.comm.streams import InlineStream, Lanes, ThreadStream
 
@@ -193,6 +194,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = [measure(world, min(args.local, world), repeats=args.repeats) for world in args.world]
+    print(describe(machine("cpu")))
     print(table(rows))
     if args.json is not None:
         args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=2) + "\n")

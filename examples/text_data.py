@@ -116,6 +116,17 @@ class Batches:
         return _windows(self.text, self.starts(step), self.seq_len)
 
 
+def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets on a device, any dtype and shape; the host does not wait for a card.
+
+    From pageable memory it would: CUDA then copies when all work of the stream is done, and the next step is issued
+    late. The memory in between stays the allocator's until the card has read it.
+    """
+    if device.type == "cuda":
+        batch = batch[0].pin_memory(), batch[1].pin_memory()
+    return batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True)
+
+
 def validation_batches(
     text: Tensor, batch: int, seq_len: int, windows: int, rank: int = 0, world: int = 1
 ) -> Iterator[tuple[Tensor, Tensor]]:

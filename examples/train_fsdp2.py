@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
 from job import INTERRUPTED, Job, start_job
-from text_data import Batches, load_text
+from text_data import Batches, load_text, on_device
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -59,8 +59,7 @@ def train(model: nn.Module, job: Job, args: argparse.Namespace) -> bool:
     batches = Batches(load_text(args.data).train, args.batch, args.seq_len, job.rank, job.world, args.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     for step in range(1, args.steps + 1):
-        x, y = batches.at(step)
-        loss = model(x.to(job.device), y.to(job.device))
+        loss = model(*on_device(batches.at(step), job.device))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

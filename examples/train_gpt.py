@@ -24,7 +24,7 @@ from typing import TypeAlias
 import torch
 from gpt import GPT, GPTConfig, generate, parameter_count
 from job import INTERRUPTED, Job, Metrics, memory_bytes, start_job
-from text_data import Batches, Text, load_text, validation_batches
+from text_data import Batches, Text, load_text, on_device, validation_batches
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
@@ -214,10 +214,10 @@ def validate(model: nn.Module, text: Text, job: Job, args: argparse.Namespace) -
     """Mean loss over the held-out windows, over all ranks; nats per byte."""
     model.eval()
     losses = []
-    for x, y in validation_batches(
+    for batch in validation_batches(
         text.validation, args.batch, args.seq_len, args.validate_windows, job.rank, job.world
     ):
-        losses.append(model(x.to(job.device), y.to(job.device)))
+        losses.append(model(*on_device(batch, job.device)))
     model.train()
     return job.agree(torch.stack(losses).mean().item())[1]
 
@@ -277,8 +277,7 @@ def train(
     with tqdm(total=args.steps, disable=job.rank != 0, mininterval=interval, unit="step") as bar:
         for step in range(1, args.steps + 1):
             for micro in range(args.accumulate):
-                x, y = batches.at((step - 1) * args.accumulate + micro)
-                loss = model(x.to(job.device), y.to(job.device))
+                loss = model(*on_device(batches.at((step - 1) * args.accumulate + micro), job.device))
                 optimizer.backward(loss)  # divides by the number of micro-steps
                 meter.loss_sum += loss.detach() / args.accumulate
             lr = scheduler.get_last_lr()[0]

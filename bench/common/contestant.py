@@ -1,4 +1,8 @@
-"""One system of a comparison: its model and optimizer, driven through one interface, and what its turns took."""
+"""One system of a comparison: its model and optimizer, driven through one interface, and what its turns took.
+
+All of them get their inputs from pinned memory without waiting (``examples.text_data.on_device``): with pageable ones
+the host waits for the card at every micro-batch, and a system that issues its work early looks like one that does not.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,25 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import zeropp
 from bench.common.namespaces import sent_bytes
-from examples.text_data import Batches
+from examples.text_data import Batches, on_device
 
-__all__ = ["ADAMW", "Contestant", "adamw", "meet", "over_ranks"]
+__all__ = ["ADAMW", "LIKE_FSDP2", "Contestant", "adamw", "meet", "over_ranks", "samples"]
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 PERSISTENT_NUMEL = 100_000  # the default of stage3_param_persistence_threshold
+SAMPLES = 1024  # elements of a parameter that are compared
+LIKE_FSDP2 = ("zeropp", "zeropp_clipped")
+"""Those of ours that place what FSDP2's defaults place: each unit is fetched twice a step, and nothing is kept."""
 
 
 @dataclass
@@ -36,9 +44,13 @@ class Contestant:
     precision: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     micro_batches: int = 1  # backwards before each optimizer step
     predicted: dict[str, int] = field(default_factory=dict)  # terms of zeropp.plan.memory, bytes
+    clip: float | None = None  # largest norm of gradients; zeropp's optimizer clips by itself
+    norms: list[Tensor] = field(default_factory=list)  # where gradients are clipped: before that, one a step
+    before: Tensor | None = None  # samples of the weights that training began with
     step: int = 0
     losses: list[Tensor] = field(default_factory=list)
     wall_s: list[float] = field(default_factory=list)  # seconds a step, one entry a measured round
+    host_s: list[float] = field(default_factory=list)  # of them, until the host has issued the last
     cpu_s: list[float] = field(default_factory=list)  # of all threads of this rank
     wire: list[float] = field(default_factory=list)  # bytes a step over the loopback, all ranks together
     ledger_steps: int = 0
@@ -53,11 +65,13 @@ class Contestant:
         wire, cpu, wall = wire_bytes(), time.process_time(), time.perf_counter()
         for _ in range(steps):
             self.one_step()
+        host = time.perf_counter() - wall
         meet(self.device)
         wall, cpu, wire = time.perf_counter() - wall, time.process_time() - cpu, wire_bytes() - wire
         if not measure:
             return
         self.wall_s.append(wall / steps)
+        self.host_s.append(host / steps)
         self.cpu_s.append(cpu / steps)
         self.wire.append(wire / steps)
         calls_now, sent_now = self._ledger()
@@ -68,16 +82,35 @@ class Contestant:
     def one_step(self) -> None:
         """Forward, backward and optimizer step on the next batch, or on several of it."""
         for micro in range(self.micro_batches):
-            x, y = self.batches.at(self.step * self.micro_batches + micro)
+            x, y = on_device(self.batches.at(self.step * self.micro_batches + micro), self.device)
             with self.precision():
-                loss = self.model(x.to(self.device), y.to(self.device))
-            if self.step == 0 and self.name == "zeropp":
+                loss = self.model(x, y)
+            if self.step == 0 and self.name in LIKE_FSDP2:
                 self.kept = whole_parameters(self.model)
             self.backward(loss)
-        self.optimizer.step()
+        self._clip_and_step()
         self.optimizer.zero_grad()
         self.losses.append(loss.detach())
         self.step += 1
+
+    def _clip_and_step(self) -> None:
+        if self.clip is None:
+            self.optimizer.step()
+        elif isinstance(self.optimizer, zeropp.ZeroOptimizer):
+            self.optimizer.step()
+            self.norms.append(torch.tensor(self.optimizer.grad_norm))
+        else:
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            # Each rank has a part of FSDP2's norm.
+            self.norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            self.optimizer.step()
+
+    def samples(self) -> Tensor:
+        """Some elements of every main weight, float32 on the CPU, in the order of ``before``. Collective."""
+        if isinstance(self.optimizer, zeropp.ZeroOptimizer):
+            state = zeropp.full_state(self.model, cpu_offload=False)
+            return samples(state[name] for name, _ in self.model.named_parameters())
+        return samples(self.model.parameters())
 
     def settle(self) -> None:
         """Wait for what a step has left on its way: zeropp renews kept weights after it."""
@@ -86,7 +119,7 @@ class Contestant:
 
     def _ledger(self) -> tuple[Counter[str], int]:
         """(gathers so far by unit and hop, bytes sent so far); empty for the peers, which keep no ledger."""
-        if self.name != "zeropp":
+        if self.name not in LIKE_FSDP2:
             return Counter(), 0
         found = zeropp.comm_report(self.model)
         calls = Counter({f"{row.unit} {row.hop}": row.calls for row in found.rows if row.kind == "gather"})
@@ -96,14 +129,16 @@ class Contestant:
         """What JSON can hold, agreed over ranks: times of the slowest, mean losses. Collective."""
         result = {
             "step_s": over_ranks(self.wall_s, dist.ReduceOp.MAX),
+            "host_s": over_ranks(self.host_s, dist.ReduceOp.MAX),
             "cpu_s": [s / dist.get_world_size() for s in over_ranks(self.cpu_s, dist.ReduceOp.SUM)],
             "losses": [
                 loss / dist.get_world_size()
                 for loss in over_ranks(torch.stack(self.losses).cpu().tolist(), dist.ReduceOp.SUM)
             ],
+            "norms": torch.stack(self.norms).tolist() if self.norms else None,
             "wire_bytes": self.wire if os.environ.get("STEP_TIME_WIRE") == "private" else None,
         }
-        if self.name == "zeropp":
+        if self.name in LIKE_FSDP2:
             steps = max(1, self.ledger_steps)
             result["ledger_bytes"] = self.ledger_bytes / steps
             result["gathers_per_step"] = {key: n / steps for key, n in self.ledger_calls.items()}
@@ -114,6 +149,15 @@ class Contestant:
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **ADAMW)
+
+
+def samples(parameters: Iterable[Tensor]) -> Tensor:
+    """Elements of every parameter, evenly spread, float32 on the CPU. Collective where they are DTensors."""
+    found = []
+    for each in parameters:
+        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        found.append(whole.detach().flatten()[:: max(1, whole.numel() // SAMPLES)].float().cpu())
+    return torch.cat(found)
 
 
 def whole_parameters(model: nn.Module) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from bench.common.machine import describe, machine
 from bench.convergence.arms import ARMS
 
 REFERENCE, CODED = "plain", "zeropp"
@@ -143,19 +142,11 @@ def _compares(name: str, arms: dict[str, list[Run]]) -> bool:
 def _machine(runs: Sequence[Run]) -> str:
     step = statistics.mean(each["seconds"] / each["settings"]["steps"] for each in runs)
     hours = sum(each["seconds"] for each in runs) / 3600
+    about = machine("cpu" if runs[0]["settings"]["device"] == "cpu" else "cuda")
     return (
-        f"{date.today()}, {_processor()}, torch {runs[0]['torch']}: {step:.2f} s a step, {hours:.1f} hours of single "
-        "runs."
+        f"{about['date']}: {step:.2f} s a step, {hours:.1f} hours of single runs. "
+        f"{describe({**about, 'torch': runs[0]['torch']})}"
     )
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return f"{line.partition(':')[2].strip()}, {os.cpu_count()} cores"
-    return platform.machine()
 
 
 def _must_hold(arms: dict[str, list[Run]]) -> list[str]:

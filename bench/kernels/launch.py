@@ -13,6 +13,7 @@ import time
 import torch
 
 import zeropp_kernels
+from bench.common.machine import describe, machine
 from bench.kernels.operations import OPERATIONS, Run
 from zeropp_kernels import block_table
 
@@ -47,6 +48,7 @@ def microseconds(device: str, run: Run) -> float:
 def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)
+    print(describe(machine(device)))
     print(f"host time of a call, {NUMEL} elements on {device}, median of {ROUNDS} x {CALLS}")
     for operation in OPERATIONS:
         print(f"{operation.name:<34} {microseconds(device, operation.make(NUMEL, device).ours):8.1f} us")

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from bench.common.machine import describe, machine
+
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 Row = dict[str, object]
 
@@ -25,7 +27,8 @@ def table(rows: Sequence[Row]) -> str:
     if not rows:
         raise SystemExit("the file holds no measurements of bench/kernels")
     lines = [
-        f"{rows[0]['device']}, torch {rows[0]['torch']}. GB/s of bytes that must move; percent of a copy in that run.",
+        f"{rows[0]['device']}. {describe(machine('cpu' if 'CPU' in rows[0]['device'] else 'cuda'))} GB/s of bytes that "
+        "must move; percent of a copy in that run.",
         "",
         "| operation | by | MiB of bf16 | us | GB/s | % of copy | target on a GPU |",
         "|---|---|---:|---:|---:|---:|---:|",

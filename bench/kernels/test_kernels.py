@@ -12,7 +12,6 @@ between two synchronisations, so that a call's own launch is hidden where kernel
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Callable
 
@@ -82,7 +81,6 @@ def record(benchmark: Callable[..., object], operation: Operation, contender: st
         percent_of_copy=100 * rate / _copied[mebibytes] if mebibytes in _copied else None,
         target=operation.target,
         device=torch.cuda.get_device_name() if DEVICE == "cuda" else "one CPU core",
-        machine=platform.processor() or platform.machine(),
         torch=torch.__version__,
     )
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import statistics
 from datetime import date
 from pathlib import Path
 
-import torch
-
+from bench.common.machine import describe, machine
 from bench.network.measured import BASE, Measured, rate_name
 
 __all__ = ["markdown", "save"]
@@ -99,8 +97,8 @@ def markdown(found: dict, settings: dict) -> str:
         f"GPT, {s['layers']} layers, width {s['d_model']}, {found['numel'] / 1e6:.1f} M parameters, {s['batch']} x "
         f"{s['seq_len']} bytes a rank; {s['rounds']} rounds of {s['steps']} steps, systems in turn. All ranks share "
         f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. FSDP2 hides no "
-        "communication behind that: its streams are CUDA's. torch "
-        f"{torch.__version__}, {platform.processor() or platform.machine()}. TCP's congestion control: {found['tcp']}.",
+        "communication behind that: its streams are CUDA's. TCP's congestion "
+        f"control: {found['tcp']}. {describe(machine('cpu'))}",
         "",
         "Bytes: what the first node's device sent to other nodes in a step, in units of M (n-1)/n = "
         f"{measured.unit / 1e6:.2f} MB (M: the weights in bf16). In the tables of speed they are those between two "

@@ -1,16 +1,46 @@
-"""Where a job's ranks meet, and whose bytes the loopback counts."""
+"""How a job's ranks are started, where they meet, and whose bytes the loopback counts."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
+from bench.common.flags import given_flags
 from bench.common.namespaces import enter_new
 
-__all__ = ["free_port", "private_network"]
+__all__ = ["free_port", "private_network", "rank_command"]
+
+
+def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[list[str], dict[str, str]]:
+    """What starts a job's ranks, and in which environment; rank 0 writes ``result``.
+
+    Args:
+        args: of ``bench.step_time``.
+        result: a file.
+        wire: "private" if the loopback is this job's alone, else why bytes cannot be counted.
+    """
+    flags = {
+        "device": args.device, "dtype": args.dtype, "reduce-dtype": args.reduce_dtype, "steps": args.steps,
+        "ranks": args.ranks, "systems": ",".join(args.systems), "rounds": args.rounds, "discard": args.discard,
+        "result": result, **given_flags(args),
+    }  # fmt: skip
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environment = {**os.environ, **address, "STEP_TIME_WIRE": wire}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable]
+    if args.ranks == 1:
+        environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    else:
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+        command += ["--master-addr", address["MASTER_ADDR"], "--master-port", address["MASTER_PORT"]]
+    command += ["-m", "bench.step_time", *(f"--{name}={value}" for name, value in flags.items())]
+    return command + ["--staged"] * args.staged + ["--alone"] * args.alone, environment
 
 
 def free_port() -> int:

@@ -2,27 +2,58 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import platform
+import math
 import statistics
-from datetime import date
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
+from bench.common.machine import describe, machine
 
 REFERENCE = "fsdp2"
-COMPARED_LOSSES = 4
+CLIPPED = "_clipped"
+OURS = ("zeropp", "zeropp_clipped")
+COMPARED = 4  # first steps, whose losses and norms are held to each other
+CLIP = 1.0  # norm to which clipped systems clip their gradients
+ONE_RANK = (
+    "One rank: nothing is sent. FSDP2 of torch 2.13 calls no NCCL then: it copies its shard for each all-gather and "
+    "its gradient for each reduce-scatter. zeropp has no hops then: it casts its shard and sums its gradient, on the "
+    "streams that many ranks would use. So this shows what hooks, copies, casts, clipping and the optimizer cost on "
+    "host and device, and memory without partitioning. It cannot show collectives, what of them hides behind "
+    "computing, bytes, or the memory of a part."
+)
+"""What a table of one rank can say and what not."""
 # fp32 systems differ in the order of sums only. In bf16 weights, activations and gradients are rounded at
 # different places; the first losses of this model move by some thousandths.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+# Of the gradients' norms, before clipping, at the same steps; relative.
+NORM_TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}
+# Of weights at the end, as a share of the way that they have gone. Adam divides by the size of gradients, so that where
+# those are small their last bits move weights by as much as the first ones elsewhere.
+WEIGHT_TOLERANCE = {"fp32": 2e-2, "bf16": 0.2}
+
+
+def counterpart(name: str, names: Sequence[str]) -> str:
+    """The system that one is compared with: FSDP2, clipped if it clips; else the first that does as it does."""
+    alike = [each for each in names if each.endswith(CLIPPED) == name.endswith(CLIPPED)]
+    reference = REFERENCE + CLIPPED * name.endswith(CLIPPED)
+    return reference if reference in alike else alike[0]
+
+
+def complete(measured: dict, args: argparse.Namespace) -> None:
+    """Add to what ranks have measured the settings of their job, and the machine."""
+    measured["settings"] = {k: v for k, v in vars(args).items() if k not in ("save", "result", "no_memory")}
+    # Clocks as they were at the end of the work.
+    measured["machine"] = {**machine(args.device), **measured.pop("card")}
 
 
 def problems(measured: dict) -> list[str]:
     """Why these figures must not be reported; empty if they may."""
-    found = _loss_problems(measured)
-    if "zeropp" in measured["systems"]:
-        found += _gather_problems(measured["systems"]["zeropp"], measured["settings"]["ranks"])
+    found = _loss_problems(measured) + _norm_problems(measured) + _weight_problems(measured)
+    for name in OURS:
+        if name in measured["systems"]:
+            found += _gather_problems(name, measured["systems"][name], measured["settings"]["ranks"])
     return found
 
 
@@ -34,55 +65,64 @@ def ratio(measured: dict) -> float | None:
     return statistics.median(systems["zeropp"]["step_s"]) / statistics.median(systems[REFERENCE]["step_s"])
 
 
+def _largest(gaps: Iterable[float]) -> float:
+    """NaN if there is one: it is within no tolerance, and Python's ``max`` passes over it."""
+    found = list(gaps)
+    return math.nan if any(math.isnan(gap) for gap in found) else max(found)
+
+
 def _loss_problems(measured: dict) -> list[str]:
     """Systems that train different models cannot be compared for speed."""
     tolerance = LOSS_TOLERANCE[measured["settings"]["dtype"]]
     names = list(measured["systems"])
-    first = {name: measured["systems"][name]["losses"][:COMPARED_LOSSES] for name in names}
+    first = {name: measured["systems"][name]["losses"][:COMPARED] for name in names}
     found = []
-    for name in names[1:]:
-        gap = max(abs(a - b) for a, b in zip(first[name], first[names[0]], strict=True))
-        if not gap <= tolerance:  # also when a loss is not a number
-            found.append(f"losses of {name} and {names[0]} differ by {gap:.2e}, more than {tolerance}: {first}")
+    for name in names:
+        other = counterpart(name, names)
+        gap = _largest(abs(a - b) for a, b in zip(first[name], first[other], strict=True))
+        if not gap <= tolerance:
+            found.append(f"losses of {name} and {other} differ by {gap:.2e}, more than {tolerance}: {first}")
     return found
 
 
-def _gather_problems(zeropp: dict, ranks: int) -> list[str]:
+def _norm_problems(measured: dict) -> list[str]:
+    """Where gradients are clipped, their norms say whether the same ones were, and by as much."""
+    systems, tolerance = measured["systems"], NORM_TOLERANCE[measured["settings"]["dtype"]]
+    found = []
+    for name in (name for name in systems if name.endswith(CLIPPED)):
+        norms, other = systems[name]["norms"], counterpart(name, list(systems))
+        pairs = list(zip(norms, systems[other]["norms"], strict=True))[:COMPARED]
+        gap = _largest(abs(a - b) / b for a, b in pairs)
+        if not gap <= tolerance:
+            found.append(f"norms of {name} and {other} differ by {gap:.2e} of them, more than {tolerance}: {pairs}")
+        if not max(norms) > CLIP:
+            found.append(f"{name} clipped nothing: no norm exceeds {CLIP}, the largest is {max(norms)}")
+    return found
+
+
+def _weight_problems(measured: dict) -> list[str]:
+    tolerance = WEIGHT_TOLERANCE[measured["settings"]["dtype"]]
+    apart = {name: system["weights_apart"] for name, system in measured["systems"].items()}
+    return [
+        f"weights of {name} end {gap:.2e} of their way from those of {counterpart(name, list(apart))}, more than "
+        f"{tolerance}"
+        for name, gap in apart.items()
+        if not gap <= tolerance
+    ]
+
+
+def _gather_problems(name: str, zeropp: dict, ranks: int) -> list[str]:
     """zeropp must have fetched each unit that is not persistent twice a step, as FSDP2 does."""
     found = []
     if zeropp["kept_after_forward"]:
-        found.append(f"zeropp kept weights from forward to backward: {zeropp['kept_after_forward']}")
+        found.append(f"{name} kept weights from forward to backward: {zeropp['kept_after_forward']}")
     calls = {unit: n for unit, n in zeropp["gathers_per_step"].items() if not unit.startswith("persistent.")}
     wrong = {unit: n for unit, n in calls.items() if n != 2}
     if wrong:
-        found.append(f"zeropp's ledger has units not gathered exactly twice a step: {wrong}")
+        found.append(f"{name}'s ledger has units not gathered exactly twice a step: {wrong}")
     if ranks > 1 and not calls:
-        found.append("zeropp's ledger has no gather at all")
+        found.append(f"{name}'s ledger has no gather at all")
     return found
-
-
-def machine(device: str) -> dict:
-    """What the figures depend on besides the settings."""
-    described = {
-        "date": date.today().isoformat(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "load": round(os.getloadavg()[0], 2),
-        "processor": _processor(),
-    }
-    if device == "cuda":
-        described["card"] = torch.cuda.get_device_name()
-    return described
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def markdown(measured: dict) -> str:
@@ -95,11 +135,11 @@ def markdown(measured: dict) -> str:
         "",
         f"GPT, {settings['layers']} layers, width {settings['d_model']}, {settings['batch']} x {settings['seq_len']} "
         f"bytes a rank; fused AdamW. {settings['rounds'] - settings['discard']} rounds of {settings['steps']} steps, "
-        f"systems in turn. {about.get('card', about['processor'])}, {about['cores']} cores, load {about['load']}, "
-        f"torch {about['torch']}.",
+        f"{'one system after another' if settings['alone'] else 'systems in turn'}. {describe(about)}",
         "",
-        "| system | step ms (min, max) | / FSDP2 | by round (min, max) | CPU ms | sent MB | peak MiB | last loss |",
-        "|---|---|---|---|---|---|---|---|",
+        "| system | step ms (min, max) | / FSDP2 | by round (min, max) | host ms | CPU ms | sent MB | peak MiB "
+        "| last loss | weights apart |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(name, measured) for name in measured["systems"]]
     lines += ["", *_notes(measured)]
@@ -110,26 +150,34 @@ def _row(name: str, measured: dict) -> str:
     system = measured["systems"][name]
     times = [1000 * s for s in system["step_s"]]
     cells = [name, f"{statistics.median(times):.1f} ({min(times):.1f}, {max(times):.1f})"]
-    reference = measured["systems"].get(REFERENCE)
-    if reference:
+    other = counterpart(name, list(measured["systems"]))
+    if other.startswith(REFERENCE):
+        reference = measured["systems"][other]
         ratios = [own / base for own, base in zip(system["step_s"], reference["step_s"], strict=True)]
         cells.append(f"{statistics.median(times) / 1000 / statistics.median(reference['step_s']):.3f}")
-        cells.append(f"{statistics.median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})")
+        rounds = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})"
+        cells.append("-" if measured["settings"]["alone"] else rounds)
     else:
         cells += ["-", "-"]
+    cells.append(f"{1000 * statistics.median(system['host_s']):.1f}")
     cells.append(f"{1000 * statistics.median(system['cpu_s']):.0f}")
     wire = system["wire_bytes"]
     cells.append(f"{statistics.median(wire) / measured['settings']['ranks'] / 1e6:.1f}" if wire else "-")
     cells.append(f"{system['peak_bytes'] / 2**20:.0f}" if "peak_bytes" in system else "-")
     cells.append(f"{system['losses'][-1]:.4f}")
+    cells.append(f"{system['weights_apart']:.1e}" if other != name else "-")
     return "| " + " | ".join(cells) + " |"
 
 
 def _notes(measured: dict) -> list[str]:
     notes = [
-        "Step: median over rounds, of the slowest rank. By round: median of the ratios taken inside each round. "
-        "CPU: all threads, a rank and step.",
+        "Step: median over rounds, of the slowest rank. / FSDP2: clipped arms to the FSDP2 that clips to the same "
+        "norm. By round: median of the ratios taken inside each round. Host: until the last call of a step had "
+        "returned; reading a norm waits for the device. CPU: all threads, a rank and step.",
+        _equality_note(measured),
     ]
+    if measured["settings"]["ranks"] == 1:
+        notes.append(ONE_RANK)
     reason = measured["wire"]
     notes.append(
         "Sent: a rank and step, from the loopback counter of a network namespace holding this job alone; TCP's "
@@ -137,7 +185,9 @@ def _notes(measured: dict) -> list[str]:
         if reason == "private"
         else f"Sent: {reason}."
     )
-    notes.append("Peak: each system in a job of its own, above what the process used before the model.")
+    in_its_turn = measured["settings"]["alone"] and measured["settings"]["device"] == "cuda"
+    place = "in its turn, alone" if in_its_turn else "in a job of its own"
+    notes.append(f"Peak: each system {place}, above what the process used before the model.")
     found = ratio(measured)
     if found is not None and measured["settings"]["bound"]:
         bound = measured["settings"]["bound"]
@@ -156,6 +206,17 @@ def _notes(measured: dict) -> list[str]:
             f"optimizer states): {terms}."
         )
     return "\n\n".join(notes).split("\n")
+
+
+def _equality_note(measured: dict) -> str:
+    """What was held equal, and how closely."""
+    dtype = measured["settings"]["dtype"]
+    clipped = f"; clipped arms clip to {CLIP:g}, their norms before it agree within {NORM_TOLERANCE[dtype]:g} of them"
+    some = any(name.endswith(CLIPPED) for name in measured["systems"])
+    return (
+        f"Equal work: losses of the first {COMPARED} steps agree within {LOSS_TOLERANCE[dtype]:g}{clipped * some}; "
+        f"weights apart, at the end and as a share of the way that they have gone, at most {WEIGHT_TOLERANCE[dtype]:g}."
+    )
 
 
 def save(measured: dict, text: str, folder: Path, name: str) -> list[Path]:

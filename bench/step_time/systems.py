@@ -20,13 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 import zeropp.fsdp2
-from bench.common.contestant import ADAMW, Contestant, adamw, over_ranks
+from bench.common.contestant import ADAMW, LIKE_FSDP2, Contestant, adamw, over_ranks, samples
 from bench.step_time.deepspeed_system import build_deepspeed
+from bench.step_time.report import CLIP, CLIPPED
 from examples.gpt import GPT, GPTConfig
 from examples.text_data import Batches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_FSDP2 = ("fsdp2", "hsdp", "fsdp2_hpz", "fsdp2_a2a", "fsdp2_two_hop", "fsdp2_pp")
+_FSDP2 = ("fsdp2", "fsdp2_clipped", "hsdp", "fsdp2_hpz", "fsdp2_a2a", "fsdp2_two_hop", "fsdp2_pp")
 
 
 class AllToAllReduceScatter(ReduceScatter):
@@ -63,13 +64,14 @@ def build(name: str, args: argparse.Namespace, device: torch.device, batches: Ba
     torch.manual_seed(args.seed)
     with device:
         model = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
-    if name.startswith("ddp"):
-        return _build_ddp(name, model, args, device, batches)
-    if name.startswith("zeropp"):
-        return _build_zeropp(name, model, args, device, batches)
-    if name.startswith("deepspeed"):
-        return build_deepspeed(name, model, args, device, batches)
-    return _build_fsdp2(name, model, args, device, batches)
+    # Before the model is wrapped, since all of them begin with these.
+    before = samples(model.parameters())
+    builders = {"ddp": _build_ddp, "zeropp": _build_zeropp, "deepspeed": build_deepspeed}
+    make = next((make for family, make in builders.items() if name.startswith(family)), _build_fsdp2)
+    contestant = make(name, model, args, device, batches)
+    contestant.before = before
+    contestant.clip = CLIP if name.endswith(CLIPPED) else None
+    return contestant
 
 
 def _build_ddp(
@@ -117,20 +119,22 @@ def _build_zeropp(
     name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
 ) -> Contestant:
     half = ranks_per_node(args)
-    base, _, times = name.partition("_x")
+    nodes = None if name in LIKE_FSDP2 else half  # ranks of one, pretended
+    base, _, times = name.removesuffix(CLIPPED).partition("_x")
     zero, own = zeropp_modes(half)[base]
     micro_batches = int(times or 1)
     config = {
         # Nothing is kept from forward to backward, as in FSDP2; parameters below the default threshold are whole.
         "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0, **zero},
         "zeropp": {
-            "local_world_size": half if name != "zeropp" else None, "defer_cross_reduction": micro_batches > 1, **own
+            "local_world_size": nodes, "defer_cross_reduction": micro_batches > 1, **own
         },
         "bf16": {"enabled": args.dtype == "bf16"},
         "communication_data_type": args.reduce_dtype,
         "gradient_accumulation_steps": micro_batches,
+        "gradient_clipping": CLIP if name.endswith(CLIPPED) else 0.0,
     }  # fmt: skip
-    predicted = zeropp.plan.memory(model, config, dist.get_world_size(), half if name != "zeropp" else None).terms
+    predicted = zeropp.plan.memory(model, config, dist.get_world_size(), nodes).terms
     optimizer = zeropp.ZeroOptimizer(adamw(model), model, config)
     return Contestant(
         name, model, optimizer, batches, device, backward=optimizer.backward, predicted=dict(predicted),

@@ -1,0 +1,93 @@
+"""What figures depend on besides the settings: versions, processor, and the card with its driver and clocks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from datetime import date
+from pathlib import Path
+
+import torch
+
+__all__ = ["CARD", "card", "describe", "machine", "processor"]
+
+CARD = {
+    "name": "card",
+    "driver_version": "driver",
+    "clocks.sm": "SM MHz",
+    "clocks.max.sm": "SM MHz at most",
+    "clocks.mem": "memory MHz",
+    "clocks.max.mem": "memory MHz at most",
+    "power.limit": "W at most",
+    "memory.total": "MiB",
+}
+"""What nvidia-smi is asked for, and what reports call it."""
+_SECONDS = 20  # that nvidia-smi may take
+
+
+def machine(device: str) -> dict:
+    """Versions, processor and load; of the card where figures come from one.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
+    found = {
+        "date": date.today().isoformat(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "processor": processor(),
+    }
+    return {**found, "cuda": torch.version.cuda, **card()} if device == "cuda" else found
+
+
+def card() -> dict[str, str]:
+    """What nvidia-smi says of the first card, by the names in reports; clocks are those of the moment.
+
+    Without nvidia-smi, or if it fails, only the card's name as torch has it, and why there is no more.
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(CARD)}", "--format=csv,noheader,nounits"]
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    if shutil.which(command[0]) is None:
+        return {"card": name, "driver": "unknown: there is no nvidia-smi"}
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True).stdout
+        values = [value.strip() for value in said.splitlines()[0].split(",")]
+        return dict(zip(CARD.values(), values, strict=True))
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:
+        return {"card": name, "driver": f"unknown: {error}"}
+
+
+def describe(about: dict) -> str:
+    """One sentence of a report, from :func:`machine`; reports of old may lack some of it."""
+    parts = [f"{about['processor']}, {about['cores']} cores, load {about['load']}"] if "processor" in about else []
+    if "card" in about:
+        parts.insert(0, about["card"])
+        parts.append(f"driver {about['driver']}")
+        parts += [f"{name} {about[name]}" for name in CARD.values() if name not in ("card", "driver") and name in about]
+    versions = [f"torch {about['torch']}", f"Triton {about['triton']}"]
+    if about.get("cuda"):
+        versions.append(f"CUDA {about['cuda']}")
+    return ", ".join([*parts, *versions]) + "."
+
+
+def processor() -> str:
+    """Model of the processor, as the kernel names it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

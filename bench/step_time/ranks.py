@@ -1,0 +1,115 @@
+"""What each rank runs: it builds the systems, lets them take turns, and rank 0 writes the numbers down."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeropp
+from bench.common import congestion, staged
+from bench.common.contestant import Contestant
+from bench.common.machine import card
+from bench.step_time.report import counterpart
+from bench.step_time.systems import MemoryMeter, build
+from examples.text_data import Batches, load_text
+
+__all__ = ["work"]
+
+
+class Race:
+    """The systems of one job, and what they came to.
+
+    Attributes:
+        systems: for JSON, by name.
+        weights: samples of each system's weights at the end, by name.
+        peak_bytes: of all systems side by side.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.batches = Batches(load_text().train, args.batch, args.seq_len, rank, world, args.seed)
+        self.systems: dict[str, dict] = {}
+        self.weights: dict[str, Tensor] = {}
+        self.before = torch.empty(0)
+        self.peak_bytes = 0
+
+    def in_turns(self) -> None:
+        """All systems side by side, A B C A B C, ..."""
+        meter = MemoryMeter(self.device)
+        built = {name: build(name, self.args, self.device, self.batches) for name in self.args.systems}
+        for turn in range(self.args.rounds):
+            for contestant in built.values():
+                contestant.take_turn(self.args.steps, measure=turn >= self.args.discard)
+        self.peak_bytes = meter.peak_bytes()  # before samples of the weights are taken, which needs all of them
+        for contestant in built.values():
+            self._note(contestant)
+
+    def alone(self) -> None:
+        """One system after another; each is gone before the next is built, and so its memory can be told."""
+        for name in self.args.systems:
+            meter = MemoryMeter(self.device)
+            contestant = build(name, self.args, self.device, self.batches)
+            for turn in range(self.args.rounds):
+                contestant.take_turn(self.args.steps, measure=turn >= self.args.discard)
+            peak = meter.peak_bytes()
+            self._note(contestant)
+            if self.device.type == "cuda":  # the kernel's figure for a process has what the system before has freed
+                self.systems[name]["peak_bytes"] = peak
+            if isinstance(contestant.optimizer, zeropp.ZeroOptimizer):
+                contestant.optimizer.close()
+            del contestant
+            gc.collect()
+
+    def _note(self, contestant: Contestant) -> None:
+        self.systems[contestant.name] = contestant.measured()
+        self.weights[contestant.name] = contestant.samples()
+        assert contestant.before is not None
+        self.before = contestant.before
+
+    def compare_weights(self) -> None:
+        """Note how far a system's weights end from its counterpart's, as a share of the way that those have gone."""
+        for name, weights in self.weights.items():
+            other = self.weights[counterpart(name, self.args.systems)]
+            way = (other - self.before).norm()
+            self.systems[name]["weights_apart"] = float((weights - other).norm() / way)
+
+
+def _join(args: argparse.Namespace) -> torch.device:
+    """Make the process group; the device of this rank."""
+    device = torch.device("cpu")
+    if args.device == "cuda":
+        device = torch.device("cuda", 0 if args.staged else int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
+    if args.staged:
+        staged.register()
+        backend = staged.NAME
+    dist.init_process_group(backend)
+    return device
+
+
+def work(args: argparse.Namespace) -> None:
+    """One rank, from joining to leaving; rank 0 writes ``args.result``."""
+    device = _join(args)
+    race = Race(args, device)
+    if args.alone:
+        race.alone()
+    else:
+        race.in_turns()
+    measured: dict = {"systems": race.systems, "peak_bytes": race.peak_bytes}
+    # At once: a card that has nothing to do lowers its clocks.
+    measured["card"] = card() if args.device == "cuda" else {}
+    race.compare_weights()
+    measured["wire"] = os.environ["STEP_TIME_WIRE"]
+    measured["tcp"] = congestion.in_force()
+    if dist.get_rank() == 0:
+        args.result.write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()

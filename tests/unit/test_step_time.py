@@ -1,0 +1,138 @@
+"""bench/step_time: what is not equal work is not reported; what machine and world a table is about stands in it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from text_data import on_device
+
+from bench.common import machine
+from bench.step_time import report
+from bench.step_time.__main__ import parse_arguments
+
+ARMS = ("fsdp2", "fsdp2_clipped", "zeropp", "zeropp_clipped")
+
+
+def measured(dtype: str = "bf16", *flags: str) -> dict[str, Any]:
+    """What four arms would come to that do equal work."""
+    arm: dict[str, Any] = {
+        "step_s": [0.2, 0.2], "host_s": [0.1, 0.1], "cpu_s": [0.1, 0.1], "losses": [5.5, 5.0, 4.5, 4.0], "norms": None,
+        "wire_bytes": None, "weights_apart": 0.0,
+    }  # fmt: skip
+    ours = {"ledger_bytes": 0, "gathers_per_step": {"a 2->1": 2.0}, "kept_after_forward": [], "predicted_bytes": {}}
+    systems = {name: {**copy.deepcopy(arm), **(copy.deepcopy(ours) if "zeropp" in name else {})} for name in ARMS}
+    for name in ("fsdp2_clipped", "zeropp_clipped"):
+        systems[name]["norms"] = [4.0, 2.0, 1.5, 0.5]
+    found: dict[str, Any] = {"systems": systems, "wire": "not counted", "tcp": "cubic", "card": {}}
+    report.complete(found, parse_arguments([f"--systems={','.join(ARMS)}", f"--dtype={dtype}", *flags]))
+    return found
+
+
+def test_clipped_arms_are_compared_with_the_clipped_fsdp2() -> None:
+    found = measured()
+    found["systems"]["fsdp2_clipped"]["step_s"] = [0.4, 0.4]
+    rows = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in report.markdown(found).splitlines()}
+    assert (rows["zeropp"][2], rows["zeropp_clipped"][2]) == ("1.000", "0.500")
+    assert report.counterpart("zeropp_clipped", ["ddp", "zeropp", "zeropp_clipped"]) == "zeropp_clipped"
+
+
+@pytest.mark.parametrize(
+    ("arm", "key", "value", "words"),
+    [
+        ("zeropp_clipped", "losses", [5.5, 5.1, 4.5, 4.0], "losses of zeropp_clipped and fsdp2_clipped differ"),
+        ("zeropp_clipped", "losses", [5.5, float("nan"), 4.5, 4.0], "losses of zeropp_clipped and fsdp2_clipped"),
+        ("zeropp_clipped", "norms", [4.0, 2.2, 1.5, 0.5], "norms of zeropp_clipped and fsdp2_clipped differ"),
+        ("zeropp", "weights_apart", 0.25, "weights of zeropp end 2.50e-01 of their way from those of fsdp2"),
+        ("zeropp", "weights_apart", float("nan"), "weights of zeropp end nan"),
+        ("zeropp_clipped", "kept_after_forward", ["a"], "zeropp_clipped kept weights"),
+        ("zeropp_clipped", "gathers_per_step", {"a 2->1": 1.0}, "zeropp_clipped's ledger has units not gathered"),
+    ],
+)
+def test_unequal_work_is_not_reported(arm: str, key: str, value: object, words: str) -> None:
+    found = measured()
+    assert report.problems(found) == []
+    found["systems"][arm][key] = value
+    (problem,) = report.problems(found)
+    assert problem.startswith(words)
+
+
+def test_arms_that_clipped_nothing_are_not_reported() -> None:
+    found = measured()
+    for name in ("fsdp2_clipped", "zeropp_clipped"):
+        found["systems"][name]["norms"] = [0.9, 0.8, 0.7, 0.5]
+    assert [problem.split(":")[0] for problem in report.problems(found)] == [
+        "fsdp2_clipped clipped nothing",
+        "zeropp_clipped clipped nothing",
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_table_states_its_tolerances_and_versions(dtype: str) -> None:
+    found = measured(dtype, "--ranks=1")
+    text = report.markdown(found)
+    assert "weights apart, at the end and as a share of the way that they have gone, at most " in text
+    assert f"{report.WEIGHT_TOLERANCE[dtype]:g}." in text and f"within {report.NORM_TOLERANCE[dtype]:g} of them" in text
+    assert f"torch {torch.__version__}, Triton {found['machine']['triton']}" in text
+    assert machine.processor() in text
+
+
+def test_a_table_of_one_rank_says_what_it_cannot_show() -> None:
+    assert "It cannot show collectives" in report.markdown(measured("bf16", "--ranks=1"))
+    assert "It cannot show collectives" not in report.markdown(measured())
+
+
+def nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command of that name that comes first."""
+    command = folder / "nvidia-smi"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_driver_and_clocks_are_those_of_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "A card, 580.1, 1980, 1980, 2619, 2619, 700.00, 81559"
+    nvidia_smi(tmp_path, f'echo "$@" > {tmp_path}/asked; echo "{line}"', monkeypatch)
+    about = machine.machine("cuda")
+    assert f"--query-gpu={','.join(machine.CARD)}" in (tmp_path / "asked").read_text()
+    text = machine.describe(about)
+    assert text.startswith("A card, ") and "driver 580.1, SM MHz 1980, SM MHz at most 1980, memory MHz 2619" in text
+    assert "driver" not in machine.machine("cpu")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"), [("exit 9", "exit status 9"), ("echo '[Not Supported]'", "argument"), ("true", "range")]
+)
+def test_a_card_that_says_nothing_is_no_error(
+    script: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(tmp_path, script, monkeypatch)
+    assert reason in machine.card()["driver"]
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    assert machine.card()["driver"] == "unknown: there is no nvidia-smi"
+
+
+def test_inputs_go_to_a_card_from_pinned_memory_without_waiting() -> None:
+    calls: list[tuple[str, object]] = []
+    tensors = torch.ones(2, 3), torch.zeros(2, 3)
+
+    def pin(self: torch.Tensor) -> torch.Tensor:
+        calls.append(("pin", self))
+        return self
+
+    def to(self: torch.Tensor, *where: object, **how: object) -> torch.Tensor:
+        calls.append(("to", how))
+        return self
+
+    with mock.patch.object(torch.Tensor, "pin_memory", pin), mock.patch.object(torch.Tensor, "to", to):
+        x, y = on_device(tensors, torch.device("cuda"))
+        assert x is tensors[0] and y is tensors[1]
+        assert [what for what, _ in calls] == ["pin", "pin", "to", "to"]
+        assert all(how == {"non_blocking": True} for what, how in calls if what == "to")
+        calls.clear()
+        on_device(tensors, torch.device("cpu"))
+        assert [what for what, _ in calls] == ["to", "to"]
