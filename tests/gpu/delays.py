@@ -1,0 +1,162 @@
+"""Training whose lanes, or whose computing, begin late: what does not wait for them then computes with other values.
+
+On a card the sleeps are kernels, ``torch.cuda._sleep``, at the start of each piece of a lane's work and of each
+module's forward and backward. On CPU, where the model itself computes in the caller, lanes are threads that sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.shapes import make_config
+from zeropp.comm import streams
+from zeropp.comm.streams import CudaStream, Event, Lanes, Stream, ThreadStream
+from zeropp.engine import engine
+
+__all__ = ["CYCLES", "Delays", "Trained", "sleep", "train"]
+
+CYCLES = 2_000_000  # about a millisecond of a card's clock
+SECONDS = 0.003  # on CPU
+STEPS = 5
+
+
+def sleep(device: str) -> None:
+    """A card's current stream sleeps, and not the host; else this thread does."""
+    if device == "cuda":
+        torch.cuda._sleep(CYCLES)
+    else:
+        time.sleep(SECONDS)
+
+
+@dataclass
+class Delays:
+    """Where it is late, and which waits are left out for that to show.
+
+    Attributes:
+        device: "cpu" or "cuda".
+        lanes: kinds of lanes whose work begins with a sleep: gather, reduce, refresh.
+        computing: so do forwards and backwards of blocks.
+        unwaited: kinds of lanes whose work nobody waits for.
+        unordered: kinds of lanes that do not wait for the model's stream.
+        slept: how often it was late, by kind of lane, or "computing".
+    """
+
+    device: str
+    lanes: tuple[str, ...] = ()
+    computing: bool = False
+    unwaited: tuple[str, ...] = ()
+    unordered: tuple[str, ...] = ()
+    slept: dict[str, int] = field(default_factory=dict)
+
+    def sleep(self, kind: str) -> None:
+        self.slept[kind] = self.slept.get(kind, 0) + 1
+        sleep(self.device)
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """For engines that are made inside."""
+
+        def make(kind: str, device: torch.device, *, sends: bool, overlap: bool) -> Lanes:
+            return Lanes(lambda link: _Late(kind, self, device))
+
+        with mock.patch.object(engine, "make_lanes", make):
+            yield
+
+    def hook(self, module: nn.Module, *args: object) -> None:
+        if self.computing:
+            self.sleep("computing")
+
+
+class _Late:
+    """A stream of one kind of lane."""
+
+    def __init__(self, kind: str, delays: Delays, device: torch.device) -> None:
+        self.kind, self.delays = kind, delays
+        self.inner: Stream = CudaStream(device) if device.type == "cuda" else ThreadStream(f"late {kind}")
+
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
+        begin = [lambda: self.delays.sleep(self.kind)] if self.kind in self.delays.lanes else []
+        with contextlib.ExitStack() as stack:
+            if self.kind in self.delays.unordered:
+                stack.enter_context(mock.patch.object(torch.cuda.Stream, "wait_stream", lambda *streams: None))
+            event = self.inner.run(*begin, *works, after=after)
+        return streams._DONE if self.kind in self.delays.unwaited else event
+
+    def allocate(self, work: Callable[[], None]) -> None:
+        self.inner.allocate(work)
+
+    def free(self, work: Callable[[], None]) -> None:
+        self.inner.free(work)
+
+    def abandon(self) -> None:
+        self.inner.abandon()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+@dataclass
+class Trained:
+    """Losses, norms and weights, for comparing bits."""
+
+    losses: list[float]
+    norms: list[float | None]
+    state: dict[str, Tensor]
+
+    def differs(self, other: Trained) -> list[str]:
+        """What is not the same to the bit; a NaN equals nothing."""
+        found = [f"loss {i}" for i, (a, b) in enumerate(zip(self.losses, other.losses, strict=True)) if a != b]
+        found += [f"norm {i}" for i, (a, b) in enumerate(zip(self.norms, other.norms, strict=True)) if a != b]
+        return found + [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
+
+
+def train(device: str, settings: dict[str, Any], delays: Delays | None = None, micros: int = 2) -> Trained:
+    """A few steps of a small model of five blocks, clipped, each step of several micro-batches; from one seed."""
+    torch.manual_seed(0)
+    width = 256 if device == "cuda" else 16
+    model = nn.Sequential(*(Block(width) for _ in range(5))).to(device)
+    config = {**make_config(**settings), "gradient_clipping": 0.3, "gradient_accumulation_steps": micros}
+    generator = torch.Generator().manual_seed(3)
+    batches = torch.randn(STEPS, micros, 8, width, generator=generator).to(device)
+    with delays.in_force() if delays is not None else contextlib.nullcontext():
+        optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model, config)
+    if delays is not None:
+        for block in model:
+            block.register_forward_pre_hook(delays.hook)
+            block.register_full_backward_pre_hook(delays.hook)
+    losses: list[Tensor] = []
+    norms: list[float | None] = []
+    for step in batches:
+        for x in step:
+            loss = model(x.requires_grad_()).float().square().mean()
+            optimizer.backward(loss)
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    found = Trained(torch.stack(losses).tolist(), norms, zeropp.full_state(model))
+    optimizer.close()
+    return found

@@ -1,0 +1,61 @@
+"""Lanes that begin late, and computing that does, change no bit; a wait left out does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.gpu.delays import Delays, train
+
+CARD = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = ["cpu", CARD]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "nothing kept": {"reuse": 0, "prefetch": 0},
+    "one unit at a time": {"reuse": 0, "live": 0},
+    "bf16": {"bf16": {"enabled": True}, "reuse": 0},
+    "stage 1 bf16": {"stage": 1, "overlap_comm": True, "bf16": {"enabled": True}},
+}
+KINDS = ("gather", "reduce", "refresh")
+
+
+def used(settings: dict[str, Any]) -> set[str]:
+    """Kinds of lanes that have work: below stage 3 whole weights are renewed after a step, and never fetched."""
+    return {"refresh", "reduce"} if settings.get("stage") == 1 else {"gather", "reduce"}
+
+
+@pytest.mark.parametrize("late", ["lanes", "computing", "both"])
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_bit_changes(device: str, name: str, late: str) -> None:
+    expected = train(device, SETTINGS[name])
+    assert expected.differs(train(device, SETTINGS[name])) == [], "two runs without delays differ"
+    delays = Delays(device, lanes=KINDS if late != "computing" else (), computing=late != "lanes")
+    assert expected.differs(train(device, SETTINGS[name], delays)) == []
+    there = (used(SETTINGS[name]) if late != "computing" else set()) | ({"computing"} if late != "lanes" else set())
+    assert there <= set(delays.slept), "nothing was late"
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "name"),
+    [
+        ("cpu", "reduce", "stage 3"),
+        pytest.param("cuda", "reduce", "stage 3", marks=pytest.mark.gpu),
+        # Not on CPU: threads that nobody waits for write to memory that the process has given back.
+        pytest.param("cuda", "gather", "nothing kept", marks=pytest.mark.gpu),
+        pytest.param("cuda", "refresh", "stage 1 bf16", marks=pytest.mark.gpu),
+    ],
+)
+def test_work_that_nobody_waits_for_shows(device: str, kind: str, name: str) -> None:
+    expected = train(device, SETTINGS[name])
+    delays = Delays(device, lanes=KINDS, unwaited=(kind,))
+    assert expected.differs(train(device, SETTINGS[name], delays)), "the delay is too short to tell"
+
+
+@pytest.mark.gpu
+def test_a_lane_that_does_not_wait_for_the_model_shows() -> None:
+    """On CPU what the caller has issued is done; on a card a gradient would be packed before it is there."""
+    expected = train("cuda", SETTINGS["stage 3"])
+    delays = Delays("cuda", computing=True, unordered=("reduce",))
+    assert expected.differs(train("cuda", SETTINGS["stage 3"], delays))
