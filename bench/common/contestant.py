@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import zeropp
 from bench.common.namespaces import sent_bytes
 from examples.text_data import Batches, on_device
+from zeropp._compat import all_gather_single
 
 __all__ = ["ADAMW", "LIKE_FSDP2", "Contestant", "adamw", "meet", "over_ranks", "samples"]
 
@@ -155,9 +156,24 @@ def samples(parameters: Iterable[Tensor]) -> Tensor:
     """Elements of every parameter, evenly spread, float32 on the CPU. Collective where they are DTensors."""
     found = []
     for each in parameters:
-        whole = each.full_tensor() if isinstance(each, DTensor) else each
+        whole = _whole(each) if isinstance(each, DTensor) else each
         found.append(whole.detach().flatten()[:: max(1, whole.numel() // SAMPLES)].float().cpu())
     return torch.cat(found)
+
+
+def _whole(parameter: DTensor) -> Tensor:
+    """All rows of a parameter that FSDP2 has divided. ``full_tensor`` asks for what the staged backend has not."""
+    local = parameter.detach().to_local()
+    divided = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
+    if not divided:
+        return local
+    group = parameter.device_mesh.get_group(divided[0])
+    rows = -(-parameter.size(0) // group.size())
+    own = local.new_zeros(rows, *local.shape[1:])
+    own[: local.size(0)] = local
+    every = own.new_empty(rows * group.size(), *own.shape[1:])
+    all_gather_single(every, own, group=group)
+    return every[: parameter.size(0)]
 
 
 def whole_parameters(model: nn.Module) -> list[str]:

@@ -19,7 +19,7 @@ from bench.step_time.report import counterpart
 from bench.step_time.systems import MemoryMeter, build
 from examples.text_data import Batches, load_text
 
-__all__ = ["work"]
+__all__ = ["join", "work"]
 
 
 class Race:
@@ -81,7 +81,7 @@ class Race:
             self.systems[name]["weights_apart"] = float((weights - other).norm() / way)
 
 
-def _join(args: argparse.Namespace) -> torch.device:
+def join(args: argparse.Namespace) -> torch.device:
     """Make the process group; the device of this rank."""
     device = torch.device("cpu")
     if args.device == "cuda":
@@ -97,7 +97,7 @@ def _join(args: argparse.Namespace) -> torch.device:
 
 def work(args: argparse.Namespace) -> None:
     """One rank, from joining to leaving; rank 0 writes ``args.result``."""
-    device = _join(args)
+    device = join(args)
     race = Race(args, device)
     if args.alone:
         race.alone()

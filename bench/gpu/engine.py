@@ -1,0 +1,153 @@
+"""Steps, memory and host time beside FSDP2, clipped and not; a timeline of one step; several ranks on the card."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from bench.gpu.part import Ended, Outcome, Part, Row, State, Step, last_words
+from bench.gpu.scale import Model, Scale
+from bench.step_time import report
+from bench.step_time.__main__ import parse_arguments
+from bench.step_time.launch import rank_command
+
+__all__ = ["PART", "SYSTEMS"]
+
+SYSTEMS = ("fsdp2", "zeropp", "fsdp2_clipped", "zeropp_clipped")
+_STATES = 16  # bytes a parameter: weights, gradients and both of Adam's averages, in float32
+_BESIDE = 8  # for activations, gathered weights and the copy of the weights that is compared
+_RESULT = "{folder}/result.json"
+
+
+def steps(scale: Scale) -> list[Step]:
+    """W = 1 by size, small ones also alone for their memory; a timeline of the smallest; ranks that share the card."""
+    found = []
+    for model in scale.models:
+        ways = ("in turns", "alone") if model.side_by_side else ("alone",)
+        found += [_race(scale, model, way) for way in ways]
+    found.append(_timeline(scale, scale.models[0]))
+    found += [_staged(scale, ranks) for ranks in scale.staged]
+    return found
+
+
+def _race(scale: Scale, model: Model, way: str) -> Step:
+    """All systems in one process, side by side or one after another."""
+    # Where systems also take turns, the times of a run alone are not what it is for.
+    turns = ("--rounds=2", "--discard=1", "--steps=2") if model.side_by_side and way == "alone" else scale.turns
+    flags = [*_common(scale, 1), f"--systems={','.join(SYSTEMS)}", *turns, *model.flags]
+    flags += ["--alone"] * (way == "alone")
+    return _job(f"{model.name} {way}", flags, model.name, 110.0, _lacks(scale, model))
+
+
+def _staged(scale: Scale, ranks: int) -> Step:
+    """Ranks that share the card, through gloo and host memory: for streams under load, not for speed."""
+    flags = [*_common(scale, ranks), "--staged", "--systems=fsdp2_clipped,zeropp_clipped", *scale.staged_flags]
+    return _job(f"staged {ranks}", flags, "staged", 80.0, None)
+
+
+def _common(scale: Scale, ranks: int) -> list[str]:
+    return [f"--device={scale.device}", f"--ranks={ranks}", "--dtype=bf16"]
+
+
+def _job(name: str, flags: Sequence[str], model: str, seconds: float, lacks: str | None) -> Step:
+    args = parse_arguments(list(flags))
+    command, environment = rank_command(args, Path(_RESULT), "not counted here")
+    return Step(name, command, seconds, partial(_read, name, model, args), environment, lacks)
+
+
+def _lacks(scale: Scale, model: Model) -> str | None:
+    """Why a card is too small for a model; None if it is not, or if there is none to be."""
+    args = parse_arguments(list(model.flags))
+    numel = 12 * args.layers * args.d_model**2
+    needed = numel * (_STATES * (len(SYSTEMS) if model.side_by_side else 1) + _BESIDE)
+    has = needed if scale.dry else torch.cuda.get_device_properties(0).total_memory
+    return None if needed <= has else f"needs about {needed >> 30} GiB, and the card has {has >> 30}"
+
+
+def _read(name: str, model: str, args: argparse.Namespace, ended: Ended) -> Outcome:
+    """Rows by system; wrong if the systems did not do equal work."""
+    if ended.code is None:
+        return Outcome(State.UNFINISHED, [], last_words(ended))
+    path = ended.folder / "result.json"
+    if ended.code or not path.exists():
+        return Outcome(State.WRONG, [], last_words(ended))
+    measured = json.loads(path.read_text())
+    report.complete(measured, args)
+    problems = report.problems(measured)
+    rows = [_row(name, model, system, measured) for system in measured["systems"]]
+    return Outcome(State.WRONG if problems else State.MEASURED, rows, "; ".join(problems))
+
+
+def _row(name: str, model: str, system: str, measured: dict) -> Row:
+    found = measured["systems"][system]
+    other = report.counterpart(system, list(measured["systems"]))
+    step = statistics.median(found["step_s"])
+    row = {
+        "model": model,
+        "how": name.removeprefix(model).strip(),
+        "ranks": str(measured["settings"]["ranks"]),
+        "system": system,
+        "step ms": f"{1000 * step:.1f}",
+        "/ FSDP2": f"{step / statistics.median(measured['systems'][other]['step_s']):.3f}",
+        "host ms": f"{1000 * statistics.median(found['host_s']):.1f}",
+        "CPU ms": f"{1000 * statistics.median(found['cpu_s']):.1f}",
+        "weights apart": f"{found['weights_apart']:.1e}" if other != system else "-",
+    }
+    return {**row, "peak MiB": f"{found['peak_bytes'] / 2**20:.0f}"} if "peak_bytes" in found else row
+
+
+def _timeline(scale: Scale, model: Model) -> Step:
+    """One step of each clipped system under the profiler."""
+    command = [sys.executable, "-m", "bench.gpu.timeline", "{folder}"]
+    flags = [*_common(scale, 1), "--systems=fsdp2_clipped,zeropp_clipped", *model.flags]
+    _, environment = rank_command(parse_arguments(flags), Path(_RESULT), "not counted here")
+    return Step("timeline", [*command, *flags], 80.0, partial(_read_timeline, model.name), environment)
+
+
+def _read_timeline(model: str, ended: Ended) -> Outcome:
+    path = ended.folder / "timeline.json"
+    if ended.code is None:
+        return Outcome(State.UNFINISHED, [], last_words(ended))
+    if ended.code or not path.exists():
+        return Outcome(State.WRONG, [], last_words(ended))
+    found = json.loads(path.read_text())
+    rows = []
+    for system, took in found.items():
+        row = {"model": model, "how": "timeline", "ranks": "1", "system": system}
+        row |= {"step ms": f"{took['step_ms']:.1f}", "launches": str(took["launches"]), "NCCL": str(took["nccl"])}
+        row |= {"device busy ms": f"{took['busy_ms']:.1f}", "host waits ms": f"{took['waits_ms']:.1f}"}
+        rows.append(row)
+    return Outcome(State.MEASURED, rows, artefacts=[str(each) for each in sorted(ended.folder.glob("*.json.gz"))])
+
+
+PART = Part(
+    "engine",
+    "The engine beside FSDP2 on one card",
+    [
+        "model", "how", "ranks", "system", "step ms", "/ FSDP2", "host ms", "CPU ms", "peak MiB", "weights apart",
+        "device busy ms", "host waits ms", "launches", "NCCL",
+    ],
+    steps,
+    notes=(
+        report.ONE_RANK,
+        "bf16, fused AdamW, inputs from pinned memory. / FSDP2: to the arm of the same run that clips, or not, as it "
+        f"does. Clipped arms clip to {report.CLIP:g}. Equal work: losses of the first {report.COMPARED} steps agree "
+        f"within {report.LOSS_TOLERANCE['bf16']:g}, norms before clipping within {report.NORM_TOLERANCE['bf16']:g} of "
+        "them; weights apart, at the end and as a share of the way that they have gone, at most "
+        f"{report.WEIGHT_TOLERANCE['bf16']:g}. In turns: systems side by side, A B A B. Alone: one after another, each "
+        "gone before the next is built, so that its peak of allocated memory is its own. Host: until the last call of "
+        "a step had returned. Staged: ranks share the card through gloo and host memory, which shows streams under "
+        "load and nothing of speed.",
+        "Timeline: one step under torch's profiler, which makes the host slower; a trace a system is kept beside this "
+        "report, for chrome://tracing or Perfetto. Device busy: some kernel or copy runs. Host waits: inside calls "
+        "that synchronise. NCCL: kernels of that name.",
+    ),
+    needs=("pydantic",),
+)  # fmt: skip

@@ -1,0 +1,97 @@
+"""Runs steps, one process each, within their time; keeps what they came to, for a part that is started again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from bench.gpu.part import Ended, Outcome, State, Step
+
+__all__ = ["Runner", "digest"]
+
+ROOT = Path(__file__).resolve().parents[2]
+_SOURCES = ("zeropp", "kernels", "bench", "tests/gpu", "tests/kernels", "tests/distributed", "examples")
+_ENDING = 3.0  # seconds for a process to end by itself
+_LEAST = 5.0  # seconds under which starting a step makes no sense
+
+
+def digest(about: Sequence[str]) -> str:
+    """Stands for the sources that results come from, and for what they are ``about``: machine, versions, sizes."""
+    found = hashlib.sha256("\n".join(about).encode())
+    for folder in _SOURCES:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
+    return found.hexdigest()[:16]
+
+
+class Runner:
+    """Steps of one part.
+
+    Args:
+        folder: where results are kept.
+        key: of :func:`digest`; results of another are not used again.
+        until: when the part's time is up, in seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, folder: Path, key: str, until: float) -> None:
+        self.folder = folder / key
+        self.until = until
+
+    def outcome(self, step: Step) -> tuple[Outcome, bool]:
+        """What a step has come to, and whether that was kept from an earlier start."""
+        if step.lacks is not None:
+            return Outcome(State.ABSENT, [], step.lacks), False
+        place = self.folder / step.name.replace(" ", "-")
+        kept = place / "outcome.json"
+        if kept.exists():
+            found = json.loads(kept.read_text())
+            return Outcome(**{**found, "state": State(found["state"])}), True
+        left = self.until - time.monotonic()
+        if left < _LEAST:
+            return Outcome(State.UNFINISHED, [], "no time was left for it"), False
+        place.mkdir(parents=True, exist_ok=True)
+        ended = Ended(self._run(step, place, min(step.seconds, left)), place / "log", place)
+        outcome = step.read(ended)
+        if outcome.state is State.MEASURED:
+            _write(kept, json.dumps(asdict(outcome), indent=1))
+        return outcome, False
+
+    def _run(self, step: Step, place: Path, seconds: float) -> int | None:
+        """Exit code of a step's process; None if it was ended because its time was up."""
+        command = [word.replace("{folder}", str(place)) for word in step.command]
+        with (place / "log").open("w") as log:
+            # A group of its own: its ranks and workers end with it.
+            process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **step.environment}, stdin=subprocess.DEVNULL, stdout=log,
+                stderr=log, start_new_session=True,
+            )  # fmt: skip
+            try:
+                return process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it has started, if any of them runs."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING)
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it, or nothing: whoever is ended here leaves no half of a result."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)

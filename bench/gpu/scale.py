@@ -1,0 +1,122 @@
+"""How large everything is: on a card, and in a dry run on CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["CARD", "DRY", "Model", "Scale"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT that systems are compared on.
+
+    Attributes:
+        name: its size, for the table.
+        flags: of ``bench.step_time``.
+        side_by_side: whether all systems fit the card together, and so can take turns.
+    """
+
+    name: str
+    flags: Sequence[str]
+    side_by_side: bool = False
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of one kind of run.
+
+    Attributes:
+        device: "cuda" or "cpu".
+        workers: of pytest for the bits of kernels.
+        chosen: for each step of the bits, which of its tests: arguments of pytest.
+        models: of the engine's steps, in order.
+        turns: rounds and steps of them: arguments of ``bench.step_time``.
+        staged: ranks that share the card, one job each.
+        staged_flags: of those jobs.
+        bandwidth: (step, MiB of bfloat16, which tests, seconds).
+        pinned_mebibytes: that cross the bus.
+        calls: (of a round, rounds) for host times.
+        counted: operations whose counters are read; all if empty.
+        counted_mebibytes: of bfloat16 in each.
+    """
+
+    device: str
+    workers: int
+    chosen: dict[str, Sequence[str]]
+    models: Sequence[Model]
+    turns: Sequence[str]
+    staged: Sequence[int]
+    staged_flags: Sequence[str]
+    bandwidth: Sequence[tuple[str, int, str, float]]
+    pinned_mebibytes: int
+    calls: tuple[int, int]
+    counted: Sequence[str]
+    counted_mebibytes: int
+
+    @property
+    def dry(self) -> bool:
+        """Whether nothing is measured, only gone through."""
+        return self.device == "cpu"
+
+
+def _model(layers: int, width: int, heads: int, length: int, batch: int) -> list[str]:
+    sizes = {"layers": layers, "d-model": width, "heads": heads, "seq-len": length, "batch": batch}
+    return [f"--{name}={value}" for name, value in sizes.items()]
+
+
+CARD = Scale(
+    device="cuda",
+    workers=8,
+    chosen={
+        "kernels": ("-m", "not campaign"),
+        "streams": ("-m", "gpu"),
+        "hops": ("-m", "gpu"),
+        "engine": ("-m", "gpu"),
+        "large": ("-m", "gpu"),
+    },
+    # 8192 tokens a step, 4096 where activations would not leave room for states: 16 bytes a parameter.
+    models=(
+        Model("0.3 B", _model(24, 1024, 16, 2048, 4), side_by_side=True),
+        Model("1 B", _model(20, 2048, 16, 2048, 4)),
+        Model("3 B", _model(32, 2816, 22, 2048, 2)),
+    ),
+    turns=("--rounds=8", "--discard=2", "--steps=3"),
+    staged=(2, 4),
+    staged_flags=(*_model(4, 1024, 16, 256, 4), "--rounds=4", "--discard=1", "--steps=2"),
+    bandwidth=(
+        *((f"{size} MiB", size, "zeropp or deepspeed", 50.0) for size in (256, 1024, 2048, 64, 16, 1)),
+        ("256 MiB eager", 256, "eager or (zeropp and copy)", 50.0),
+        ("256 MiB compiled", 256, "compiled or (zeropp and copy)", 120.0),
+    ),
+    pinned_mebibytes=256,
+    calls=(100, 9),
+    counted=(),
+    counted_mebibytes=256,
+)
+"""What is measured on a card."""
+
+DRY = Scale(
+    device="cpu",
+    workers=1,
+    chosen={
+        "kernels": ("-k", "quantize and 127 and (dtype0 or bfloat16)"),
+        "streams": ("-k", "cpu and (nobody or (lanes and kept))"),
+        "hops": ("-k", "cpu and (identity or bf16-local)"),
+        "engine": (),
+    },
+    models=(
+        Model("tiny", _model(2, 64, 2, 32, 2), side_by_side=True),
+        Model("tinier", _model(2, 32, 2, 32, 2)),
+    ),
+    turns=("--rounds=2", "--discard=1", "--steps=3"),
+    staged=(2, 4),
+    staged_flags=(*_model(1, 192, 2, 16, 2), "--rounds=2", "--discard=1", "--steps=4"),
+    bandwidth=(("1 MiB", 1, "(zeropp or eager) and (copy or dequantize)", 40.0),),
+    pinned_mebibytes=1,
+    calls=(2, 2),
+    counted=("copy", "dequantize int8"),
+    counted_mebibytes=1,
+)
+"""What a dry run goes through: one step of each kind."""

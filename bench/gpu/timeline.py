@@ -1,0 +1,82 @@
+"""One step of each system under torch's profiler: a trace to look at, and what can be counted in it.
+
+    python -m bench.gpu.timeline FOLDER ...      # what follows is for bench.step_time
+
+Started with the environment of a rank. Writes FOLDER/<system>.json.gz and FOLDER/timeline.json.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from bench.common.contestant import meet
+from bench.step_time.__main__ import parse_arguments
+from bench.step_time.ranks import join
+from bench.step_time.systems import build
+from examples.text_data import Batches, load_text
+
+_WARM = 4  # steps before: orders are learned, kernels compiled, memory allocated
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of what runs on a card
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of (begin, end) spans."""
+    total, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def counts(events: list[dict]) -> dict[str, float]:
+    """What a trace's complete events say; times in milliseconds."""
+    spans = [event for event in events if event.get("ph") == "X"]
+    device = [event for event in spans if event.get("cat") in _DEVICE]
+    waits = [event for event in spans if event.get("cat") == "cuda_runtime" and "Synchronize" in event["name"]]
+    busy, waited = (covered((each["ts"], each["ts"] + each["dur"]) for each in some) for some in (device, waits))
+    return {
+        "busy_ms": busy / 1000,
+        "waits_ms": waited / 1000,
+        "launches": len(device),
+        "nccl": sum("nccl" in event["name"].lower() for event in device),
+    }
+
+
+def main() -> None:
+    folder, args = Path(sys.argv[1]), parse_arguments(sys.argv[2:])
+    device = join(args)
+    batches = Batches(load_text().train, args.batch, args.seq_len, seed=args.seed)
+    found = {}
+    for name in args.systems:
+        contestant = build(name, args, device, batches)
+        for _ in range(_WARM):
+            contestant.one_step()
+        meet(device)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        with profile(activities=activities) as profiled:
+            begin = time.perf_counter()
+            contestant.one_step()
+            meet(device)
+            seconds = time.perf_counter() - begin
+        path = folder / f"{name}.json.gz"
+        profiled.export_chrome_trace(str(path))
+        with gzip.open(path, "rt") as file:
+            found[name] = {"step_ms": 1000 * seconds, **counts(json.load(file)["traceEvents"])}
+        if not torch.stack(contestant.losses).isfinite().all():
+            raise SystemExit(f"{name}: losses are not finite: {contestant.losses}")
+        del contestant
+    (folder / "timeline.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
