@@ -1,3 +1,91 @@
-from bench.gpu.part import Part
+"""How fast kernels are: bandwidth by size beside a copy, torch by hand and compiled; host time; ways over the bus."""
 
-PART = Part("kernels", "", [], lambda scale: [])
+from __future__ import annotations
+
+import json
+import sys
+from functools import partial
+
+from bench.gpu.part import Ended, Outcome, Part, Row, State, Step, last_words
+from bench.gpu.scale import Scale
+from bench.kernels.report import rows_of
+
+__all__ = ["PART"]
+
+
+def steps(scale: Scale) -> list[Step]:
+    """The largest sizes first, whose figures have targets."""
+    found = []
+    for name, mebibytes, chosen, seconds in scale.bandwidth:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "bench/kernels"]
+        command += ["--sizes", str(mebibytes), "-k", chosen, "--benchmark-json={folder}/measured.json"]
+        found.append(Step(name, command, seconds, _read_bandwidth))
+    calls, rounds = scale.calls
+    launch = [sys.executable, "-m", "bench.kernels.launch", f"--calls={calls}", f"--rounds={rounds}"]
+    found.append(Step("host time", [*launch, "--json={folder}/launch.json"], 60.0, _read_launch))
+    bus = [sys.executable, "-m", "bench.kernels.pinned", f"--mebibytes={scale.pinned_mebibytes}"]
+    read = partial(_read_bus, scale.pinned_mebibytes)
+    found.append(Step("bus", [*bus, "--json={folder}/bus.json"], 60.0, read))
+    return found
+
+
+def _read_bandwidth(ended: Ended) -> Outcome:
+    # Interrupted, pytest-benchmark writes nothing: a size is measured in full, or again.
+    if ended.code is None:
+        return Outcome(State.UNFINISHED, [], last_words(ended))
+    if ended.code:
+        return Outcome(State.WRONG, [], last_words(ended))
+    rows = [_row(row) for row in rows_of(json.loads((ended.folder / "measured.json").read_text()))]
+    return Outcome(State.MEASURED, rows)
+
+
+def _row(found: dict) -> Row:
+    percent = found["percent_of_copy"]
+    return {
+        "operation": found["operation"],
+        "by": found["contender"],
+        "MiB": str(found["mebibytes"]),
+        "us": f"{1e6 * found['seconds']:.0f}",
+        "GB/s": f"{found['gigabytes_per_second']:.2f}",
+        "% of copy": f"{percent:.0f}" if percent is not None else "-",
+        "target": str(found["target"]) if found["target"] and found["contender"] == "zeropp_kernels" else "-",
+    }
+
+
+def _read_launch(ended: Ended) -> Outcome:
+    found, outcome = _read_json(ended, "launch.json")
+    rows = [{"operation": name, "by": "host time of a call", "us": f"{taken:.1f}"} for name, taken in found.items()]
+    return outcome or Outcome(State.MEASURED, rows)
+
+
+def _read_bus(mebibytes: int, ended: Ended) -> Outcome:
+    found, outcome = _read_json(ended, "bus.json")
+    rows = []
+    for name, took in found.items():
+        rate = took["bytes"] / took["seconds"] / 1e9
+        cells = {"MiB": str(mebibytes), "us": f"{1e6 * took['seconds']:.0f}", "GB/s": f"{rate:.2f}"}
+        rows.append({"operation": name, "by": "bus", **cells})
+    return outcome or Outcome(State.MEASURED, rows)
+
+
+def _read_json(ended: Ended, name: str) -> tuple[dict, Outcome | None]:
+    """What a step wrote, or why there is nothing."""
+    if ended.code is None:
+        return {}, Outcome(State.UNFINISHED, [], last_words(ended))
+    if ended.code:
+        return {}, Outcome(State.WRONG, [], last_words(ended))
+    return json.loads((ended.folder / name).read_text()), None
+
+
+PART = Part(
+    "kernels",
+    "Kernels on one card",
+    ["operation", "by", "MiB", "us", "GB/s", "% of copy", "target"],
+    steps,
+    notes=(
+        "GB/s of bytes that must move; percent of a copy in that run; target: of the copy, on a GPU at 256 MiB and "
+        "more. By hand in torch, the results have the same bits, which is checked. Host time: of queueing a call on "
+        "buffers too small to matter. Bus: bfloat16 values between device and host memory; what arrives is checked.",
+    ),
+    needs=("pytest", "pytest_benchmark"),
+)

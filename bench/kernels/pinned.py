@@ -3,70 +3,120 @@
     python -m bench.kernels.pinned [--mebibytes 256]
 
 "direct" is one launch that reads or writes the host's memory itself; "staged" a launch on the device and a copy by the
-copy engine, which needs a buffer of the same size on the device. Needs a CUDA device.
+copy engine, which needs a buffer of the same size on the device; "pageable" a copy of memory that is not pinned, for
+which the host waits. Each must move the right values. Without a CUDA device there is no bus: then all of it is in the
+host's memory, and the figures say nothing of one.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import zeropp_kernels as kernels
+from bench.common.machine import describe, machine
 from bench.kernels.operations import parts_of, values
 
 ROUNDS = 9
 
 
-def milliseconds(run: Callable[[], object]) -> float:
-    """Median of a call on the device's own clock."""
+@dataclass(frozen=True)
+class Way:
+    """One way over the bus.
+
+    Attributes:
+        run: goes it.
+        made: what it fills, and ``expected`` what that must hold then.
+    """
+
+    run: Callable[[], object]
+    made: list[Tensor]
+    expected: list[Tensor]
+
+    def is_right(self) -> bool:
+        """Whether it moves the values; what it fills is spoilt before."""
+        for each in self.made:
+            each.fill_(float("nan"))
+        self.run()
+        synchronize()
+        return all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(self.made, self.expected, strict=True))
+
+
+def synchronize() -> None:
+    """Wait for the device; without one, everything is done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def milliseconds(way: Way) -> float:
+    """Median of a call, between two synchronisations."""
     taken = []
     for _ in range(ROUNDS + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end))
+        synchronize()
+        begin = time.perf_counter()
+        way.run()
+        synchronize()
+        taken.append(1e3 * (time.perf_counter() - begin))
     return statistics.median(taken[2:])
 
 
-def contenders(numel: int) -> dict[str, Callable[[], object]]:
+def ways(numel: int, device: str) -> dict[str, Way]:
     """What is timed; all move ``numel`` bfloat16 values over the bus."""
-    tensors, table = parts_of(values(numel, "cuda"))
-    host = torch.empty(numel, dtype=torch.bfloat16, pin_memory=True)
-    staging = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+    # The tensors fill the buffer but for a remainder, where nothing is to be moved.
+    tensors, table = parts_of(values(numel, device))
+    numel = sum(each.numel() for each in tensors)
+    flat, spare = values(numel, device), torch.empty(numel, dtype=torch.bfloat16, device=device)
+    host, pageable = (torch.empty(numel, dtype=torch.bfloat16, pin_memory=pin) for pin in (device == "cuda", False))
+    table = kernels.block_table([each.numel() for each in tensors], device=device)
+    source = values(numel, "cpu", seed=1)
+    source = source.pin_memory() if device == "cuda" else source
+    sent, back = [torch.cat(tensors)], [torch.empty_like(each) for each in tensors]
+    parts = list(source.split([each.numel() for each in tensors]))
 
     def gather_staged() -> None:
-        kernels.gather_(tensors, table, staging)
-        host.copy_(staging, non_blocking=True)
+        kernels.gather_(tensors, table, spare)
+        host.copy_(spare, non_blocking=True)
 
     def scatter_staged() -> None:
-        staging.copy_(host, non_blocking=True)
-        kernels.scatter_(staging, tensors, table)
+        spare.copy_(source, non_blocking=True)
+        kernels.scatter_(spare, back, table)
 
     return {
-        "copy engine alone, to host": lambda: host.copy_(staging, non_blocking=True),
-        "gather, direct": lambda: kernels.gather_(tensors, table, host),
-        "gather, staged": gather_staged,
-        "copy engine alone, to device": lambda: staging.copy_(host, non_blocking=True),
-        "scatter, direct": lambda: kernels.scatter_(host, tensors, table),
-        "scatter, staged": scatter_staged,
+        "copy engine alone, to host": Way(lambda: host.copy_(flat, non_blocking=True), [host], [flat]),
+        "pageable, to host": Way(lambda: pageable.copy_(flat), [pageable], [flat]),
+        "gather, direct": Way(lambda: kernels.gather_(tensors, table, host), [host], sent),
+        "gather, staged": Way(gather_staged, [host], sent),
+        "copy engine alone, to device": Way(lambda: spare.copy_(source, non_blocking=True), [spare], [source]),
+        "pageable, to device": Way(lambda: spare.copy_(pageable), [spare], [pageable]),
+        "scatter, direct": Way(lambda: kernels.scatter_(source, back, table), back, parts),
+        "scatter, staged": Way(scatter_staged, back, parts),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mebibytes", type=int, default=256, help="of bfloat16 values")
+    parser.add_argument("--json", type=Path, help="write seconds and bytes by way to this file")
     given = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("torch sees no CUDA device; there is no bus to measure")
-    print(f"{torch.cuda.get_device_name()}, {given.mebibytes} MiB of bfloat16, median of {ROUNDS}")
-    for name, run in contenders(given.mebibytes << 19).items():
-        taken = milliseconds(run)
-        print(f"{name:<30} {taken:8.2f} ms {given.mebibytes / 1024 / taken * 1e3:7.1f} GiB/s")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"{describe(machine(device))} {given.mebibytes} MiB of bfloat16, median of {ROUNDS}")
+    found = {}
+    for name, way in ways(given.mebibytes << 19, device).items():
+        if not way.is_right():
+            raise SystemExit(f"{name}: other values arrived than were sent")
+        nbytes, taken = sum(each.nbytes for each in way.made), milliseconds(way)
+        found[name] = {"seconds": taken / 1e3, "bytes": nbytes}
+        print(f"{name:<30} {taken:8.2f} ms {nbytes / 2**30 / taken * 1e3:7.1f} GiB/s")
+    if given.json is not None:
+        given.json.write_text(json.dumps(found) + "\n")
 
 
 if __name__ == "__main__":
