@@ -1,0 +1,309 @@
+"""bench/gpu.sh, gone through on CPU: every line of it, tables, wrong results, restarts, and what a machine lacks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as main
+from bench.gpu import bits, counted, counters, engine, kernels, reasons
+from bench.gpu.part import Ended, Outcome, State, Step
+from bench.gpu.run import Runner
+from bench.gpu.scale import CARD, DRY
+from bench.gpu.timeline import counts
+from tests.gpu.traced import FOLDER, executable, make_wheel, read_lines, traced
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "bench" / "gpu.sh"
+PARTS = ("bits", "engine", "kernels", "reasons")
+# Lines of shell that name no command: ends of blocks, patterns, and what continues a line.
+NO_COMMAND = re.compile(r"\s*(#.*|fi|done|esac|;;|\*\)|else|\"\$WHEELS\"/\*\.whl|)\s*$")
+
+
+def script(
+    folder: Path, *words: str, tree: Path = ROOT, trace: bool = False, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run it with this Python; with ``trace`` the shell says in a file which lines it comes to."""
+    environment = {**os.environ, "PYTHON": sys.executable, **variables}
+    environment.pop("PYTHONPATH", None)
+    command = ["bash", str(tree / "bench" / "gpu.sh"), *words]
+    if trace:
+        # By a file that the shell reads first: root's shells take no PS4 from the environment.
+        first = folder / "first"
+        first.write_text(f"PS4='+line $LINENO '\nexec 9>{folder / 'shell'}\nBASH_XTRACEFD=9\nset -x\n")
+        environment["BASH_ENV"] = str(first)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@dataclass
+class Dry:
+    """A dry run of all parts."""
+
+    folder: Path
+    done: subprocess.CompletedProcess[str]
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--dry-run", f"--keep={self.folder / 'keep'}", f"--results={self.folder / 'results'}"]
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory: pytest.TempPathFactory) -> Dry:
+    folder = tmp_path_factory.mktemp("gpu")
+    for name in ("wheels", "lines"):
+        (folder / name).mkdir()
+    make_wheel(folder / "wheels")
+    found = Dry(folder, subprocess.CompletedProcess([], 0))
+    places = {"WHEELS": str(folder / "wheels"), FOLDER: str(folder / "lines")}
+    found.done = script(folder, *found.flags, trace=True, **places)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_every_part_prints_one_table_and_writes_it(dry: Dry) -> None:
+    assert dry.done.returncode == 0, dry.done.stdout + dry.done.stderr
+    reports = dry.done.stdout.split("# ")[1:]
+    assert len(reports) == len(PARTS)
+    for part, text in zip(PARTS, reports, strict=True):
+        assert main.DRY_RUN in text and f"torch {torch.__version__}, Triton " in text
+        assert sum(line.startswith("|---") for line in text.splitlines()) == 1
+        assert f"| {' | '.join(main.PARTS[part].columns)} |" in text
+        (written,) = (dry.folder / "results").glob(f"*_gpu-{part}.md")
+        assert written.read_text().strip() in dry.done.stdout
+    assert "It cannot show collectives" in reports[1] and "| zeropp_clipped |" in reports[1]
+    assert len(list((dry.folder / "results").glob("*_gpu-engine-*.json.gz"))) == 2, "a timeline for each system"
+
+
+@pytest.mark.timeout(300)
+def test_started_again_it_goes_on_where_it_was(dry: Dry) -> None:
+    """What was measured is kept, also by single tests of a step that was interrupted."""
+    again = script(dry.folder, *dry.flags, "bits")
+    assert again.returncode == 0 and again.stderr.count("kept from an earlier start") == len(DRY.chosen)
+    (kernels,) = (dry.folder / "keep" / "bits").glob("*/kernels")
+    lines = (kernels / "outcomes").read_text().splitlines()
+    (kernels / "outcome.json").unlink()
+    (kernels / "outcomes").write_text("".join(f"{line}\n" for line in lines[1:]))
+    again = script(dry.folder, *dry.flags, "bits", "--only=kernels")
+    assert again.returncode == 0, again.stdout + again.stderr
+    after = (kernels / "outcomes").read_text().splitlines()
+    assert [json.loads(line)["test"] for line in after[len(lines) - 1 :]] == [json.loads(lines[0])["test"]]
+    assert f"| kernels | {len(lines)} | 0 | 0 |" in again.stdout
+
+
+PLANTED = {
+    "bits --only=kernels": "tests/kernels/test_agreement.py",
+    "engine --only=tinier": "norms of zeropp_clipped and fsdp2_clipped differ",
+    "kernels --only=1": "test_eager[1-dequantize int4]",
+    "reasons --only=dequantize": "other bits than by hand",
+}
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with a wrong sum, a clipping that is left out, and a wrong formula by hand."""
+    tree = tmp_path_factory.mktemp("spoilt")
+    for room in ("zeropp", "kernels", "tests", "examples", "bench"):
+        shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    plants = {
+        "tests/kernels/agreement.py": ("reference, name)(*plain)", "reference, name)(plain[0] * 2, *plain[1:])"),
+        "bench/step_time/systems.py": ('"gradient_clipping": CLIP if', '"gradient_clipping": 0.0 if'),
+        "bench/kernels/eager.py": ("(signed.float() * scales", "(signed.float() * 2 * scales"),
+    }
+    for name, (old, new) in plants.items():
+        text = (tree / name).read_text()
+        assert text.count(old) == 1, (name, old)
+        (tree / name).write_text(text.replace(old, new))
+    return tree
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("words", PLANTED)
+def test_a_wrong_result_ends_with_1_and_is_not_reported(words: str, spoilt: Path, tmp_path: Path) -> None:
+    done = script(
+        tmp_path, "--dry-run", f"--keep={tmp_path}", f"--results={tmp_path / 'results'}", *words.split(), tree=spoilt
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "wrong" in done.stderr and PLANTED[words] in done.stdout
+    assert not (tmp_path / "results").exists()
+
+
+def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
+    unknown = script(tmp_path, "everything")
+    assert unknown.returncode == 2 and "expected bits, engine, kernels, reasons" in unknown.stderr
+    if not torch.cuda.is_available():
+        without = script(tmp_path, "bits")
+        assert without.returncode == 2 and "torch sees no CUDA device" in without.stderr
+    nothing = script(tmp_path, "--dry-run", "bits", "--only=nothing")
+    assert nothing.returncode == 2 and "no step's name begins so" in nothing.stderr
+
+
+# What a dry run that goes well does not come to. Each is a test of its own below.
+
+
+def ended(folder: Path, code: int | None, log: str, **files: str) -> Ended:
+    """A step's end; ``files`` have names without suffix."""
+    (folder / "log").write_text(log)
+    for name, text in files.items():
+        (folder / {"outcomes": "outcomes"}.get(name, f"{name}.json")).write_text(text)
+    return Ended(code, folder / "log", folder)
+
+
+def every_step_says_why(folder: Path) -> None:
+    """Out of time is no wrong result, and a program that fails is none that is measured."""
+    for part in main.PARTS.values():
+        for step in part.steps(DRY):
+            late = step.read(ended(folder, None, "half way"))
+            assert late.state is State.UNFINISHED and late.why, step.name
+            failed = step.read(ended(folder, 9, "it says so"))
+            assert failed.state is State.WRONG and "it says so" in failed.why, step.name
+
+
+def bits_are_counted_by_test(folder: Path) -> None:
+    def line(test: str, outcome: str, reason: str = "") -> str:
+        return json.dumps({"test": test, "outcome": outcome, "seconds": 1.0, "reason": reason}) + "\n"
+
+    with mock.patch.object(bits, "_has", lambda module: False):
+        step = bits.PART.steps(DRY)[0]
+        assert "-n" not in step.command and not any("--timeout" in word for word in step.command)
+        found = step.read(
+            ended(folder, 0, "", outcomes=line("a", "failed") + line("a", "passed") + line("b", "skipped", "why"))
+        )
+        assert found.state is State.MEASURED, "what failed before has passed"
+        assert found.rows[0]["note"] == "why; pytest-xdist is not installed: one process in place of 1"
+        wrong = step.read(ended(folder, 1, "", outcomes=line("a", "passed") + line("b", "failed")))
+        assert wrong.state is State.WRONG and wrong.why.startswith("b and 0 more")
+    card = bits.PART.steps(replace(CARD, chosen={"streams": ()}))[0]
+    assert card.read(ended(folder, 0, "", outcomes=line("a", "skipped", "why"))).state is State.WRONG
+
+
+def counters_are_read(folder: Path) -> None:
+    columns = list(counters.COUNTERS)
+    stall = [counters._STALL.format(name) for name in ("wait", "long_scoreboard")]
+    values = ["0,k(int),1500,2000000,91.5,20.0,75,n/a,1.5,12.0", "1,k,1,1,10,70,5,8,0,0", "2,k,1,1,10,20,5,8,0,0"]
+    rows = [",".join(f'"{value}"' for value in row.split(",")) for row in values]
+    head = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *columns, *stall))
+    text = "\n".join(["==PROF== Connected", head, '""' + ',""' * (len(columns) + 3), *rows])
+    (folder / "counters.csv").write_text(text)
+    step = reasons.PART.steps(DRY)[0]
+    found = step.read(ended(folder, 0, ""))
+    assert [row["bound by"] for row in found.rows] == ["memory", "computing", "latency"]
+    first = found.rows[0]
+    assert (first["kernel"], first["us"], first["MB of DRAM"], first["registers"]) == ("k", "1.5", "2.0", "-")
+    assert first["warps wait for"].startswith("long_scoreboard 12.0, wait 1.5")
+    (folder / "counters.csv").write_text("==ERROR== ERR_NVGPUCTRPERM - no permission")
+    assert step.read(ended(folder, 1, "")).state is State.ABSENT
+    (folder / "counters.csv").write_text("==PROF== nothing")
+    assert step.read(ended(folder, 0, "")).state is State.WRONG
+    (folder / "counters.csv").unlink()
+    assert step.read(ended(folder, 1, "copy: other bits than by hand")).state is State.WRONG
+
+
+def what_a_machine_lacks_is_said(folder: Path) -> None:
+    with mock.patch.object(reasons.shutil, "which", lambda tool: None):
+        steps = reasons.PART.steps(CARD)
+    runner = Runner(folder, "key", time.monotonic() + 60)
+    assert runner.outcome(steps[0])[0] == Outcome(State.ABSENT, [], steps[0].lacks or "")
+    assert "ncu is not on PATH" in (steps[0].lacks or "") and len(steps) == len(counted.OPERATIONS)
+    small = mock.Mock(total_memory=24 << 30)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda index: small):
+        lacking = {step.name: step.lacks for step in engine.PART.steps(CARD) if step.lacks}
+    assert lacking["3 B alone"] == "needs about 68 GiB, and the card has 24" and "0.3 B in turns" not in lacking
+    with mock.patch.object(main.importlib.util, "find_spec", lambda name: None):
+        assert "pytest, pydantic not installed; put wheels" in (main.unusable(bits.PART, DRY) or "")
+        with mock.patch.object(torch.cuda, "is_available", lambda: False):
+            assert main.main(["bits", "--dry-run", f"--keep={folder}", f"--results={folder}"]) == 2
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        assert "torch sees no CUDA device" in (main.unusable(bits.PART, CARD) or "")
+
+
+def time_runs_out(folder: Path) -> None:
+    """The process ends with all that it has started, and nothing is started that cannot end."""
+
+    def read(ended: Ended) -> Outcome:
+        return Outcome(State.UNFINISHED if ended.code is None else State.MEASURED, [])
+
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    step = Step("slow one", [sys.executable, "-c", child], 1.5, read)
+    found, _ = Runner(folder, "key", time.monotonic() + 60).outcome(step)
+    assert found.state is State.UNFINISHED
+    pid = int((folder / "key" / "slow-one" / "log").read_text())
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().split(")")[1].split()[0] == "Z"
+    none, _ = Runner(folder, "key", time.monotonic() + 1).outcome(step)
+    assert none == Outcome(State.UNFINISHED, [], "no time was left for it")
+    quick = Step("quick", [sys.executable, "-c", ""], 60, read)
+    assert [Runner(folder, "key", time.monotonic() + 60).outcome(quick)[1] for _ in range(2)] == [False, True]
+    assert not Runner(folder, "other sources", time.monotonic() + 60).outcome(quick)[1]
+    assert main.main(["kernels", "--dry-run", "--seconds=1", f"--keep={folder}", f"--results={folder}"]) == 3
+    assert main.main(["kernels", "--dry-run", "--only=x", f"--keep={folder}", f"--results={folder}"]) == 2
+
+
+def rows_and_traces_are_read(folder: Path) -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "ncclKernel", "ts": 0, "dur": 1000},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 500, "dur": 1000},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 0, "dur": 250},
+        {"ph": "i", "name": "mark"},
+    ]
+    assert counts(events) == {"busy_ms": 1.5, "waits_ms": 0.25, "launches": 2, "nccl": 1}
+    twin = mock.Mock(ours=lambda: [torch.ones(2)], by_hand=lambda: [torch.zeros(2)])
+    with pytest.raises(SystemExit, match="other bits than by hand"):
+        counted.check("an operation", twin)
+    calls: list[str] = []
+    marks = {name: (lambda name=name: calls.append(name)) for name in ("start", "stop")}
+    still = mock.patch.object(torch.cuda, "synchronize", lambda: None)
+    with mock.patch.multiple(torch.cuda.profiler, **marks), still, counted.profiled():
+        calls.append("work")
+    assert calls == ["start", "work", "stop"]
+    row = {"operation": "copy", "contender": "c", "mebibytes": 1, "seconds": 1.0, "gigabytes_per_second": 1.0,
+           "percent_of_copy": None, "target": 0}  # fmt: skip
+    assert kernels._row(row)["% of copy"] == "-"
+    took = {"step_s": [1.0], "host_s": [1.0], "cpu_s": [1.0], "peak_bytes": 1 << 20, "weights_apart": 0}
+    measured = {"settings": {"ranks": 1}, "systems": {"ddp": took}}
+    assert engine._row("1 B alone", "1 B", "ddp", measured)["peak MiB"] == "1"
+
+
+SCENARIOS: list[Callable[[Path], None]] = [
+    every_step_says_why, bits_are_counted_by_test, counters_are_read, what_a_machine_lacks_is_said, time_runs_out,
+    rows_and_traces_are_read,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_what_goes_otherwise(scenario: Callable[[Path], None], tmp_path: Path) -> None:
+    scenario(tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_every_line_of_the_script_is_gone_through(dry: Dry, tmp_path: Path) -> None:
+    """The shell's by the dry run and a refusal, the package's by the dry run and the scenarios above."""
+    (tmp_path / "refused").mkdir()
+    script(tmp_path / "refused", "everything", trace=True)
+    told = (dry.folder / "shell").read_text() + (tmp_path / "refused" / "shell").read_text()
+    reached = {int(number) for number in re.findall(r"^\++line (\d+) ", told, re.MULTILINE)}
+    commands = {n for n, line in enumerate(SCRIPT.read_text().splitlines(), 1) if not NO_COMMAND.match(line)}
+    assert reached and sorted(commands - reached) == []
+    with traced() as seen:
+        for number, scenario in enumerate(SCENARIOS):
+            (tmp_path / str(number)).mkdir()
+            scenario(tmp_path / str(number))
+    seen |= read_lines(dry.folder / "lines")
+    left = {}
+    for path in sorted((ROOT / "bench" / "gpu").glob("*.py")):
+        missing = executable(path) - {number for name, number in seen if name == path.name}
+        if missing:
+            left[path.name] = sorted(missing)
+    assert left == {}
