@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from bench.common.contestant import meet
@@ -51,6 +52,16 @@ def counts(events: list[dict]) -> dict[str, float]:
     }
 
 
+def require_finite(name: str, losses: Tensor) -> None:
+    """A step that computes nonsense is none to look at.
+
+    Raises:
+        SystemExit: some loss of a system is not finite.
+    """
+    if not losses.isfinite().all():
+        raise SystemExit(f"{name}: losses are not finite: {losses.tolist()}")
+
+
 def main() -> None:
     folder, args = Path(sys.argv[1]), parse_arguments(sys.argv[2:])
     device = join(args)
@@ -71,8 +82,7 @@ def main() -> None:
         profiled.export_chrome_trace(str(path))
         with gzip.open(path, "rt") as file:
             found[name] = {"step_ms": 1000 * seconds, **counts(json.load(file)["traceEvents"])}
-        if not torch.stack(contestant.losses).isfinite().all():
-            raise SystemExit(f"{name}: losses are not finite: {contestant.losses}")
+        require_finite(name, torch.stack(contestant.losses))
         del contestant
     (folder / "timeline.json").write_text(json.dumps(found))
     dist.destroy_process_group()

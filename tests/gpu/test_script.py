@@ -22,7 +22,7 @@ from bench.gpu import bits, counted, counters, engine, kernels, reasons
 from bench.gpu.part import Ended, Outcome, State, Step
 from bench.gpu.run import Runner
 from bench.gpu.scale import CARD, DRY
-from bench.gpu.timeline import counts
+from bench.gpu.timeline import counts, require_finite
 from tests.gpu.traced import FOLDER, executable, make_wheel, read_lines, traced
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -104,7 +104,7 @@ def test_started_again_it_goes_on_where_it_was(dry: Dry) -> None:
 
 PLANTED = {
     "bits --only=kernels": "tests/kernels/test_agreement.py",
-    "engine --only=tinier": "norms of zeropp_clipped and fsdp2_clipped differ",
+    "engine --only=tinier": "weights of zeropp_clipped end",
     "kernels --only=1": "test_eager[1-dequantize int4]",
     "reasons --only=dequantize": "other bits than by hand",
 }
@@ -259,6 +259,11 @@ def rows_and_traces_are_read(folder: Path) -> None:
         {"ph": "i", "name": "mark"},
     ]
     assert counts(events) == {"busy_ms": 1.5, "waits_ms": 0.25, "launches": 2, "nccl": 1}
+    with pytest.raises(SystemExit, match="zeropp: losses are not finite"):
+        require_finite("zeropp", torch.tensor([1.0, float("nan")]))
+    require_finite("zeropp", torch.ones(2))
+    given = main.parse_arguments(["bits", "--dry-run", f"--keep={folder}", f"--results={folder / 'new'}"])
+    assert main.save(given, bits.PART, "", {"date": "today"}, {"a step": Outcome(State.WRONG, [])}) == []
     twin = mock.Mock(ours=lambda: [torch.ones(2)], by_hand=lambda: [torch.zeros(2)])
     with pytest.raises(SystemExit, match="other bits than by hand"):
         counted.check("an operation", twin)
@@ -289,10 +294,11 @@ def test_what_goes_otherwise(scenario: Callable[[Path], None], tmp_path: Path) -
 
 @pytest.mark.timeout(300)
 def test_every_line_of_the_script_is_gone_through(dry: Dry, tmp_path: Path) -> None:
-    """The shell's by the dry run and a refusal, the package's by the dry run and the scenarios above."""
-    (tmp_path / "refused").mkdir()
-    script(tmp_path / "refused", "everything", trace=True)
-    told = (dry.folder / "shell").read_text() + (tmp_path / "refused" / "shell").read_text()
+    """The shell's by the dry run and two refusals, the package's by the dry run and the scenarios above."""
+    told = (dry.folder / "shell").read_text()
+    for words in (["everything"], ["--dry-run", "bits", "--only=nothing"]):
+        script(tmp_path, *words, trace=True)
+        told += (tmp_path / "shell").read_text()
     reached = {int(number) for number in re.findall(r"^\++line (\d+) ", told, re.MULTILINE)}
     commands = {n for n, line in enumerate(SCRIPT.read_text().splitlines(), 1) if not NO_COMMAND.match(line)}
     assert reached and sorted(commands - reached) == []
