@@ -91,7 +91,10 @@ def save(args: argparse.Namespace, part: Part, text: str, about: dict, outcomes:
 def run(args: argparse.Namespace, part: Part, steps: list[Step], about: dict) -> dict[str, Outcome]:
     """Outcomes by name of the step, as far as the time goes."""
     lasting = [str(about.get(key)) for key in ("torch", "triton", "python", "cuda", "card", "driver", "processor")]
-    runner = Runner(args.keep / part.name, digest([*lasting, str(args.dry_run)]), args.began + args.seconds)
+    key = digest([*lasting, str(args.dry_run)])
+    # A dry run is one on CPU, also where there is a card.
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.dry_run else None
+    runner = Runner(args.keep / part.name, key, args.began + args.seconds, hidden)
     outcomes: dict[str, Outcome] = {}
     for step in steps:
         begin = time.monotonic()

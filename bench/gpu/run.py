@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -39,10 +39,12 @@ class Runner:
         folder: where results are kept.
         key: of :func:`digest`; results of another are not used again.
         until: when the part's time is up, in seconds of ``time.monotonic``.
+        environment: variables of every step, whatever it says itself.
     """
 
-    def __init__(self, folder: Path, key: str, until: float) -> None:
+    def __init__(self, folder: Path, key: str, until: float, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder / key
+        self.environment = environment or {}
         self.until = until
 
     def outcome(self, step: Step) -> tuple[Outcome, bool]:
@@ -70,8 +72,8 @@ class Runner:
         with (place / "log").open("w") as log:
             # A group of its own: its ranks and workers end with it.
             process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **step.environment}, stdin=subprocess.DEVNULL, stdout=log,
-                stderr=log, start_new_session=True,
+                command, cwd=ROOT, env={**os.environ, **step.environment, **self.environment},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
             try:
                 return process.wait(seconds)

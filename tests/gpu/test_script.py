@@ -59,9 +59,7 @@ class Dry:
         return ["--dry-run", f"--keep={self.folder / 'keep'}", f"--results={self.folder / 'results'}"]
 
 
-@pytest.fixture(scope="module")
-def dry(tmp_path_factory: pytest.TempPathFactory) -> Dry:
-    folder = tmp_path_factory.mktemp("gpu")
+def go_through(folder: Path) -> Dry:
     for name in ("wheels", "lines"):
         (folder / name).mkdir()
     make_wheel(folder / "wheels")
@@ -71,8 +69,17 @@ def dry(tmp_path_factory: pytest.TempPathFactory) -> Dry:
     return found
 
 
-@pytest.mark.timeout(300)
-def test_every_part_prints_one_table_and_writes_it(dry: Dry) -> None:
+@pytest.mark.timeout(400)
+def test_a_dry_run(tmp_path: Path) -> None:
+    """One for all that is held of it: it takes more than a minute."""
+    dry = go_through(tmp_path)
+    every_part_prints_one_table_and_writes_it(dry)
+    # Before it is started again: lines of restarts are scenarios of their own.
+    every_line_is_gone_through(dry)
+    started_again_it_goes_on_where_it_was(dry)
+
+
+def every_part_prints_one_table_and_writes_it(dry: Dry) -> None:
     assert dry.done.returncode == 0, dry.done.stdout + dry.done.stderr
     reports = dry.done.stdout.split("# ")[1:]
     assert len(reports) == len(PARTS)
@@ -86,8 +93,7 @@ def test_every_part_prints_one_table_and_writes_it(dry: Dry) -> None:
     assert len(list((dry.folder / "results").glob("*_gpu-engine-*.json.gz"))) == 2, "a timeline for each system"
 
 
-@pytest.mark.timeout(300)
-def test_started_again_it_goes_on_where_it_was(dry: Dry) -> None:
+def started_again_it_goes_on_where_it_was(dry: Dry) -> None:
     """What was measured is kept, also by single tests of a step that was interrupted."""
     again = script(dry.folder, *dry.flags, "bits")
     assert again.returncode == 0 and again.stderr.count("kept from an earlier start") == len(DRY.chosen)
@@ -100,6 +106,28 @@ def test_started_again_it_goes_on_where_it_was(dry: Dry) -> None:
     after = (kernels / "outcomes").read_text().splitlines()
     assert [json.loads(line)["test"] for line in after[len(lines) - 1 :]] == [json.loads(lines[0])["test"]]
     assert f"| kernels | {len(lines)} | 0 | 0 |" in again.stdout
+
+
+def every_line_is_gone_through(dry: Dry) -> None:
+    """The shell's by the dry run and two refusals, the package's by the dry run and the scenarios above."""
+    told = (dry.folder / "shell").read_text()
+    for words in (["everything"], ["--dry-run", "bits", "--only=nothing"]):
+        script(dry.folder, *words, trace=True)
+        told += (dry.folder / "shell").read_text()
+    reached = {int(number) for number in re.findall(r"^\++line (\d+) ", told, re.MULTILINE)}
+    commands = {n for n, line in enumerate(SCRIPT.read_text().splitlines(), 1) if not NO_COMMAND.match(line)}
+    assert reached and sorted(commands - reached) == []
+    with traced() as seen:
+        for number, scenario in enumerate(SCENARIOS):
+            (dry.folder / str(number)).mkdir()
+            scenario(dry.folder / str(number))
+    seen |= read_lines(dry.folder / "lines")
+    left = {}
+    for path in sorted((ROOT / "bench" / "gpu").glob("*.py")):
+        missing = executable(path) - {number for name, number in seen if name == path.name}
+        if missing:
+            left[path.name] = sorted(missing)
+    assert left == {}
 
 
 PLANTED = {
@@ -290,26 +318,3 @@ SCENARIOS: list[Callable[[Path], None]] = [
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_what_goes_otherwise(scenario: Callable[[Path], None], tmp_path: Path) -> None:
     scenario(tmp_path)
-
-
-@pytest.mark.timeout(300)
-def test_every_line_of_the_script_is_gone_through(dry: Dry, tmp_path: Path) -> None:
-    """The shell's by the dry run and two refusals, the package's by the dry run and the scenarios above."""
-    told = (dry.folder / "shell").read_text()
-    for words in (["everything"], ["--dry-run", "bits", "--only=nothing"]):
-        script(tmp_path, *words, trace=True)
-        told += (tmp_path / "shell").read_text()
-    reached = {int(number) for number in re.findall(r"^\++line (\d+) ", told, re.MULTILINE)}
-    commands = {n for n, line in enumerate(SCRIPT.read_text().splitlines(), 1) if not NO_COMMAND.match(line)}
-    assert reached and sorted(commands - reached) == []
-    with traced() as seen:
-        for number, scenario in enumerate(SCENARIOS):
-            (tmp_path / str(number)).mkdir()
-            scenario(tmp_path / str(number))
-    seen |= read_lines(dry.folder / "lines")
-    left = {}
-    for path in sorted((ROOT / "bench" / "gpu").glob("*.py")):
-        missing = executable(path) - {number for name, number in seen if name == path.name}
-        if missing:
-            left[path.name] = sorted(missing)
-    assert left == {}
