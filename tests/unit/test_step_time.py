@@ -39,6 +39,7 @@ def test_clipped_arms_are_compared_with_the_clipped_fsdp2() -> None:
     rows = {line.split(" | ")[0].removeprefix("| "): line.split(" | ") for line in report.markdown(found).splitlines()}
     assert (rows["zeropp"][2], rows["zeropp_clipped"][2]) == ("1.000", "0.500")
     assert report.counterpart("zeropp_clipped", ["ddp", "zeropp", "zeropp_clipped"]) == "zeropp_clipped"
+    assert report.counterpart("zeropp_clipped", ["fsdp2", "zeropp_clipped", "fsdp2_clipped"]) == "fsdp2_clipped"
 
 
 @pytest.mark.parametrize(
