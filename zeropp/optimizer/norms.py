@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zeropp.engine.boundary import Verdict
 from zeropp.engine.engine import Engine
 
-__all__ = ["gradient_norms", "scale_gradients"]
+__all__ = ["clipping", "gradient_norms", "scale_gradients"]
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -20,6 +24,33 @@ def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
     for gradient in engine.gradients:
         gradient.shard.mul_(factor.to(gradient.dtype))
     return factor
+
+
+@contextlib.contextmanager
+def clipping(engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float) -> Iterator[None]:
+    """Steps of ``optimizer`` inside clip gradients to ``max_norm``, all of them together; 0 for no clipping.
+
+    Args:
+        engine: whose gradients have that norm.
+        optimizer: one that divides gradients by a scale while it reads them, as torch's fused ones do for GradScaler,
+            saves a pass over them. It leaves them divided.
+        norm: float64 scalar.
+        max_norm: bound.
+    """
+    # The scale is float32, which is too little for gradients of 64 bits.
+    single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
+    if max_norm <= 0 or not (single and getattr(optimizer, "_step_supports_amp_scaling", False)):
+        if max_norm > 0:
+            scale_gradients(engine, norm, max_norm)
+        yield
+        return
+    # Names that torch's GradScaler has given them. A step that is not to be taken has been skipped by now.
+    optimizer.grad_scale = torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.zeros((), device=norm.device)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
 
 
 def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:

@@ -35,7 +35,7 @@ from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import add_group
 from zeropp.optimizer.modes import switch_mode
-from zeropp.optimizer.norms import gradient_norms, scale_gradients
+from zeropp.optimizer.norms import clipping, gradient_norms, scale_gradients
 from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
@@ -285,11 +285,10 @@ class ZeroOptimizer(Optimizer):
             # What any rank has used: slices of one parameter lie on several ranks, and are stepped on all or on none.
             used = part.unit < 0 or verdict.used[part.unit][part.position]
             part.show_gradient(used and not part.removed)
-        if self.config.gradient_clipping > 0:
-            scale_gradients(self.engine, norm, self.config.gradient_clipping)
         # A refresh under way still reads the main weights that are about to be stepped.
         self.engine.refresh.wait()
-        self._update()
+        with clipping(self.engine, self.inner, norm, self.config.gradient_clipping):
+            self._update()
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
