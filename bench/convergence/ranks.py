@@ -166,7 +166,7 @@ class VirtualRanks:
             there = [(view, g.float()) for view, g in zip(views, gradients, strict=True) if g is not None]
             if there:
                 torch._foreach_add_([view for view, _ in there], [gradient for _, gradient in there])
-            self._messages[rank].append(buffer.ranks[rank].gradient.pack(hold=False))
+            self._messages[rank].append(buffer.ranks[rank].gradient.pack(1.0, hold=False))
 
     def reduce(self) -> None:
         """Send what every rank has taken: ``mean`` and ``exact`` of all buffers are of this step then.

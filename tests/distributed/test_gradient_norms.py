@@ -14,6 +14,8 @@ from tests.distributed.default_recipe import PLACED, RECIPE, backward
 from tests.distributed.harness import run_ranks
 from tests.distributed.parity import assert_close, build
 from tests.distributed.shapes import Routed, make_config
+from zeropp.params import gradient
+from zeropp.wire import codecs
 from zeropp.wire.codecs import PlainCodec
 from zeropp.wire.report import Report
 
@@ -190,3 +192,39 @@ def norm_of_data_edits() -> tuple[float | None, float]:
 def test_edits_through_data_are_measured() -> None:
     for found, whole in run_ranks(2, norm_of_data_edits):
         assert_close(found, whole / 2, 1e-6, "twice the gradient, a quarter of it")
+
+
+def alone(by_kernels: bool, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor], list[float | None], int]:
+    """Weights, norms, and how many messages one rank has made; by what runs on a card, or as on CPU."""
+    torch.manual_seed(3)
+    model = Routed().to(dtype)
+    messages = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if by_kernels:
+            for module in (codecs, gradient):
+                monkeypatch.setattr(module, "summed_by_kernels", lambda out: out.dtype == torch.float32)
+        empty = PlainCodec.empty
+        monkeypatch.setattr(PlainCodec, "empty", lambda *given: [messages.append(1), empty(*given)][1])
+        config = make_config(gradient_accumulation_steps=2, gradient_allreduce_op="sum")
+        optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model, config)
+        norms = []
+        for step in range(4):
+            for micro in range(2):
+                # A block that is not used has no gradient, in one of two backwards or in both.
+                route = ((0,), (2,)) if micro or step % 2 else ((0,), (1,))
+                x = torch.randn(2, 8, generator=torch.Generator().manual_seed(2 * step + micro), dtype=torch.float64)
+                optimizer.backward(model(x.to(dtype), route).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            norms.append(optimizer.grad_norm)
+        return zeropp.full_state(model), norms, len(messages)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_one_rank_brings_gradients_to_the_shard_in_one_go(dtype: torch.dtype) -> None:
+    [(weights, norms, made)] = run_ranks(1, alone, False, dtype, init=False)
+    [(found, measured, none)] = run_ranks(1, alone, True, dtype, init=False)
+    assert made > 0 and (none == 0) == (dtype != torch.float64)
+    assert_close(measured, norms, 1e-6, "norms")
+    for name, value in weights.items():
+        assert torch.equal(found[name], value), name

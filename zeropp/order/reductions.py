@@ -254,7 +254,7 @@ class Reductions:
             # Before the next message is made: its memory is what back-pressure is to bound.
             self._make_room()
             with span("pack", unit.name):
-                message = gradient.pack(hold=hold)
+                message = gradient.pack(self.scale, hold=hold)
             if message is not None:
                 with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
                     event = self.lanes.run(gradient.prepare_reduce(message, self.scale, hold=hold))

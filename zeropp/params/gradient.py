@@ -13,7 +13,7 @@ from zeropp.comm.streams import Work, used_here
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.codecs import Feedback, PlainCodec
 from zeropp.wire.paths import GatherPath, ReducePath
-from zeropp.wire.report import Report
+from zeropp.wire.report import Report, summed_by_kernels
 from zeropp_kernels import block_table
 
 __all__ = ["Gradient", "GradientPaths"]
@@ -82,7 +82,9 @@ class Gradient:
         self._partly_held = False
         self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
-        if paths.straight.codec.coded:
+        # Nothing travels, and one kernel brings gradients to the shard.
+        self._gathers = not paths.straight.hops and summed_by_kernels(self.shard)
+        if paths.straight.codec.coded or self._gathers:
             numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
             self._table = block_table(numels, offsets, layout.numel, device=self.device)
         # Rotated codes spread their error over whole blocks, padding included, which norms must not see.
@@ -96,10 +98,11 @@ class Gradient:
 
     # From autograd to a message.
 
-    def pack(self, *, hold: bool) -> Tensor | None:
+    def pack(self, scale: float, *, hold: bool) -> Tensor | None:
         """This rank's whole gradient as one message in the wire dtype; takes ``.grad``.
 
         Args:
+            scale: of the sum over ranks; the message is not scaled, but on a single rank there may be none.
             hold: for a backward after which others follow before anything goes on. Where nothing is sent then, the
                 gradient is added to what is held, and there is no message.
         """
@@ -115,6 +118,9 @@ class Gradient:
             path.encode_(message, whole if self._scaled == 1.0 else whole * self._scaled)
             self.held, self._held_backwards = None, 0
             return message
+        if self._gathers:
+            self._gather(gradients, scale)
+            return None
         self._scaled = 1.0
         # Allocated on the caller's stream. Whoever queues the message keeps it until it has been reduced, so lanes
         # need not say `used_here`. See [Note: memory on several streams].
@@ -130,6 +136,14 @@ class Gradient:
                 # Taken away, or autograd would add the next micro-batch to what has been sent.
                 parameter.grad = None
         return gradients
+
+    def _gather(self, gradients: list[Tensor | None], scale: float) -> None:
+        """Bring gradients to the shard, on the caller's stream; no lane has anything to do with it."""
+        assert self._table is not None  # made where this is done
+        PlainCodec(self.dtype).gather_(
+            gradients, self.layout, self._table, self.shard, scale=scale, accumulate=self.arrived, report=self.report
+        )
+        self._arrive()
 
     def _hold_whole(self, gradients: list[Tensor | None]) -> Tensor:
         """Add to the held sum without rounding to the wire dtype."""

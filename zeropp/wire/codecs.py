@@ -209,6 +209,16 @@ class PlainCodec:
         if report is not None:
             report.measure(out)
 
+    def gather_(
+        self, gradients: Sequence[Tensor | None], layout: BufferLayout, table: BlockTable, out: Tensor, *,
+        scale: float, accumulate: bool, report: Report,
+    ) -> None:  # fmt: skip
+        """``out`` [numel], float32, becomes, or gains, ``scale`` times the tensors, where nothing is to be sent."""
+        kernels.gather_(
+            _in_order(gradients, layout, out.device), table, out, scale=scale, accumulate=accumulate,
+            **report.outputs(),
+        )  # fmt: skip
+
     def encode_sum_(
         self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
         feedback: Feedback | None, scale: float, dtype: torch.dtype,
