@@ -72,7 +72,7 @@ class Runner:
         with (place / "log").open("w") as log:
             # A group of its own: its ranks and workers end with it.
             process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **step.environment, **self.environment},
+                command, cwd=ROOT, env={**_surroundings(), **step.environment, **self.environment},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
             try:
@@ -81,6 +81,11 @@ class Runner:
                 return None
             finally:
                 _end(process)
+
+
+def _surroundings() -> dict[str, str]:
+    """This process's environment, without what pytest leaves there for its own: in a worker nothing is timed."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
