@@ -15,6 +15,7 @@ waits for that stream, too.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import time
 import weakref
@@ -28,8 +29,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "CudaStream", "Event", "InlineStream", "Lanes", "Stream", "ThreadStream", "Work", "make_lanes", "make_stream",
-    "used_here",
+    "CudaStream", "Event", "InlineStream", "Lanes", "Stream", "ThreadStream", "Work", "callers_stream", "make_lanes",
+    "make_stream", "used_here",
 ]  # fmt: skip
 
 
@@ -379,6 +380,13 @@ class Lanes:
 def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool) -> Lanes:
     """Lanes for one kind of work; see :func:`make_stream`."""
     return Lanes(lambda link: make_stream(f"{kind} {link}", device, sends=sends, overlap=overlap))
+
+
+def callers_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """The stream that the caller issues on now, to be entered later; on CPU there is none to enter."""
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.current_stream(device))
 
 
 def used_here(tensor: Tensor) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.comm.hops import Hop
+from zeropp.comm.streams import Lanes, callers_stream, used_here
+from zeropp.fsdp2.overlap import Arrival, queue, wait_for
 from zeropp.fsdp2.shards import AllGather
 from zeropp.partition.layout import BLOCK
 from zeropp.wire.codecs import Codec, dtype_name
@@ -34,9 +37,28 @@ class GatherRoute:
     def __init__(self, hops: Sequence[Hop], codec: Codec | None) -> None:
         self.hops = hops
         self.codec = codec
+        self.links = [hop.spec.link for hop in hops]
 
-    def run(self, whole: Tensor, own: Tensor, unit: str) -> None:
-        """Fill ``whole`` [ranks * n], any dtype, from ``own`` [n], this rank's part in it."""
+    def gather(self, whole: Tensor, own: Tensor, rank: int, unit: str) -> Iterator[None]:
+        """Fill ``whole`` [ranks * n], any dtype, from ``own`` [n], which is part ``rank`` of it; pauses between hops.
+
+        With codes this rank's part is overwritten too: all ranks compute with the decoded values.
+        """
+        if self.codec is None:
+            yield from self._send(whole, own, unit)
+            return
+        world = whole.numel() // own.numel()
+        messages = self.codec.empty(own.numel(), world, own.device)
+        mine = messages.view(world, -1)[rank]
+        # This rank's part lies in the result, which decoding overwrites, so it is read before.
+        self.codec.encode_(mine, own)
+        for _ in self._send(messages, mine, unit):
+            yield
+            # Made on the lane before. See [Note: memory on several streams].
+            used_here(messages)
+        _decode_(self.codec, messages, whole, world)
+
+    def _send(self, whole: Tensor, own: Tensor, unit: str) -> Iterator[None]:
         name = _name_of(self.codec, whole.dtype)
         if len(self.hops) == 1:
             self.hops[0].all_gather(whole, own, unit, name)
@@ -48,6 +70,8 @@ class GatherRoute:
         column = grid.new_empty(cross.size, grid.size(2))
         column[cross.index].copy_(own)
         cross.all_gather(column.view(-1), column[cross.index], unit, name)
+        yield
+        used_here(column)
         grid[:, local.index].copy_(column)
         # One call a node: one for all would bring the parts of one rank together, and they would have to be put in
         # order.
@@ -56,22 +80,26 @@ class GatherRoute:
 
 
 class GatherComm(AllGather):
-    """The all-gather of one unit; FSDP2 calls it on its own streams.
+    """The all-gather of one unit; FSDP2 calls it on its own streams, the hops run on lanes.
 
-    All of it runs on the calling stream, so there is nothing to wait for but what FSDP2 records itself, and no work is
-    returned, with ``async_op`` either.
+    FSDP2 keeps the result until it has been copied out, and its streams wait for that before they use the memory
+    again. So it needs no record of the lanes: see [Note: FSDP2's order].
 
     Args:
         unit: for the ledger.
         routes: for each process group that the unit is sharded over at some time.
+        lanes: of gathers.
     """
 
-    def __init__(self, unit: str, routes: dict[dist.ProcessGroup, GatherRoute]) -> None:
+    def __init__(self, unit: str, routes: dict[dist.ProcessGroup, GatherRoute], lanes: Lanes) -> None:
         self.unit = unit
         self.routes = routes
+        self.lanes = lanes
+        self._filled_on: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for a result."""
+        self._filled_on = callers_stream(device)
         # What FSDP2's own does. It takes the whole result here, writes this rank's part into it, and hands over both.
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -80,7 +108,8 @@ class GatherComm(AllGather):
     ) -> dist.Work | None:
         """Fill ``output_tensor`` [ranks * n] from every rank's ``input_tensor`` [n], a view of its part in it.
 
-        With codes the part that this rank brought is overwritten too: all ranks compute with the decoded values.
+        Returns:
+            What to wait for, with ``async_op`` and always on CPU; else None, and the calling stream waits.
 
         Raises:
             RuntimeError: values of several dtypes, which the unit did not have when the hooks were installed.
@@ -91,24 +120,21 @@ class GatherComm(AllGather):
         # FSDP2 pads shards to one size, so this is so on every rank or on none.
         if not input_tensor.numel():
             return None
-        if route.codec is None:
-            route.run(output_tensor, input_tensor, self.unit)
-            return None
         # FSDP2 looks at dtypes at each gather, and sends bytes (uint8) where they differ.
-        if not input_tensor.is_floating_point():
+        if route.codec is not None and not input_tensor.is_floating_point():
             raise RuntimeError(
                 f"{self.unit}: FSDP2 sends {input_tensor.dtype}, since its parameters have had several dtypes since "
                 "zeropp.fsdp2.apply was called; expected one floating dtype. Change dtypes before, or remove() and "
                 "apply with weights=None"
             )
-        codec, world = route.codec, group.size()
-        messages = codec.empty(input_tensor.numel(), world, input_tensor.device)
-        own = messages.view(world, -1)[group.rank()]
-        # The input lies in the output, which decoding overwrites, so it is read before.
-        codec.encode_(own, input_tensor)
-        route.run(messages, own, self.unit)
-        _decode_(codec, messages, output_tensor, world)
-        # FSDP2 records an event behind this call, and waits for work only where some was returned.
+        part = route.gather(output_tensor, input_tensor, group.rank(), self.unit)
+        with self._filled_on:
+            event = queue(self.lanes, route.links, part, f"the gather of {self.unit}")
+        # On a device without async_op FSDP2 takes a work for a reason to let the next gather wait for this one's copy.
+        # On CPU its events say nothing, and only a work lets the host go on.
+        if async_op or not output_tensor.is_cuda:
+            return Arrival(event)
+        wait_for(event)
         return None
 
 

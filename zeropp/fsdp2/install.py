@@ -16,8 +16,10 @@ from zeropp.comm.groups import make_group
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.members import Members, find_members, whereabouts
+from zeropp.comm.streams import make_lanes
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
+from zeropp.fsdp2.overlap import Reductions
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit, find_units
 from zeropp.partition.levels import HopSpec, Mode, Placement
@@ -90,8 +92,8 @@ class Adapter:
     def remove(self) -> None:
         """Give FSDP2 its own communication back, and destroy the process groups made for it. All ranks."""
         # Hooks first: nothing may call into a group that is gone.
-        for unit in self._units:
-            unit.restore()
+        for unit, reduce in zip(self._units, self._reduces, strict=True):
+            unit.restore(reduce.finish)
         for routes in self._routes:
             routes.close()
 
@@ -154,7 +156,8 @@ def apply(
     # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
     comms = _all_comms(routes)
     for unit in units:
-        unit.install(*comms[unit])
+        gather, reduce = comms[unit]
+        unit.install(gather, reduce, reduce.finish)
     return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
 
 
@@ -241,6 +244,9 @@ class _Routes:
         # That of the first rank; a count of calls could differ between ranks with different histories.
         self.job = exchange(mesh, f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", _WHAT, options.hang_timeout)[0]
         device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
+        # Gathers in backward share the lanes of those in forward, and have groups of their own.
+        self.gathering = make_lanes("fsdp2 gather", device, sends=True, overlap=True)
+        self.reducing = make_lanes("fsdp2 reduce", device, sends=True, overlap=True)
         self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
         # By size alone: FSDP2 cuts the ranks of a mesh into runs of that size, the same for each call.
         self._by_size: dict[int, GatherRoute] = {}
@@ -255,11 +261,13 @@ class _Routes:
 
     def _comms(self, unit: ShardedUnit) -> tuple[GatherComm, ReduceComm]:
         groups = [unit.group] if unit.secondary is None else [unit.group, unit.secondary]
-        gather = GatherComm(unit.name, {group: self.gathers[group] for group in groups})
-        return gather, ReduceComm(unit.name, self.reduce, unit.trained_numel, unit.device)
+        gather = GatherComm(unit.name, {group: self.gathers[group] for group in groups}, self.gathering)
+        return gather, ReduceComm(unit.name, self.reduce, unit.trained_numel, unit.device, unit.finishes)
 
     def close(self) -> None:
-        """Destroy the process groups made here."""
+        """End the lanes, and destroy the process groups made here."""
+        for lanes in (self.gathering, self.reducing):
+            lanes.close()
         for group in self.groups:
             dist.destroy_process_group(group)
         self.groups = []
@@ -280,12 +288,12 @@ class _Routes:
             world = len(members.ranks)
             # FSDP2's order: by rank.
             specs = (HopSpec(world, 1, tuple(range(world)), "cross"),)
-        return [self._hop(spec, group, members, placement.rank, kind) for spec in specs]
+        return [self._hop(spec, members, placement.rank, kind) for spec in specs]
 
     def _reduce_route(self, group: dist.ProcessGroup, device: torch.device) -> ReduceRoute:
         members, placement = self._place(group, device)
         specs = placement.reduce_path(1, len(members.ranks))
-        hops = [self._hop(spec, group, members, placement.rank, "reduce") for spec in specs]
+        hops = [self._hop(spec, members, placement.rank, "reduce") for spec in specs]
         options = self.options
         encoding = Encoding(
             bits=options.gradient_bits,
@@ -293,7 +301,7 @@ class _Routes:
             feedback=options.feedback,
             beta=_BETA if options.beta is None else options.beta,
         )
-        return ReduceRoute(placement, hops, encoding)
+        return ReduceRoute(placement, hops, encoding, Reductions(self.reducing))
 
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
         members = _members(group, device, self.options.local_world_size, self.hosts)
@@ -302,13 +310,13 @@ class _Routes:
         mode = Mode(build_chain(world, [members.local]), states=world, cached=None, gradients=world)
         return members, Placement(mode, group.rank(), members.local)
 
-    def _hop(self, spec: HopSpec, group: dist.ProcessGroup, members: Members, rank: int, kind: str) -> Hop:
-        """A hop over all ranks uses FSDP2's own group; others get one of their own, in the order of their pieces."""
-        # FSDP2's group has all ranks in this order already.
-        if len(spec.ranks) < len(members.ranks):
-            ranks = [members.ranks[each] for each in spec.ranks]
-            # The first rank tells groups of one kind apart, which exist side by side.
-            name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
-            group = make_group(ranks, members.backend, self.timeout, name, members.device)
-            self.groups.append(group)
+    def _hop(self, spec: HopSpec, members: Members, rank: int, kind: str) -> Hop:
+        """A hop with a group of its own, in the order of its pieces."""
+        # Not FSDP2's, over all ranks either: each group's collectives come from one lane, so in one order on all ranks,
+        # while the user goes on with that one.
+        ranks = [members.ranks[each] for each in spec.ranks]
+        # The first rank tells groups of one kind apart, which exist side by side.
+        name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
+        group = make_group(ranks, members.backend, self.timeout, name, members.device)
+        self.groups.append(group)
         return Hop(spec, group, members.backend, rank, self.ledger, kind)

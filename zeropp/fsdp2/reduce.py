@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp.comm.hops import Hop
+from zeropp.comm.streams import Event, used_here
+from zeropp.fsdp2.overlap import Reductions, wait_for
 from zeropp.fsdp2.shards import ReduceOp, ReduceScatter, factor_of
 from zeropp.partition.layout import BLOCK, BufferLayout, Slot
 from zeropp.partition.levels import Placement
@@ -29,11 +31,13 @@ class ReduceRoute:
         placement: this rank's among the levels 1, ranks per node, all ranks.
         hops: one or two.
         encoding: how they encode what they carry.
+        reductions: that are under way over them.
     """
 
     placement: Placement
     hops: Sequence[Hop]
     encoding: Encoding
+    reductions: Reductions
 
     @property
     def world(self) -> int:
@@ -110,23 +114,44 @@ class _Packing:
         return message
 
 
+@dataclass(frozen=True)
+class _Pending:
+    """A reduction under way: where FSDP2 wants it, and where the last sum goes to, the same if it fits."""
+
+    event: Event
+    output: Tensor
+    total: Tensor
+
+
 class ReduceComm(ReduceScatter):
-    """The reduce-scatter of one unit; FSDP2 calls it on its own stream, and all of it runs there.
+    """The reduce-scatter of one unit: packed on the stream that FSDP2 calls from, and sent on lanes.
+
+    What FSDP2 does with the result follows :meth:`finish`, its all-reduce hook: see [Note: FSDP2's order].
 
     Args:
         unit: for the ledger.
         route: its hops.
         numel: elements of the buffer when every trained parameter has a gradient.
         device: where gradients are.
+        finishes: whether FSDP2 calls a hook after each reduction; the user may have put another in its place.
 
     Attributes:
         feedbacks: errors that are fed back, for each hop; None where there are none.
     """
 
-    def __init__(self, unit: str, route: ReduceRoute, numel: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        unit: str,
+        route: ReduceRoute,
+        numel: int,
+        device: torch.device,
+        finishes: Callable[[Callable[[Tensor], None]], bool],
+    ) -> None:
         self.unit = unit
         self.route = route
         self.numel = numel
+        self.finishes = finishes
+        self._pending: _Pending | None = None
         self.feedbacks: list[Feedback | None] = [None] * len(route.hops)
         if route.hops and route.encoding.feedback is not None and numel:
             # Errors are laid out like messages, padding included.
@@ -147,9 +172,10 @@ class ReduceComm(ReduceScatter):
         op: ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """``output_tensor`` [n] becomes this rank's part of the sum, or mean, of every ``input_tensor`` [ranks * n].
+        """Begin what makes ``output_tensor`` [n] this rank's part of the sum of every ``input_tensor`` [ranks * n].
 
-        The factor is applied once, to the finished sum in float32.
+        Or of the mean; the factor is applied once, to the finished sum in float32. The output is filled when
+        :meth:`finish` has been called, by FSDP2 or, where it would call another hook, here.
 
         Raises:
             RuntimeError: errors are fed back, and parameters are missing whose errors were kept.
@@ -165,12 +191,34 @@ class ReduceComm(ReduceScatter):
         # Then the last sum goes straight to where FSDP2 wants it.
         fits = output_tensor.dtype == exact and packing.padded == packing.piece
         total = output_tensor if fits else torch.empty(packing.padded, dtype=exact, device=output_tensor.device)
+        reductions = self.route.reductions
+        # Before memory for messages is taken.
+        reductions.make_room()
         message = packing.message(path, input_tensor)
         # FSDP2 adds to the gradients that are there by itself, hence never accumulated here.
-        path.run(message, packing.numel, total, scale=scale, accumulate=False, unit=self.unit)
-        if not fits:
-            output_tensor.copy_(total[: packing.piece])
+        part = path.reduce(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=self.unit)
+        event = reductions.queue(path.links, _with_message(message, part), f"the reduction of {self.unit}")
+        self._pending = _Pending(event, output_tensor, total)
+        if not self.finishes(self.finish):
+            self.finish(output_tensor)
         return None
+
+    def finish(self, output: Tensor) -> None:
+        """Let the caller's stream, or on CPU the caller, wait until ``output`` is filled; nothing if none is due.
+
+        Raises:
+            RuntimeError: a rank has ended or not come.
+        """
+        pending, self._pending = self._pending, None
+        # FSDP2 calls it, too, where the unit has nothing to reduce: of one rank, or without elements.
+        if pending is None:
+            return
+        wait_for(pending.event)
+        # Both were allocated on the stream of the reductions, which does not wait for this one before it goes on.
+        used_here(pending.output)
+        if pending.total is not pending.output:
+            used_here(pending.total)
+            pending.output.copy_(pending.total[: pending.output.numel()])
 
     def _prepare(self, buffer: Tensor) -> tuple[_Packing, ReducePath]:
         """How buffers of this size and dtype travel; the set of parameters with a gradient can change."""
@@ -197,3 +245,11 @@ class ReduceComm(ReduceScatter):
         """The hops, with the codecs and the feedback for gradients in this dtype."""
         route = self.route
         return [ReduceHop(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]
+
+
+def _with_message(message: Tensor, part: Iterator[None]) -> Iterator[None]:
+    """The same, on lanes: the message was packed on the caller's stream, and is sent on the first of them."""
+    # FSDP2's own buffer as well, where it is a message: FSDP2 keeps it only until the calling stream goes on.
+    used_here(message)
+    del message
+    yield from part

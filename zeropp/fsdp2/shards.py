@@ -6,12 +6,13 @@ All names that torch keeps private and that the adapter leans on are used here. 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
@@ -58,16 +59,30 @@ class ShardedUnit:
         dtypes = tuple((name, str(dtype)) for name, dtype in self.gathered.items())
         return (self.name, smaller, dtypes, sorted(map(str, self.reduced)), self.trained_numel)
 
-    def install(self, gather: AllGather, reduce: ReduceScatter) -> None:
-        """Use these from now on."""
+    def install(self, gather: AllGather, reduce: ReduceScatter, finish: Callable[[Tensor], None]) -> None:
+        """Use these from now on; ``finish`` after each reduction, if the user has no all-reduce hook there."""
         # Sets it for the state, which all modules of one fully_shard call share; the first of them is enough.
         self.module.set_custom_all_gather(gather)
         self.module.set_custom_reduce_scatter(reduce)
+        if self._all_reduce_hook() is None:
+            self.module.set_all_reduce_hook(finish)
 
-    def restore(self) -> None:
-        """Use FSDP2's own again."""
+    def finishes(self, finish: Callable[[Tensor], None]) -> bool:
+        """Whether FSDP2 calls this after each reduction."""
+        return self._all_reduce_hook() == finish
+
+    def restore(self, finish: Callable[[Tensor], None]) -> None:
+        """Use FSDP2's own again; ``finish`` as given before."""
+        if self.finishes(finish):
+            # FSDP2 takes None for no hook; its annotation does not say so.
+            self.module.set_all_reduce_hook(cast(Any, None))
         # There is no public way back; _unit has made sure that these are what was there.
-        self.install(DefaultAllGather(), DefaultReduceScatter())
+        self.module.set_custom_all_gather(DefaultAllGather())
+        self.module.set_custom_reduce_scatter(DefaultReduceScatter())
+
+    def _all_reduce_hook(self) -> object:
+        (group,) = _groups(self.module._get_fsdp_state())
+        return group._all_reduce_hook
 
     def check_weights(self) -> None:
         """Refuse what int8 cannot carry.

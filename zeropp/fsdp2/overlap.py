@@ -1,0 +1,105 @@
+"""How one unit's hops run beside another's: lanes, the handle that FSDP2 waits for, and how many may be under way.
+
+[Note: FSDP2's order] FSDP2 waits for a gather where it copies the result out, by the work that a hook returns or by
+an event that it records on the calling stream behind the hook. For a reduction it has only that event, and lets the
+next backward computation wait for it. So what a hook makes the calling stream wait for, FSDP2's next unit waits for:
+
+- A gather begins behind the stream that FSDP2 has filled its input on, where ``allocate`` was called, and not behind
+  the calling stream, which waits for the gather before.
+- A reduction is waited for in FSDP2's all-reduce hook, which has a stream of its own, behind that event.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from zeropp.comm.collective import naming_absence
+from zeropp.comm.streams import Event, Lanes, Work
+
+__all__ = ["Arrival", "Reductions", "queue", "wait_for"]
+
+_END = object()
+_IN_FLIGHT = 2  # as in zeropp's engine
+
+
+def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str) -> Event:
+    """Queue a unit's hops, each on the lane of its class of links.
+
+    Args:
+        lanes: one for each class.
+        links: the classes, in order.
+        part: pauses before each further class.
+        what: the hops do, for the error.
+    """
+    return lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))
+
+
+def wait_for(event: Event) -> None:
+    """Let the caller's stream, or on CPU the caller, wait for an event.
+
+    Raises:
+        RuntimeError: a rank has ended or not come; with the unit whose hop ended so.
+        Exception: whatever else a hop has raised, here or for an earlier unit, after which none can be sent.
+    """
+    # Without a limit: on CPU each hop ends with its group's timeout, and one that fails ends all behind it.
+    event.wait(threading.TIMEOUT_MAX)
+
+
+class Arrival(dist.Work):
+    """A gather under way, as FSDP2 waits for it."""
+
+    def __init__(self, event: Event) -> None:
+        super().__init__()
+        self._event = event
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """See :func:`wait_for`. The timeout is that of the process groups, whatever is given."""
+        wait_for(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has happened, and well."""
+        return self._event.done()
+
+
+class Reductions:
+    """The reductions of one mesh that are under way: two at most, so that messages do not pile up.
+
+    Args:
+        lanes: of reductions.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self.lanes = lanes
+        self._under_way: deque[Event] = deque()
+
+    def make_room(self) -> None:
+        """Let the caller's stream wait until another one may be under way."""
+        # FSDP2 lets the next unit's backward wait for this stream, so the host cannot run ahead of it either.
+        while len(self._under_way) >= _IN_FLIGHT:
+            wait_for(self._under_way.popleft())
+
+    def queue(self, links: Sequence[str], part: Iterator[None], what: str) -> Event:
+        """See :func:`queue`."""
+        event = queue(self.lanes, links, part, what)
+        self._under_way.append(event)
+        return event
+
+
+def _resumed(part: Iterator[None], what: str, inference: bool) -> Iterator[None]:
+    """The same pauses; each stretch in the caller's inference mode, and its errors naming what was done."""
+    while True:
+        # The mode belongs to a thread, and only inside it may a tensor that was made in it be written.
+        mode = torch.inference_mode() if inference else contextlib.nullcontext()
+        # Left before the pause: another lane, on a thread of its own, goes on behind it.
+        with mode, naming_absence(what):
+            if next(part, _END) is _END:
+                return
+        yield
