@@ -272,6 +272,7 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
     def one() -> Tensor:
         out = torch.empty(size)
         reduce(out, tables[rank].clone().view(-1), group, dist.ReduceOp.AVG)
+        reduce.finish(out)
         return out
 
     first = one()
@@ -315,6 +316,7 @@ def kept_share(beta: float | None) -> Tensor:
     for _ in range(3):
         given = buffers(reduce.numel // world, torch.float32)[rank]
         reduce(out, given.view(-1), group, dist.ReduceOp.AVG)
+        reduce.finish(out)
     return out
 
 

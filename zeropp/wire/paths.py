@@ -270,8 +270,3 @@ class ReducePath:
                 )  # fmt: skip
             # A paused generator keeps its locals, and the next lane may come to it much later.
             del parts
-
-    def run(self, message: Tensor, numel: int, out: Tensor, *, scale: float, accumulate: bool, unit: str) -> None:
-        """Reduce without a pause."""
-        for _ in self.reduce(message, numel, out, scale=scale, accumulate=lambda: accumulate, unit=unit):
-            pass
