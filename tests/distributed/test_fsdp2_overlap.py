@@ -23,7 +23,7 @@ from zeropp import fsdp2
 from zeropp.comm.hops import Hop
 from zeropp.wire import paths
 
-PATIENCE = 20.0  # seconds for a hop that never begins where nothing overlaps
+PATIENCE = 8.0  # seconds for a hop that never begins where nothing overlaps
 SIZE = 700
 
 

@@ -155,8 +155,7 @@ def apply(
     routes = _make_routes(units, options, ledger)
     # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
     comms = _all_comms(routes)
-    for unit in units:
-        gather, reduce = comms[unit]
+    for unit, (gather, reduce) in comms.items():
         unit.install(gather, reduce, reduce.finish)
     return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
 
