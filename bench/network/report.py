@@ -96,8 +96,8 @@ def markdown(found: dict, settings: dict) -> str:
         "",
         f"GPT, {s['layers']} layers, width {s['d_model']}, {found['numel'] / 1e6:.1f} M parameters, {s['batch']} x "
         f"{s['seq_len']} bytes a rank; {s['rounds']} rounds of {s['steps']} steps, systems in turn. All ranks share "
-        f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. FSDP2 hides no "
-        "communication behind that: its streams are CUDA's. TCP's congestion "
+        f"{len(os.sched_getaffinity(0))} cores, so the step without a limit is mostly computing. FSDP2's own "
+        "collectives hide nothing behind that: its streams are CUDA's. TCP's congestion "
         f"control: {found['tcp']}. {describe(machine('cpu'))}",
         "",
         "Bytes: what the first node's device sent to other nodes in a step, in units of M (n-1)/n = "
