@@ -119,10 +119,10 @@ def under_way(small: int) -> int:
     most = 0
     pack, all_to_all = Gradient.pack, Hop.all_to_all
 
-    def packed(gradient: Gradient, *, hold: bool) -> Tensor | None:
+    def packed(gradient: Gradient, scale: float, *, hold: bool) -> Tensor | None:
         nonlocal most
         most = max(most, len(optimizer.engine.reductions._in_flight) + 1)
-        return pack(gradient, hold=hold)
+        return pack(gradient, scale, hold=hold)
 
     def slow(hop: Hop, *args: Any, **kwargs: Any) -> Any:
         time.sleep(0.1)

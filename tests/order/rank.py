@@ -42,7 +42,7 @@ class _Gradient:
     def has_unsent(self) -> bool:
         return self.stray > 0 or self.held > 0
 
-    def pack(self, *, hold: bool) -> _Message | None:
+    def pack(self, scale: float, *, hold: bool) -> _Message | None:
         self.held, self.stray = self.held + self.stray, 0
         if hold:
             return None
