@@ -91,7 +91,7 @@ def wrapped(world: int, local: int, blocks: int) -> tuple[nn.Module, zeropp.Zero
 
 def cycle(unit: Any, lanes: Lanes) -> None:
     """Fetch and release one unit."""
-    unit.note_gather(lanes.run(unit.prepare_gather(lanes)))
+    unit.note_gather(lanes.run(unit.prepare_gather(lanes))[-1])
     unit.wait_gathered(10.0)
     unit.expose()
     unit.release(lanes)

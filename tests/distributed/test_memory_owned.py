@@ -145,6 +145,46 @@ def test_a_slow_network_piles_up_no_more_than_two_large_messages() -> None:
     assert min(run_ranks(2, under_way, 2**26)) == 6
 
 
+def onward(small: int) -> tuple[int, int, float]:
+    """Most reductions, whole messages and bytes under way at one time, in messages of the largest unit.
+
+    Links inside a node are fast and those between nodes slow.
+    """
+    model = Routed(6)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    under_way, found = optimizer.engine.reductions, [(0, 0, 0)]
+    pack, all_to_all = Gradient.pack, Hop.all_to_all
+
+    def packed(gradient: Gradient, scale: float, *, hold: bool) -> Tensor | None:
+        message = pack(gradient, scale, hold=hold)
+        assert message is not None
+        sent = under_way._in_flight
+        whole = sum(each.message is not None for each in sent) + 1
+        found.append((len(sent) + 1, whole, sum(each.nbytes for each in sent) + message.nbytes))
+        return message
+
+    def slow(hop: Hop, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.1 if hop.spec.link == "cross" else 0.0)
+        return all_to_all(hop, *args, **kwargs)
+
+    with (
+        mock.patch.object(reductions, "_SMALL", small),
+        mock.patch.object(Gradient, "pack", packed),
+        mock.patch.object(Hop, "all_to_all", slow),
+    ):
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+    optimizer.zero_grad()
+    reduced, whole, nbytes = (max(column) for column in zip(*found, strict=True))
+    return reduced, whole, nbytes / under_way._largest
+
+
+def test_what_goes_on_over_a_slow_link_does_not_hold_up_whole_messages() -> None:
+    """A unit's half that waits for the slow link takes half of a message, so three of them and one more fit in two."""
+    for reduced, whole, messages in run_ranks(4, onward, 0, local_world_size=2):
+        assert (reduced, whole, messages) == (3, 2, 2.0)
+
+
 def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     """Bytes that wrapping leaves in this process beside the model's buffers; the plan's; the whole model's."""
     before = storages()

@@ -180,9 +180,9 @@ class Lanes:
     world: World
     rank: int
 
-    def run(self, work: tuple[object, ...]) -> Event:
+    def run(self, work: tuple[object, ...]) -> list[Event]:
         """Issue a collective, described by ``work``."""
-        return self.world.issue(self.rank, work)
+        return [self.world.issue(self.rank, work)]
 
 
 @dataclass

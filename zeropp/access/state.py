@@ -111,7 +111,7 @@ def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: T
     with engine.agreement.watching("gathering", buffer.unit):
         gather = path.gather(buffer.shard, path.places(whole), f"{buffer.unit} <state>")
         # On the same lanes as gathers of a pass: a group's collectives must have one order. See [Note: one order].
-        event = engine.gather_lanes.run(Work(path.links, [gather]))
+        event = engine.gather_lanes.run(Work(path.links, [gather]))[-1]
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
 
 

@@ -349,10 +349,10 @@ class Lanes:
             self._streams[link] = self._make(link)
         return self._streams[link]
 
-    def run(self, work: Work) -> Event:
-        """Queue every part's way over each class of links, each after the one before; the event of the last."""
+    def run(self, work: Work) -> list[Event]:
+        """Queue every part's way over each class of links, each after the one before; the end of each, in order."""
         # The first lane waits for what came before, each further one for the lane before it.
-        event = work.after
+        ends, event = list[Event](), work.after
         # One ``next`` for each class of links takes a part as far as its next pause. None in place of StopIteration:
         # the last one runs to the end.
         steps: list[Callable[[], object]] = [partial(next, part, None) for part in work.parts]
@@ -362,8 +362,8 @@ class Lanes:
                 # Behind the parts on the same lane, so that it sees them finished, without another event.
                 steps = [*steps, work.then]
             event = self.stream(link).run(*steps, after=event)
-        assert event is not None
-        return event
+            ends.append(event)
+        return ends
 
     def abandon(self) -> None:
         """Wait for none of them from here on."""

@@ -38,7 +38,7 @@ def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str) -
         part: pauses before each further class.
         what: the hops do, for the error.
     """
-    return lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))
+    return lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
 
 
 def wait_for(event: Event) -> None:

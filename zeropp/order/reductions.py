@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -24,11 +25,29 @@ from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]
 
-_IN_FLIGHT = 2  # messages that may always be under way, of any size
-# Bytes. While those under way take no more, another may follow, so that a link need not wait for one slow rank; what a
-# slow network can pile up is so much and one message, or two messages.
+# Bytes. While what is under way takes no more, or no more than the largest message, another message may follow: a link
+# need not wait for one slow rank, and a slow network piles up so much and one message, or two messages.
 _SMALL = 2**26
 _HOLD, _REDUCE = 0, 2  # kinds in the issue hash
+
+
+@dataclass
+class _Sent:
+    """A message under way.
+
+    Attributes:
+        unit: whose gradients these are.
+        nbytes: of memory that it takes.
+        message: while it is read, over links of the first class.
+        onward: bytes that go on over others.
+        ends: of the work over each class.
+    """
+
+    unit: str
+    nbytes: int
+    message: Tensor | None
+    onward: int
+    ends: list[Event]
 
 
 class Reductions:
@@ -57,7 +76,8 @@ class Reductions:
         self._ready: list[int] = []  # complete on this rank, not issued
         self._done: dict[int, int] = {}  # issued in this phase, in order -> uses before it
         self._doubtful: set[int] = set()  # of these, those sent for an order that was left
-        self._in_flight: deque[tuple[Event, Tensor, str]] = deque()  # with the message, and whose it is
+        self._in_flight: deque[_Sent] = deque()
+        self._largest = 0  # bytes of the largest message so far
 
     def update_trained(self) -> None:
         """Look, between passes, which parameters are to have gradients."""
@@ -213,14 +233,22 @@ class Reductions:
     def wait(self, allowed: int) -> None:
         """Wait until at most ``allowed`` messages are under way."""
         while len(self._in_flight) > allowed:
-            event, _, unit = self._in_flight[0]
-            self.agreement.wait(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
+            self._await(self._in_flight[0].ends[-1], self._in_flight[0].unit)
             self._in_flight.popleft()
+
+    def _await(self, event: Event, unit: str) -> None:
+        self.agreement.wait(event.wait, "waiting for a gradient to be reduced", (unit, "reduce"))
 
     def _make_room(self) -> None:
         """Wait until one more message may be under way."""
-        while len(self._in_flight) >= _IN_FLIGHT and sum(m.nbytes for _, m, _ in self._in_flight) > _SMALL:
-            self.wait(len(self._in_flight) - 1)
+        while sum(sent.nbytes for sent in self._in_flight) > max(_SMALL, self._largest):
+            # Not for its end, if it goes on over slow links: all of it but a part is free when it has been read.
+            read = next((sent for sent in self._in_flight if sent.message is not None and sent.onward), None)
+            if read is None:
+                self.wait(len(self._in_flight) - 1)
+            else:
+                self._await(read.ends[0], read.unit)
+                read.message, read.nbytes = None, read.onward
 
     def forget(self) -> None:
         """Drop a phase that failed; messages under way arrive first, since their shards are used again."""
@@ -257,6 +285,8 @@ class Reductions:
                 message = gradient.pack(self.scale, hold=hold)
             if message is not None:
                 with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
-                    event = self.lanes.run(gradient.prepare_reduce(message, self.scale, hold=hold))
-                self.agreement.queued(event, unit.name, "reduce")
-                self._in_flight.append((event, message, unit.name))
+                    ends = self.lanes.run(gradient.prepare_reduce(message, self.scale, hold=hold))
+                self.agreement.queued(ends[-1], unit.name, "reduce")
+                self._largest = max(self._largest, message.nbytes)
+                onward = gradient.onward_nbytes if len(ends) > 1 else 0
+                self._in_flight.append(_Sent(unit.name, message.nbytes, message, onward, ends))

@@ -317,7 +317,7 @@ class Schedule:
         unit = self.units[index]
         self.issued.add(_GATHER, index, unit.version)
         with self.agreement.issuing("gathering", unit.name, "gather"), span("gather", unit.name):
-            event = self.lanes.run(unit.prepare_gather(self.lanes))
+            event = self.lanes.run(unit.prepare_gather(self.lanes))[-1]
         unit.note_gather(event)
         self.agreement.queued(event, unit.name, "gather")
 

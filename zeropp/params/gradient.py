@@ -96,6 +96,11 @@ class Gradient:
         """The errors that are fed back on each hop that has some."""
         return [hop.feedback for hop in self.paths.straight.hops if hop.feedback is not None]
 
+    @property
+    def onward_nbytes(self) -> int:
+        """Bytes that are left of a message where it changes over to another class of links; 0 where it does not."""
+        return self.paths.straight.onward_nbytes(self.layout.numel)
+
     # From autograd to a message.
 
     def pack(self, scale: float, *, hold: bool) -> Tensor | None:
@@ -223,7 +228,9 @@ class Gradient:
         whole = replicas.empty(self.shard.numel(), self.device)
         # The sum goes back in the wire dtype before the mean is taken, so a float16 one is scaled down on the way.
         headroom = path.codec.headroom(self.layout.world)
-        yield from path.reduce(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
+        sums = path.reduce(message, numel, piece, scale=headroom, accumulate=lambda: False, unit=unit)
+        del message  # or this frame would keep it until the sum is back
+        yield from sums
         yield
         # Sums end over the links on which the way back begins, so this lane is the last that touches a piece.
         used_here(piece)

@@ -187,7 +187,7 @@ class Unit:
                 lanes.stream(path.links[0]).allocate(buffer.grow)
             # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
-        self._refreshed = lanes.run(Work(path.links, [buffer.refresh(differs) for buffer in stale]))
+        self._refreshed = lanes.run(Work(path.links, [buffer.refresh(differs) for buffer in stale]))[-1]
         return self._refreshed
 
     @property

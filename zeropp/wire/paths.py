@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -214,6 +214,17 @@ class ReducePath:
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """Memory for what :meth:`reduce` sends of a slice of [numel]."""
         return self.codec.empty(numel // self.count, self.count, device)
+
+    def onward_nbytes(self, numel: int) -> int:
+        """Bytes of the message that goes on over another class of links, of a whole buffer [numel]; 0 where none does.
+
+        Args:
+            numel: of the buffer; the path begins at level 1.
+        """
+        for before, hop in pairwise(self.hops):
+            if hop.spec.link != before.spec.link:
+                return hop.codec.nbytes(numel // hop.spec.outer) * hop.size
+        return 0
 
     def pack_(
         self, message: Tensor, gradients: Sequence[Tensor | None], layout: BufferLayout, table: BlockTable | None
