@@ -32,6 +32,7 @@ __all__ = [
     "new_group",
     "profiler_enabled",
     "queue_end_of_backward",
+    "reduce_scatter_single",
     "sends_from_host",
     "sharing_versions",
     "storage_id",
@@ -50,8 +51,9 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-# torch 2.13 renamed all_gather_into_tensor and warns at each use of the old name.
+# torch 2.13 renamed both and warns at each use of the old names.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def bump_versions(tensors: Sequence[Tensor], version: int) -> None:

@@ -22,6 +22,8 @@ DEFERRED = "zeropp.defer_cross_reduction has no effect: "
 NOR_CODES = ' no effect, nor has zeropp.secondary "codes": '
 # Ranks per node of four, settings, the warning's beginning or none.
 CASES: dict[str, tuple[int, dict[str, object], str]] = {
+    "sums by the backend, codes": (2, {**GRADIENTS, "reduce_scatter": "backend"}, "zeropp.reduce_scatter"),
+    "sums by the backend, some codes": (2, {**CROSS, "reduce_scatter": "backend"}, ""),
     "plain, hadamard": (2, {**PLAIN, "hadamard": True}, "zeropp.hadamard has no effect: gradients travel as bf16"),
     "plain, loco": (2, {**PLAIN, **LOCO, "feedback": "both"}, "zeropp_loco_param has no effect"),
     "cross plain, loco": (2, {**CROSS, **LOCO}, "zeropp_loco_param has no effect: gradients travel as bf16 over 2"),

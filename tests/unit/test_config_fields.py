@@ -342,7 +342,8 @@ def test_extension_choices() -> None:
     for bad in (*timeouts, {"gradient_bits": {"cross": 5}}):
         with pytest.raises(ConfigError, match=r"^the configuration cannot be used: zeropp\."):
             load_config({"zeropp": bad})
-    for key, value in (("feedback", "local"), ("weight_codec", "int4"), ("secondary", "none")):
+    wrong = {"feedback": "local", "reduce_scatter": "nccl", "weight_codec": "int4", "secondary": "none"}
+    for key, value in wrong.items():
         with pytest.raises(ConfigError, match=f'zeropp.{key}: got "{value}"; expected "'):
             load_config({"zeropp": {key: value}})
 

@@ -51,6 +51,21 @@ def test_hops_that_feed_back() -> None:
         assert Encoding(feedback=feedback).feeds_back([LONE], LONE) is (feedback is not None)
 
 
+def test_who_sums() -> None:
+    """The backend only where it rounds no more and sends no more, unless it is asked for; never codes."""
+    single, half = PlainCodec(torch.float32), PlainCodec(torch.bfloat16)
+    chosen = {
+        (choice, codec, backend)
+        for choice in ("auto", "exchange", "backend")
+        for codec in (single, half, PlainCodec(torch.float64), BlockCodec(8))
+        for backend in ("nccl", "gloo", "fake", "other")
+        if Encoding(reduce_scatter=choice).sums_by_backend(codec, backend)
+    }
+    asked = {("backend", codec, backend) for codec in (single, half, PlainCodec(torch.float64))
+             for backend in ("nccl", "gloo", "fake", "other")}  # fmt: skip
+    assert chosen == asked | {("auto", single, "nccl"), ("auto", PlainCodec(torch.float64), "nccl")}
+
+
 def test_sums_that_go_back_to_copies() -> None:
     plain, codes = PlainCodec(torch.bfloat16), BlockCodec(4, True)
     assert Encoding(rotate=True).return_codec([plain, codes]) == BlockCodec(8, True)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import all_gather_single, backends, is_registered
+from zeropp._compat import all_gather_single, backends, is_registered, reduce_scatter_single
 from zeropp.comm.groups import HOST, free_groups, gather_rows, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects
@@ -50,6 +50,7 @@ class Hop:
         self.spec = spec
         self.kind = kind  # in the ledger
         self.group = group  # None in a plan, which sends nothing
+        self.backend = backend
         # The backend of the group decides, and not the device: a backend of collectives may serve CPU tensors, too.
         self.pairwise = backend == "gloo"
         self.ledger = ledger
@@ -93,6 +94,21 @@ class Hop:
         else:
             dist.all_to_all_single(whole, message, group=self.group)
         return received
+
+    def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
+        """The members' messages, summed by the backend in their dtype: the part for this rank.
+
+        Args:
+            message: plain values, one part for each member.
+            unit: for the ledger, like ``codec``.
+            codec: what the message is encoded in.
+        """
+        part = torch.empty(message.numel() // self.size, dtype=message.dtype, device=message.device)
+        # gloo sums whole messages in a ring, everywhere, of which each rank then keeps its part.
+        times = 2 if self.pairwise else 1
+        self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, times * part.nbytes * (self.size - 1))
+        reduce_scatter_single(part, message, group=self.group)
+        return part
 
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
         # Counted before the call, so that a report after a failure has what was under way.

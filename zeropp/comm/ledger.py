@@ -40,8 +40,9 @@ class LedgerRow:
 class Ledger:
     """Counts what this rank sends to others, waits for, and notes besides.
 
-    Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange. Waiting is
-    what the model, on a GPU its stream, stood still for; with ``overlap_comm`` off that is all of it, codecs included.
+    Counted is the payload each peer has to receive once: (n-1) messages of a gather, (n-1)/n of an exchange; twice that
+    of gloo's own reduce-scatter. Waiting is what the model, on a GPU its stream, stood still for; with ``overlap_comm``
+    off that is all of it, codecs included.
 
     Attributes:
         events: (unit, what) -> how often: how weights that are cached were renewed.

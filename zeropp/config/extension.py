@@ -63,6 +63,12 @@ class ExtensionConfig(Block):
     gradient_bits: GradientBitsConfig | None = None
     """Bits of a gradient element on each hop, in place of what `zero_quantized_gradients` stands for."""
 
+    reduce_scatter: Literal["auto", "exchange", "backend"] = "auto"
+    """Who sums gradients that travel as plain values: each rank, in float32, after an exchange, or the backend's
+    reduce-scatter, on the way and in the type on the wire, in an order of its own. The latter needs no memory for the
+    messages of all ranks, rounds 16-bit sums once a rank, and sends twice the bytes over gloo. `auto` takes it over
+    NCCL on a 32-bit wire."""
+
     feedback: Literal["cross", "both"] = "cross"
     """Which hops carry quantization errors over when `zeropp_loco_param` is given. `cross` costs 1/L byte
     per parameter on a rank, L ranks to a node; `both` costs 1 byte more, unsharded."""

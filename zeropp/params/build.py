@@ -214,7 +214,7 @@ def _gradient_paths(
         if encoding.feeds_back(specs, spec):
             # A rank brings ``hop.size`` messages of [numel / outer] to this hop, each with errors of its own.
             feedback = codec.feedback(layout.numel // spec.outer, hop.size, encoding.beta, device)
-        hops.append(ReduceHop(hop, codec, feedback))
+        hops.append(ReduceHop(hop, codec, feedback, encoding.sums_by_backend(codec, hop.backend)))
 
     def path(inner: int, outer: int) -> ReducePath:
         # The same hops in all three paths: errors belong to a hop, whichever path a gradient takes over it.

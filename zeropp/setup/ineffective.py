@@ -51,6 +51,8 @@ def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[s
     # The hops that were made, and not the settings: which bits apply depends on how many hops a gradient takes.
     paths = [buffer.gradient.paths.straight.hops for buffer in buffers if buffer.gradient is not None]
     hops = [hop for path in paths for hop in path]
+    if own.reduce_scatter == "backend" and hops and not any(hop.by_backend for hop in hops):
+        yield 'zeropp.reduce_scatter "backend" has no effect: gradients travel in codes, which no backend sums'
     if zero.zero_quantized_gradients and hops:
         one_hop = all(len(path) == 1 for path in paths)
         named = sorted({f"{hop.codec.name} over {hop.size} ranks" for hop in hops})

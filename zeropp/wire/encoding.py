@@ -33,6 +33,8 @@ class Encoding:
         rotate: quantized gradients are rotated.
         feedback: on which hops errors are fed back: none, those between nodes (or the only one), or all.
         beta: share of the old error that is kept.
+        reduce_scatter: whether sums of plain values are left to the backend, "backend", or not, "exchange", or, "auto",
+            where it sums in 32 bits or more and sends no more for it.
     """
 
     weights: Codec | None = None
@@ -43,6 +45,7 @@ class Encoding:
     rotate: bool = False
     feedback: str | None = None
     beta: float = 0.8
+    reduce_scatter: str = "auto"
 
     def weight_codec(self, trainable: bool) -> Codec | None:
         """The codec for gathers of a buffer's weights; None for plain values."""
@@ -63,6 +66,13 @@ class Encoding:
     def feeds_back(self, path: Sequence[HopSpec], hop: HopSpec) -> bool:
         """Whether what encoding for a hop of a whole reduce path loses is fed back."""
         return self.feedback == "both" or (self.feedback == "cross" and self._crosses(path, hop))
+
+    def sums_by_backend(self, codec: Codec, backend: str) -> bool:
+        """Whether a hop with ``codec`` over a backend leaves the sum to it."""
+        if codec.coded or self.reduce_scatter == "exchange":
+            return False
+        # NCCL rounds a sum in 16 bits once a rank. gloo sends twice the bytes, and of others nothing is known.
+        return self.reduce_scatter == "backend" or (backend == "nccl" and codec.dtype.itemsize >= 4)
 
     def return_codec(self, codecs: Sequence[Codec]) -> Codec:
         """The codec for sums that go back to several copies, after hops with ``codecs``: 8 bits if one is coded."""
@@ -124,6 +134,7 @@ def choose_encoding(config: Config) -> Encoding:
         rotate=extension.hadamard,
         feedback=extension.feedback if loco is not None else None,
         beta=loco.err_beta if loco is not None else 0.0,
+        reduce_scatter=extension.reduce_scatter,
     )
 
 

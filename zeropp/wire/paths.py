@@ -169,11 +169,19 @@ class CodedGatherPath(GatherPath):
 
 @dataclass(frozen=True)
 class ReduceHop:
-    """A hop of a reduce path, and how what it carries is encoded."""
+    """A hop of a reduce path, and how what it carries is encoded.
+
+    Attributes:
+        transport: what carries it.
+        codec: of its messages.
+        feedback: errors that are fed back.
+        by_backend: the backend sums on the way, in the messages' dtype.
+    """
 
     transport: Hop
     codec: Codec
     feedback: Feedback | None = None
+    by_backend: bool = False
 
     @property
     def spec(self) -> HopSpec:
@@ -195,7 +203,8 @@ class ReducePath:
     """From slices at one level to sums at a larger one, fastest link first; each hop is an exchange and a local sum.
 
     Summing in the accumulation dtype after an exchange costs the same bytes as a ring reduce-scatter, rounds less on a
-    16-bit wire, and halves what gloo's own reduce-scatter sends.
+    16-bit wire, and halves what gloo's own reduce-scatter sends. A hop of 32 bits may leave the sum to the backend,
+    which saves the memory of an exchange; in which order it adds is the backend's.
 
     Attributes:
         links: classes of links on the way, in order.
@@ -261,8 +270,15 @@ class ReducePath:
                 yield
                 # Made below, on the lane before. See [Note: memory on several streams].
                 used_here(message)
-            # FSDP2 leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
-            parts = hop.transport.all_to_all(message, unit, hop.name, apart=hop.codec.apart)
+            # FSDP2 always leaves the addition to a reduce-scatter, in the wire dtype. No backend could add codes.
+            if hop.by_backend:
+                room = hop.codec.headroom(hop.size)
+                if room != 1.0:
+                    message.mul_(room)
+                    scale /= room
+                parts = [hop.transport.reduce_scatter(message, unit, hop.name)]
+            else:
+                parts = hop.transport.all_to_all(message, unit, hop.name, apart=hop.codec.apart)
             numel //= hop.size
             if number + 1 == len(self.hops):
                 # Asked only now: an earlier message of the same buffer may have arrived since this one was queued.
