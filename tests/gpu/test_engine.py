@@ -97,7 +97,8 @@ def test_float64_training_equals_plain_torch(zero: dict[str, object]) -> None:
         torch.testing.assert_close(state[name], value.cpu(), atol=1e-9, rtol=0)
 
 
-def test_forward_and_backward_never_wait_for_the_device() -> None:
+def test_forward_backward_and_a_fused_step_never_wait_for_the_device() -> None:
+    """One rank need promise nothing for its sums to be read late."""
     torch.manual_seed(0)
     model = Model().cuda()
     optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), model, config())
@@ -105,8 +106,19 @@ def test_forward_and_backward_never_wait_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
         try:
             optimizer.backward(model(tokens))
+            optimizer.step()
+            optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.boundary.reads == 0 and optimizer.skipped_steps == 0
+
+
+def test_a_step_that_the_host_decides_waits_once() -> None:
+    torch.manual_seed(0)
+    model = Model().cuda()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model, config())
+    for tokens in batches():
+        optimizer.backward(model(tokens))
         optimizer.step()
         optimizer.zero_grad()
     assert optimizer.boundary.reads == STEPS

@@ -54,7 +54,7 @@ class ExtensionConfig(Block):
     """Promises that all passes of a kind (training forwards, their backwards, evaluation) use the same modules in
     the same order, on every rank and every time. Passes that have varied, or that do not use all modules, then
     exchange nothing at their end either, and nothing else is ever learned: a pass that needs another module is an error
-    on every rank."""
+    on every rank. On a card, hosts then go on without waiting for the sum of gradient norms, if a fused Adam steps."""
 
     cast_inputs: bool = True
     """Casts floating inputs of the root module to the compute type when `bf16` or `fp16` is enabled."""

@@ -4,15 +4,20 @@ After the last backward one number tells every rank whether all gradients are fi
 In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still have
 unsent gradients on some rank, whether all ranks issued the same collectives and have the same settings, and now and
 then whether they cache the same weights.
+
+[Note: sums read late] Where nothing that the vector says changes what the host queues next, the host does not wait for
+it: the device leaves a step out, and the host reads the vector when it comes to the next step, or when somebody asks
+what has become of this one. That takes one rank, or the promise of ``static_graph``; every trained parameter used; a
+fused Adam, which looks at ``found_inf``; and no codec to which a step that is left out is something else than a step
+that changes nothing (differences, carried errors).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,22 +25,19 @@ from torch import Tensor
 from zeropp.comm.agreement import SETTINGS
 from zeropp.engine.cache_checksum import CacheChecksum
 from zeropp.engine.engine import Engine
+from zeropp.engine.hash_sums import differ, differ_on_device, spread
+from zeropp.engine.unread import Unread
 from zeropp.params.gradient import Gradient
 from zeropp.wire.report import Report
 from zeropp_kernels.reference import squared_norm
 
 __all__ = ["Boundary", "Settings", "Verdict"]
 
-_Code = TypeVar("_Code", int, Tensor)
-
 _log = logging.getLogger("zeropp")
 
-# The square of a hash has 48 bits, and sums of it over more than 32 ranks are not exact in float64. So it is summed in
-# two halves.
-_HALF = 4096
 _BAD = 1  # shards that are not finite
 _EDITED = 2  # ranks whose gradients were changed after the last backward
-_HASH = slice(3, 6)  # of what was issued, see _spread
+_HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
@@ -45,18 +47,17 @@ class Verdict:
     """What every rank knows after the reduction.
 
     Attributes:
-        norm: gradient norm over the whole model, all ranks; not finite if any gradient is.
+        norm: gradient norm over the whole model, all ranks; not finite if any gradient is; None if it is read late.
         used: for each unit, whether each trainable parameter had a gradient on any rank since the last zero_grad.
     """
 
-    norm: float
+    norm: float | None
     used: list[list[bool]]
 
     @property
     def finite(self) -> bool:
-        """Whether every gradient is finite."""
-        # False of Inf and NaN alike: the difference is NaN then.
-        return self.norm - self.norm == 0.0
+        """Whether every gradient is finite; True if only the device knows, which then leaves the step out."""
+        return self.norm is None or math.isfinite(self.norm)
 
 
 class Settings(Protocol):
@@ -75,7 +76,9 @@ class Boundary:
     """Assembles, sums and reads the vector.
 
     Attributes:
-        reads: how many times numbers were read on the host; once a step, more often where gradients were unsent.
+        reads: how many times the host has waited for numbers; once a step, more often where gradients were unsent, and
+            never where they are read late.
+        reads_late: whether they may be, on a card; see [Note: sums read late].
         cache_checksum: compares what ranks cache.
     """
 
@@ -83,7 +86,10 @@ class Boundary:
         self.engine = engine
         self._settings = settings
         self.reads = 0
+        # On CPU there is nothing that the host could run ahead of.
+        self.reads_late = engine.device.type == "cuda"
         self.cache_checksum = CacheChecksum(engine)
+        self._unread: Unread | None = None
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._doubts = False  # all gradients that have arrived are in doubt
@@ -131,12 +137,17 @@ class Boundary:
             # Where the NaN comes from, the report says so, and one rank's is enough for all.
             source.accept_edits()
 
-    def verdict(self) -> Verdict:
+    def verdict(self, *, late: bool = False) -> Verdict:
         """The result, once per step; all that waits for the device is in here.
 
+        Args:
+            late: whoever asks goes by :meth:`left_out`, and needs no number on the host.
+
         Raises:
-            RuntimeError: the ranks did not issue the same collectives.
+            RuntimeError: the ranks did not issue the same collectives; or had not, when they stepped last.
         """
+        if self._verdict is None and late and self._may_read_late():
+            self._verdict = self._sum_unread()
         if self._verdict is None:
             values = self._exchange()
             # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
@@ -162,6 +173,57 @@ class Boundary:
             # A norm that is not finite is how every rank is told to skip.
             self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
         return self._verdict
+
+    def _may_read_late(self) -> bool:
+        """Whether no host can learn anything from the sum that it must know before it goes on."""
+        engine = self.engine
+        alike = engine.comm.world == 1 or engine.schedule.static
+        used = zip(engine.units, engine.pending.used, strict=True)
+        return (
+            self.reads_late
+            and alike
+            and not (self.cache_checksum.due or engine.schedule.passed_over)
+            and not any(gradient.has_unsent() or gradient.feedbacks for gradient in engine.gradients)
+            and all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
+            # What is frozen by now has no gradient on any rank.
+            and all(flag or not trained for unit, own in used for flag, trained in zip(own, unit.trained, strict=True))
+        )
+
+    def _sum_unread(self) -> Verdict:
+        self.read_unread()
+        edited = self._measure_doubted()
+        self._vector = self._assemble(edited, exact=False)
+        with self.engine.agreement.watching("adding up norms and flags", where="step()"):
+            self.engine.comm.sum(self._vector)
+        self._unread = Unread(self._vector)
+        self.cache_checksum.count_step()
+        return Verdict(None, [list(flags) for flags in self.engine.pending.used])
+
+    def left_out(self) -> Tensor:
+        """float32 scalar on the model's device: 1 if the step, whose verdict has no norm, must not change a weight."""
+        assert self._vector is not None
+        bad = self._vector[0].isfinite().logical_not()
+        if self.engine.comm.backend != "fake":  # which does not sum at all
+            for place in (_HASH, _SETTINGS):
+                bad = bad | differ_on_device(self._vector[place], self.engine.comm.world)
+        return bad.to(torch.float32)
+
+    def read_unread(self) -> Verdict | None:
+        """What a sum that no host has waited for says of its step; None if there is none.
+
+        Raises:
+            RuntimeError: the ranks did not issue the same collectives, or had other settings. They left the step out.
+        """
+        if self._unread is None:
+            return None
+        unread, self._unread = self._unread, None
+        values = unread.read(self.engine.agreement)
+        self._check_in_step(values)
+        if not math.isfinite(values[0]) and values[_BAD] == 0:
+            # All ranks see it, and from now on add up such squares again before they decide.
+            self.reads_late = False
+            _log.warning("squares of gradients pass float32: a step was left out, and from now on norms are waited for")
+        return self._interpret(values)
 
     def check_settings(self) -> None:
         """Before a step that goes by a sum of earlier, as after clipping: settings may have changed since. Collective.
@@ -265,8 +327,8 @@ class Boundary:
     def _assemble(self, edited: Tensor, exact: bool) -> Tensor:
         engine = self.engine
         settings = self._settings.code()
-        flags: list[float] = [*_spread(engine.issued.value)]
-        flags += _spread(settings) if isinstance(settings, int) else [0.0] * 3
+        flags: list[float] = [*spread(engine.issued.value)]
+        flags += spread(settings) if isinstance(settings, int) else [0.0] * 3
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.passed_over))
@@ -282,23 +344,13 @@ class Boundary:
         vector = torch.cat(parts)
         if isinstance(settings, Tensor):
             # Settings that live on a card are hashed there: to read them would be a second wait for the device.
-            vector[_SETTINGS] = torch.stack(_spread(settings)).to(vector)
+            vector[_SETTINGS] = torch.stack(spread(settings)).to(vector)
         return vector
 
     def _read(self, vector: Tensor) -> list[float]:
-        """The one place that reads numbers on the host."""
+        """The one place that waits for numbers on the host."""
         self.reads += 1
-        if vector.device.type == "cuda":
-            host = vector.to("cpu", non_blocking=True)
-            # A plain tolist() would wait in the driver for ever if a rank never came; an event can be asked, and given
-            # up.
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(vector.device))
-            self.engine.agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the sum of norms and flags")
-        else:
-            host = vector
-        values: list[float] = host.tolist()
-        return values
+        return Unread(vector).read(self.engine.agreement)
 
     def _unsent_units(self, values: list[float]) -> list[int]:
         self._check_in_step(values)
@@ -313,12 +365,8 @@ class Boundary:
             raise self._settings.disagreement()
 
     def _disagree(self, numbers: list[float]) -> bool:
-        """Whether numbers of a hash, summed over ranks, come from different hashes: n * sum(x * x) > sum(x) ** 2."""
-        world = self.engine.comm.world
-        # In Python's integers, which do not round. Equality in the inequality of Cauchy and Schwarz means that all
-        # ranks have one hash. A fake backend does not sum at all.
-        total, squares = int(numbers[0]), int(numbers[1]) * _HALF + int(numbers[2])
-        return world * squares != total * total and self.engine.comm.backend != "fake"
+        """Whether numbers of a hash, summed over ranks, come from different hashes. A fake backend does not sum."""
+        return differ(numbers, self.engine.comm.world) and self.engine.comm.backend != "fake"
 
     def _interpret(self, values: list[float]) -> Verdict:
         return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), self._flags(values))
@@ -329,21 +377,7 @@ class Boundary:
         return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
 
 
-def _spread(code: _Code) -> list[_Code]:
-    """A hash, and its square in two halves, in the order of the vector."""
-    return [code, code * code // _HALF, code * code % _HALF]
-
-
 def _rounded(norm: Tensor) -> Tensor:
     """A norm to 40 bits, which no order of summation changes: how units are cut must not show in clipped gradients."""
     mantissa, exponent = torch.frexp(norm)
     return torch.ldexp(torch.round(mantissa * 2.0**40) / 2.0**40, exponent)
-
-
-def _poll(event: torch.cuda.Event, timeout: float) -> bool:
-    until = time.monotonic() + timeout
-    while not event.query():
-        if time.monotonic() > until:
-            return False
-        time.sleep(2e-5)
-    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 
 import torch
@@ -26,8 +27,23 @@ def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
     return factor
 
 
+def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
+    """Whether a step of ``optimizer`` changes nothing at all, states included, where the device says so."""
+    # SGD's fused step leaves out the first momentum, too, and takes uninitialised memory for it.
+    adam = inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
+    return adam and _takes_scale(engine, optimizer)
+
+
+def _takes_scale(engine: Engine, optimizer: Optimizer) -> bool:
+    # The scale is float32, which is too little for gradients of 64 bits.
+    single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
+    return single and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 @contextlib.contextmanager
-def clipping(engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float) -> Iterator[None]:
+def clipping(
+    engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float, left_out: Tensor | None = None
+) -> Iterator[None]:
     """Steps of ``optimizer`` inside clip gradients to ``max_norm``, all of them together; 0 for no clipping.
 
     Args:
@@ -36,21 +52,23 @@ def clipping(engine: Engine, optimizer: Optimizer, norm: Tensor, max_norm: float
             saves a pass over them. It leaves them divided.
         norm: float64 scalar.
         max_norm: bound.
+        left_out: float32 scalar, 1 where steps inside are to change nothing; of an optimizer that `may_leave_out`.
     """
-    # The scale is float32, which is too little for gradients of 64 bits.
-    single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
-    if max_norm <= 0 or not (single and getattr(optimizer, "_step_supports_amp_scaling", False)):
+    if left_out is None and not (max_norm > 0 and _takes_scale(engine, optimizer)):
         if max_norm > 0:
             scale_gradients(engine, norm, max_norm)
         yield
         return
-    # Names that torch's GradScaler has given them. A step that is not to be taken has been skipped by now.
-    optimizer.grad_scale = torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()  # type: ignore[attr-defined]
-    optimizer.found_inf = torch.zeros((), device=norm.device)  # type: ignore[attr-defined]
+    # Names that torch's GradScaler has given them.
+    optimizer.found_inf = torch.zeros((), device=norm.device) if left_out is None else left_out  # type: ignore[attr-defined]
+    if max_norm > 0:
+        optimizer.grad_scale = torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+        del optimizer.found_inf  # type: ignore[attr-defined]
+        if max_norm > 0:
+            del optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:

@@ -18,7 +18,7 @@ from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group, group_size
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
-from zeropp.engine.boundary import Boundary
+from zeropp.engine.boundary import Boundary, Verdict
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import (
     also_forget,
@@ -35,7 +35,8 @@ from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import add_group
 from zeropp.optimizer.modes import switch_mode
-from zeropp.optimizer.norms import clipping, gradient_norms, scale_gradients
+from zeropp.optimizer.norms import clipping, gradient_norms, may_leave_out, scale_gradients
+from zeropp.optimizer.outcome import Outcome, told
 from zeropp.optimizer.portions import choose_portions, step_by_portions
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
@@ -55,10 +56,16 @@ class ZeroOptimizer(Optimizer):
         grad_norm: gradient norm over the whole model at the last step, after averaging, before configured clipping.
         skipped_steps: steps not taken because a gradient was not finite.
         step_was_skipped: whether the last one was.
-        step_was_taken: whether a step has changed weights since the last backward; schedulers follow it.
+        step_was_taken: whether a step has changed weights since the last backward; schedulers follow it. Where the host
+            does not wait for a step, it waits for it when one of these four is asked for.
         grad_scaler: torch's, if one scales the losses and errors are carried over (``zeropp_loco_param``): they follow
             its scale. Without it a change of the scale disturbs them for a step.
     """
+
+    grad_norm: float | None = told("grad_norm")
+    skipped_steps: int = told("skipped_steps")
+    step_was_skipped: bool = told("step_was_skipped")
+    step_was_taken: bool = told("step_was_taken")
 
     def __init__(
         self,
@@ -116,9 +123,7 @@ class ZeroOptimizer(Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
-        self.grad_norm: float | None = None
-        self._norms, self.skipped_steps = dict[str, float](), 0
-        self.step_was_skipped = self.step_was_taken = False
+        self.outcome, self._norms = Outcome(self.boundary.read_unread), dict[str, float]()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
     # The optimizer's own surface.
@@ -207,7 +212,7 @@ class ZeroOptimizer(Optimizer):
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self._take_edits()
         self.boundary.invalidate()  # the user may have edited gradients since
-        self.boundary.verdict()  # the step's one host read: gradients held by no_sync must be in first
+        self._decide()  # gradients held by no_sync must be in first
         norm = self.boundary.norm_tensor()
         self.boundary.accept_scaling(scale_gradients(self.engine, norm, max_norm))
         return norm
@@ -244,16 +249,14 @@ class ZeroOptimizer(Optimizer):
         """
         window, loss = self.engine.window, None
         if closure is not None and not window.owned:  # hooks must not run before it is known that a step is taken
-            with torch.enable_grad():
-                loss = closure()
-            closure = None
+            loss, closure = torch.enable_grad()(closure)(), None
         self.engine.require_idle("step")
         taken = window.ask(now=now)
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
             notify(warning)
         if not taken:
-            self.step_was_skipped = self.step_was_taken = False
+            self.outcome.pass_over()
             return loss
         found = self._take_step(closure)
         return loss if found is None else found
@@ -263,20 +266,16 @@ class ZeroOptimizer(Optimizer):
     @Optimizer.profile_hook_step
     @torch.no_grad()
     def _take_step(self, closure: Callable[[], Tensor] | None) -> Tensor | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.require_idle("step")
         self._take_edits()
         self.boundary.check_settings()
-        verdict = self.boundary.verdict()
+        verdict = self._decide()
         norm = self.boundary.norm_tensor()
+        left_out = self.boundary.left_out() if verdict.norm is None else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
-        self.grad_norm = verdict.norm
-        self.step_was_skipped, self.step_was_taken = not verdict.finite, False
-        if self.step_was_skipped:
-            self.skipped_steps += 1
+        self.outcome.decided(verdict)
+        if not verdict.finite:
             self.engine.window.restart()
             return loss
         if not self.config.zero.ignore_unused_parameters:
@@ -287,13 +286,18 @@ class ZeroOptimizer(Optimizer):
             part.show_gradient(used and not part.removed)
         # A refresh under way still reads the main weights that are about to be stepped.
         self.engine.refresh.wait()
-        with clipping(self.engine, self.inner, norm, self.config.gradient_clipping):
+        with clipping(self.engine, self.inner, norm, self.config.gradient_clipping, left_out):
             self._update()
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
-        self.step_was_taken = True
+        self.outcome.step_was_taken = True
         return loss
+
+    def _decide(self) -> Verdict:
+        """Whether a step is to be taken: the step's one host read, or none; see [Note: sums read late]."""
+        self.outcome.wait()
+        return self.boundary.verdict(late=may_leave_out(self.engine, self.inner))
 
     def _update(self) -> None:
         """Let the wrapped optimizer step, and new weights travel to where they are cached."""
@@ -357,7 +361,7 @@ class ZeroOptimizer(Optimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
         self._slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self._carried, saved.get("carried"))
-        self.skipped_steps = saved["skipped_steps"]
+        self.outcome.skipped_steps = saved["skipped_steps"]
         self.zero_grad(now=True)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -387,7 +391,7 @@ class ZeroOptimizer(Optimizer):
     def backward_ended(self) -> None:
         """Show gradients in the groups."""
         self.boundary.invalidate()
-        self.step_was_taken = False
+        self.outcome.step_was_taken = False
         if self.engine.reductions.holding:
             return
         shown = self._slices.show_arrived()

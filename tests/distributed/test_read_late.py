@@ -1,0 +1,239 @@
+"""Steps whose sum no host waits for: the same weights, states and reports; and steps that the device leaves out.
+
+On CPU, where sums are read late only if a test asks for it; see [Note: sums read late].
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import Routed, make_config, share
+from zeropp.engine.hash_sums import differ, differ_on_device, spread
+
+ADAM: dict[str, Any] = {"lr": 0.05, "fused": True}
+STATIC: dict[str, object] = {"static_graph": True, "gradient_clipping": 0.1}
+
+
+def wrapped(late: bool, kind: Any = torch.optim.AdamW, **settings: object) -> zeropp.ZeroOptimizer:
+    torch.manual_seed(3)
+    model = Routed(3)
+    share(model)
+    fused = {} if settings.pop("unfused", False) else {"fused": True}
+    inner = kind(model.parameters(), lr=0.05, **fused)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+    optimizer.model = model  # type: ignore[attr-defined]
+    optimizer.boundary.reads_late = late
+    return optimizer
+
+
+def backward(optimizer: Any, step: int, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(10 * step + (dist.get_rank() if dist.is_initialized() else 0))
+    (optimizer.model(torch.randn(3, 8, generator=generator)).square().mean() * factor).backward()
+
+
+def numbers(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:
+    """Main weights and states of this rank."""
+    states = [v.clone() for row in optimizer.state.values() for v in row.values() if isinstance(v, Tensor)]
+    return [gradient.clone() for buffer in optimizer.engine.trainable_buffers for gradient in [buffer.shard]] + states
+
+
+def alike(settings: dict[str, object], poisoned: int | None, by_hand: bool) -> list[str]:
+    """Five steps beside a twin that waits; where they differ."""
+    pair = [wrapped(late, **settings) for late in (True, False)]
+    wrong = []
+    for step in range(5):
+        seen: list[Any] = []
+        for optimizer in pair:
+            # NaN on one rank, in one step.
+            bad = step == poisoned and (not dist.is_initialized() or dist.get_rank() == 1)
+            backward(optimizer, step, float("nan") if bad else 1.0)
+            norm = optimizer.clip_grad_norm_(0.05).item() if by_hand else 0.0
+            optimizer.step()
+            values = numbers(optimizer)
+            told = (optimizer.step_was_skipped, optimizer.step_was_taken, optimizer.skipped_steps, optimizer.grad_norm)
+            seen.append((repr((norm, told)), values))
+            optimizer.zero_grad()
+        if seen[0][0] != seen[1][0]:
+            wrong.append(f"step {step}: {seen[0][0]} late, {seen[1][0]} waiting")
+        if not all(map(torch.equal, seen[0][1], seen[1][1])):
+            wrong.append(f"step {step}: weights or states differ")
+    reads = [optimizer.boundary.reads for optimizer in pair]
+    if reads != [0, 5]:
+        wrong.append(f"hosts waited {reads} times")
+    return wrong
+
+
+PLACED: dict[str, dict[str, object]] = {
+    "stage 3": {},
+    "stage 3, no clipping": {"gradient_clipping": 0.0},
+    "stage 1": {"stage": 1},
+    "persistent, bf16": {"persist": 1000, "bf16": {"enabled": True}},
+    "qgZ": {"zero_quantized_gradients": True, "zero_quantized_weights": True},
+}
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("poisoned", [None, 2])
+@pytest.mark.parametrize("name", PLACED)
+def test_steps_are_those_of_a_host_that_waits(name: str, poisoned: int | None, by_hand: bool) -> None:
+    """To the bit, and a step with a gradient that is not finite changes nothing and is counted."""
+    for wrong in run_ranks(2, alike, {**STATIC, **PLACED[name]}, poisoned, by_hand):
+        assert not wrong
+
+
+@pytest.mark.parametrize("poisoned", [None, 2])
+def test_one_rank_need_promise_nothing(poisoned: int | None) -> None:
+    assert run_ranks(1, alike, {"gradient_clipping": 0.1}, poisoned, False) == [[]]
+
+
+class Partly(nn.Module):
+    """A layer that only every second forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](x) if both else x
+
+
+def waits(settings: dict[str, object], kind: Any, unfused: bool) -> int:
+    """How many times the host waits in three steps."""
+    optimizer = wrapped(True, kind, unfused=unfused, **settings)
+    for step in range(3):
+        backward(optimizer, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.boundary.reads
+
+
+WAITING: dict[str, tuple[dict[str, object], Any, bool]] = {
+    "graphs may vary": ({"static_graph": False}, torch.optim.AdamW, False),
+    "no flag to look at": ({}, torch.optim.AdamW, True),
+    "a first momentum": ({}, torch.optim.SGD, False),
+    "carried errors": ({"zero_quantized_gradients": True, "zeropp_loco_param": {}}, torch.optim.AdamW, False),
+    "differences": ({"stage": 1, "weight_codec": "delta4", "bf16": {"enabled": True}}, torch.optim.AdamW, False),
+}
+
+
+@pytest.mark.parametrize("why", WAITING)
+def test_what_the_host_must_know_it_waits_for(why: str) -> None:
+    settings, kind, unfused = WAITING[why]
+    assert run_ranks(2, waits, {**STATIC, **settings}, kind, unfused) == [3, 3]
+    assert run_ranks(2, waits, STATIC, torch.optim.Adam, False) == [0, 0]
+
+
+def partly_used() -> tuple[int, bool]:
+    """Waits of two steps, the second of which leaves a layer unused; whether that stayed as it was."""
+    torch.manual_seed(0)
+    model = Partly()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), **ADAM), model, make_config())
+    optimizer.boundary.reads_late = True
+    for both in (True, False):
+        before = zeropp.full_state(model)["layers.1.weight"]
+        model(torch.ones(2, 8), both).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer.boundary.reads, torch.equal(before, zeropp.full_state(model)["layers.1.weight"])
+
+
+def test_a_parameter_that_no_rank_uses_is_not_stepped() -> None:
+    assert run_ranks(1, partly_used) == [(1, True)]
+
+
+def out_of_step(disturb: Callable[[zeropp.ZeroOptimizer], None], asks: bool) -> tuple[str, bool]:
+    """What is raised after rank 1 was disturbed before the third step, and whether weights are those of the second."""
+    optimizer = wrapped(True, **STATIC)
+    error = ""
+    for step in range(4):
+        backward(optimizer, step)
+        if step == 2 and dist.get_rank() == 1:
+            disturb(optimizer)
+        if step == 2:
+            before = copy.deepcopy(numbers(optimizer))
+        try:
+            optimizer.step()
+            if step == 2 and asks:
+                optimizer.skipped_steps  # noqa: B018
+        except RuntimeError as raised:
+            error = f"step {step}: {raised}"
+            break
+        optimizer.zero_grad()
+    return error, all(map(torch.equal, before, numbers(optimizer)))
+
+
+def _issue(optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.engine.issued.add(0, 1, 2)
+
+
+def _set_rate(optimizer: zeropp.ZeroOptimizer) -> None:
+    optimizer.inner.param_groups[0]["lr"] = 0.01
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    ("disturb", "message"), [(_issue, "comparing what was gathered and reduced"), (_set_rate, "group 0 lr is 0.05")]
+)
+def test_ranks_out_of_step_change_no_weight_and_raise_at_the_next_read(
+    disturb: Callable[[zeropp.ZeroOptimizer], None], message: str, asks: bool
+) -> None:
+    for error, unchanged in run_ranks(2, out_of_step, disturb, asks):
+        assert unchanged and message in error and error.startswith("step 2" if asks else "step 3")
+
+
+def too_large() -> tuple[list[bool], int]:
+    """Whether steps were skipped, and waits, of gradients whose squares pass float32 while they are finite."""
+    optimizer = wrapped(True, **{**STATIC, "gradient_clipping": 0.0})
+    found = []
+    for step in range(4):
+        backward(optimizer, step, 1e25 if step else 1.0)
+        # As a card's kernel measures: in float32.
+        for gradient in optimizer.engine.gradients:
+            gradient.report._squares = gradient.shard.square().sum().double()
+        optimizer.step()
+        found.append(optimizer.step_was_skipped)
+        optimizer.zero_grad()
+    return found, optimizer.boundary.reads
+
+
+def test_finite_gradients_whose_squares_are_not_cost_one_step_and_are_waited_for_then() -> None:
+    assert run_ranks(2, too_large) == [([False, True, False, False], 4)] * 2
+
+
+def random_hashes() -> Iterator[tuple[list[int], int]]:
+    generator = torch.Generator().manual_seed(1)
+    for world in (1, 2, 3, 511, 1024):
+        same = int(torch.randint(2**24, (1,), generator=generator))
+        yield [same] * world, world
+        yield [2**24 - 1] * world, world
+        yield [*[2**24 - 1] * (world - 1), 0], world
+        yield [*[same] * (world - 1), same ^ 1], world
+        yield torch.randint(2**24, (world,), generator=generator).tolist(), world
+
+
+def test_hashes_are_told_apart_on_the_device_as_on_the_host() -> None:
+    for codes, world in random_hashes():
+        sums = torch.tensor([spread(code) for code in codes], dtype=torch.float64).sum(0)
+        apart = len(set(codes)) > 1
+        assert differ(sums.tolist(), world) is apart and bool(differ_on_device(sums, world)) is apart
+
+
+def test_on_a_card_sums_are_read_late() -> None:
+    """By the device's type, which no other test here goes by."""
+    from zeropp.engine.boundary import Boundary
+
+    engine = mock.Mock(units=[], device=torch.device("cuda"))
+    assert Boundary(engine, mock.Mock()).reads_late
+    engine.device = torch.device("cpu")
+    assert not Boundary(engine, mock.Mock()).reads_late
