@@ -110,12 +110,12 @@ else:
          "packed into one message anyway."),
         ("reduce_scatter", bool, True,
          "Asks for gradients to be reduced to their owners only, not to everyone. Nothing is left to do: a reduce "
-         "hop is always an all-to-all and one fp32 sum, and leaves each rank with its own piece."),
+         "hop always leaves each rank with its own piece. Who adds up is `zeropp.reduce_scatter`."),
         ("reduce_bucket_size", Count, 500_000_000,
          "Elements collected before gradients are reduced. Nothing is left to do: the unit, whose size "
          "`zeropp.unit_numel` steers, is what is reduced at a time."),
         ("use_multi_rank_bucket_allreduce", bool, True,
-         "Asks to reduce for several owners in one call. Nothing is left to do: one all-to-all serves all owners."),
+         "Asks to reduce for several owners in one call. Nothing is left to do: one collective serves all owners."),
         ("allgather_partitions", bool, True,
          "Asks for an all-gather instead of broadcasts when weights are collected. Nothing is left to do: weights "
          "are always all-gathered."),

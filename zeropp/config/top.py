@@ -65,7 +65,8 @@ class Config(OutsideKeys, IdleTop, UnreadTop, LaterTop):
     """Number formats of gradient sums, weights and buffers."""
 
     communication_data_type: Dtype | None = None
-    """Type in which plain gradients travel; `null` is the compute type. Sums are in fp32 in any case."""
+    """Type in which plain gradients travel; `null` is the compute type. Sums are in fp32, unless
+    `zeropp.reduce_scatter` leaves them to the backend."""
 
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Whether gradients are averaged or added up over ranks."""
