@@ -33,6 +33,7 @@ __all__ = [
     "profiler_enabled",
     "queue_end_of_backward",
     "reduce_scatter_single",
+    "replays_cuda_graphs",
     "sends_from_host",
     "sharing_versions",
     "storage_id",
@@ -123,6 +124,22 @@ def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
     # By its name: the class is in torch._dynamo, which takes long to import.
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def replays_cuda_graphs(module: nn.Module) -> bool:
+    """Whether a compiled module is to run as CUDA graphs: ``mode="reduce-overhead"`` or one of its kin."""
+    if not is_compiled(module):
+        return False
+    chosen: dict[str, Any] | None
+    if (call := getattr(module, "_compiled_call_impl", None)) is not None:
+        chosen, backend = call.get_compiler_config(), None
+    else:
+        context: Any = module.dynamo_ctx
+        chosen, backend = context.compiler_config, context.callback
+    # The backend of that name has no settings; what wraps it keeps it there. In ``_compiled_call_impl`` nothing does.
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return bool((chosen or {}).get("triton.cudagraphs")) or getattr(backend, "compiler_name", "") == "cudagraphs"
 
 
 def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:

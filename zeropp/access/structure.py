@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from zeropp.access.cuda_graphs import refuse_cuda_graphs
 from zeropp.engine.engine import Engine
 from zeropp.params.guard import handler_of, is_managed
 
@@ -57,6 +59,10 @@ class _Structure:
         return [n for n, p in model.named_parameters() if id(p) not in self._apart and not is_managed(p)]
 
 
+def _moves(engine: Engine, parameter: nn.Parameter) -> bool:
+    return any(parameter is p for u in engine.units if not u.persistent for b in u.buffers for p in b.parameters)
+
+
 def watch_structure(model: nn.Module, engine: Engine) -> None:
     """Let every forward of the model from outside refuse parameters that came after it was wrapped.
 
@@ -84,6 +90,7 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
                 f"parameters {tied} were tied to others after the model was wrapped: backward would not know where "
                 "they are used. Tie them before wrapping; or let go of the optimizer (del optimizer) and wrap again"
             )
+        refuse_cuda_graphs(module, engine.device, partial(_moves, engine))
         # What brings no parameters is accepted, once: the next forward compares with this.
         structure.note(module)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp._compat import sharing_versions
+from zeropp.access.cuda_graphs import refuse_cuda_graphs
 from zeropp.access.external import external_parameters
 from zeropp.access.ownership import Former, former_engines, give_to_modules
 from zeropp.access.refusals import refuse_changes
@@ -231,7 +232,10 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
     check_dtypes(model, config)
     # Only for what it refuses; what it finds is asked for again where it is used.
     former_engines(model)
-    return find_device(model, device)
+    found = find_device(model, device)
+    if config.zero.stage == 3:
+        refuse_cuda_graphs(model, found, lambda p: p.numel() > config.zero.param_persistence_threshold)
+    return found
 
 
 def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
