@@ -96,7 +96,7 @@ def one_member_hops(links: tuple[str, ...]) -> Iterator[None]:
 
     with (
         mock.patch.object(Placement, "gather_path", lambda self, outer, inner: specs),
-        mock.patch.object(build, "_gradient_paths", gradient_paths),
+        mock.patch.object(build, "gradient_paths", gradient_paths),
     ):
         yield
 

@@ -154,6 +154,7 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
         "unit_numel": (0, COUNT),
         "unit_min_blocks": (128, COUNT),
         "cast_inputs": (True, FLAG),
+        "warm_up": (True, FLAG),
         "hadamard": (False, FLAG),
         "defer_cross_reduction": (False, FLAG),
     },

@@ -56,6 +56,9 @@ class ExtensionConfig(Block):
     exchange nothing at their end either, and nothing else is ever learned: a pass that needs another module is an error
     on every rank. On a card, hosts then go on without waiting for the sum of gradient norms, if a fused Adam steps."""
 
+    warm_up: bool = True
+    """On a card, compiles kernels while the model is wrapped, and not in the middle of its first step."""
+
     cast_inputs: bool = True
     """Casts floating inputs of the root module to the compute type when `bf16` or `fp16` is enabled."""
 

@@ -139,7 +139,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     ExtensionConfig: {
         **_each(
             EFFECT,
-            "local_world_size unit_numel unit_min_blocks hang_timeout warn_after static_graph cast_inputs "
+            "local_world_size unit_numel unit_min_blocks hang_timeout warn_after static_graph warm_up cast_inputs "
             "defer_cross_reduction hadamard feedback secondary weight_codec reduce_scatter",
         ),
         "gradient_bits": BLOCK,

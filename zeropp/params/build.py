@@ -23,7 +23,9 @@ from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
-__all__ = ["BufferKey", "BufferMaker", "ask_for_hops", "check_dtypes", "planned_buffers"]
+__all__ = [
+    "BufferKey", "BufferMaker", "ask_for_hops", "check_dtypes", "gradient_paths", "planned_buffers", "weight_paths",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,10 @@ def ask_for_hops(
     groups: Groups, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding
 ) -> None:
     """Ask for every hop that a buffer will need, as its making does, and make nothing else."""
-    _weight_paths(groups, placement, key, encoding)
+    weight_paths(groups, placement, key, encoding)
     if key.trainable:
         # A path has the errors that are fed back; on the meta device they take no memory.
-        _gradient_paths(groups, placement, layout, key, encoding, torch.device("meta"))
+        gradient_paths(groups, placement, layout, key, encoding, torch.device("meta"))
 
 
 def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
@@ -143,7 +145,7 @@ class BufferMaker:
         layout: BufferLayout,
     ) -> FlatBuffer:
         encoding, mode, device = self._encoding, placement.mode, self._comm.device
-        paths = _weight_paths(self._comm, placement, key, encoding)
+        paths = weight_paths(self._comm, placement, key, encoding)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None
             # The main path's hops, and so its groups and lanes; but what travels is not decoded at the end.
@@ -154,7 +156,7 @@ class BufferMaker:
             return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes)
         gradient = None
         if key.trainable:
-            travels = _gradient_paths(self._comm, placement, layout, key, encoding, device)
+            travels = gradient_paths(self._comm, placement, layout, key, encoding, device)
             gradient = Gradient(unit, parameters, layout, key.main_dtype, device, travels)
         return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient)
 
@@ -165,8 +167,8 @@ def _is_coded(key: BufferKey, encoding: Encoding) -> bool:
     return encoding.frozen is not None and not key.trainable
 
 
-def _weight_paths(comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding) -> WeightPaths:
-    """Paths of one buffer's weights."""
+def weight_paths(comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding) -> WeightPaths:
+    """Paths of one buffer's weights; makes process groups, so that all ranks come here in one order."""
     states, cached, dtype = placement.mode.states, placement.mode.cached, key.dtype
     codec, coded = encoding.weight_codec(key.trainable), _is_coded(key, encoding)
     # With a codec the model computes with decoded values, which the shard does not hold.
@@ -202,9 +204,10 @@ def _weight_paths(comm: Groups, placement: Placement, key: BufferKey, encoding: 
     return WeightPaths(path(states, 1, "gather", encoded=coded), refresh, fetch, differences)
 
 
-def _gradient_paths(
+def gradient_paths(
     comm: Groups, placement: Placement, layout: BufferLayout, key: BufferKey, encoding: Encoding, device: torch.device
 ) -> GradientPaths:
+    """Paths of one trainable buffer's gradients; as :func:`weight_paths`."""
     world, held_level, states = comm.world, placement.mode.held_level, placement.mode.states
     specs = placement.reduce_path(1, world)
     codecs = encoding.gradient_codecs(specs, key.wire_dtype)

@@ -35,6 +35,7 @@ from zeropp.partition.levels import Mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.setup.ineffective import warn_of_idle
 from zeropp.setup.placing import find_device, place, require_values
+from zeropp.setup.warm_up import warm_up
 from zeropp.wire.encoding import choose_groups
 
 __all__ = ["build_engine"]
@@ -84,6 +85,8 @@ def build_engine(
         _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
         together("placing the model", lambda: place(model, device) if trained_on is not None else None)
+        if extension.warm_up and device.type == "cuda":
+            together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
         maker = BufferMaker(config, mode, comm)
         return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
 

@@ -1,0 +1,147 @@
+"""Kernels are compiled while a model is wrapped, and not in the middle of the first step.
+
+There the compiler would stop one rank inside an order of collectives while others wait, and once for each kernel. So
+small buffers take every way that the model's will take, over hops that send nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.comm.hops import Hop
+from zeropp.comm.ledger import Ledger
+from zeropp.config import Config
+from zeropp.params.build import BufferKey, gradient_paths, planned_buffers, weight_paths
+from zeropp.params.flat_buffer import WeightPaths
+from zeropp.params.gradient import Gradient
+from zeropp.partition.layout import build_layout
+from zeropp.partition.levels import HopSpec, Mode, Placement
+from zeropp.partition.units import form_units, unit_options
+from zeropp.wire.encoding import choose_encoding
+from zeropp.wire.paths import GatherPath
+from zeropp_kernels.wire import BLOCK
+
+__all__ = ["warm_up"]
+
+
+def warm_up(model: nn.Module, config: Config, mode: Mode, rank: int, local: int, device: torch.device) -> None:
+    """Run once, on small buffers, whatever the units of a model will run on this rank's device.
+
+    Args:
+        model: not partitioned yet.
+        config: as the engine has it.
+        mode: levels of the parts of units.
+        rank: this one.
+        local: ranks per node.
+        device: to run on; only a card compiles anything.
+    """
+    parameters, world = dict(model.named_parameters()), mode.chain.world
+    seen: set[tuple[BufferKey, bool]] = set()
+    for spec in form_units(model, world, unit_options(config)):
+        placement = Placement(mode.of(spec.persistent), rank, local)
+        for key, _, _ in planned_buffers(parameters, spec, config, world):
+            if (key, spec.persistent) not in seen:
+                seen.add((key, spec.persistent))
+                # With padding in every rank's piece and without any: what rotated codes leave there is cleared.
+                for numels in ([3] * world, [BLOCK * world]):
+                    _Rehearsal(config, placement, key, numels, device).run()
+
+
+class _SilentHop(Hop):
+    """Brings this rank's own part in place of everyone's, with the shapes and the memory of a real hop."""
+
+    def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
+        # Copies of one message, and no memory as it comes: what is decoded must be a message.
+        out.view(self.size, -1).copy_(piece.clone().view(1, -1).expand(self.size, -1))
+
+    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
+        return list(message.clone().view(self.size, -1).unbind())
+
+    def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
+        return message.view(self.size, -1)[0].clone()
+
+
+class _Silence:
+    """Gives hops without process groups; see `zeropp.comm.hops.Groups`."""
+
+    def __init__(self, world: int, rank: int) -> None:
+        self.world = world
+        self._rank = rank
+        self._ledger = Ledger()
+
+    def hop(self, kind: str, spec: HopSpec) -> Hop:
+        return _SilentHop(spec, None, "nccl", self._rank, self._ledger, kind)
+
+    def all_ranks(self, kind: str) -> object:
+        return None
+
+
+class _Rehearsal:
+    """One kind of buffer: its weights gathered and refreshed, its gradients reduced."""
+
+    def __init__(
+        self, config: Config, placement: Placement, key: BufferKey, numels: Sequence[int], device: torch.device
+    ) -> None:
+        world = placement.chain.world
+        silence, encoding = _Silence(world, placement.rank), choose_encoding(config)
+        self._layout = build_layout([(str(index), (numel,), (1,)) for index, numel in enumerate(numels)], world)
+        self._numels = numels
+        self._placement, self._key, self._device = placement, key, device
+        self._weights = weight_paths(silence, placement, key, encoding)
+        self._frozen = None if key.trainable else encoding.frozen
+        self._travels = None
+        if key.trainable:
+            self._travels = gradient_paths(silence, placement, self._layout, key, encoding, device)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Go every way."""
+        self._gather(self._weights)
+        if self._travels is not None:
+            values = [torch.ones(numel, dtype=self._key.dtype, device=self._device) for numel in self._numels]
+            parameters = [nn.Parameter(value) for value in values]
+            main_dtype = self._key.main_dtype
+            gradient = Gradient("warm-up", parameters, self._layout, main_dtype, self._device, self._travels)
+            # The second is added to the first; what is held goes on with the one after.
+            for hold in (False, False, True, False):
+                for parameter in parameters:
+                    parameter.grad = torch.ones_like(parameter)
+                _reduce(gradient, hold=hold)
+
+    def _gather(self, paths: WeightPaths) -> None:
+        numel = self._layout.numel // self._placement.mode.states
+        shard = torch.ones(numel, dtype=self._key.main_dtype, device=self._device)
+        if self._frozen is not None:
+            codes = self._frozen.empty(numel, 1, self._device)
+            self._frozen.encode_(codes, shard)
+            shard = codes
+        secondary = shard
+        if paths.refresh is not None:
+            secondary = self._run(paths.refresh, shard)
+        if paths.differences is not None:
+            base = paths.differences.places(secondary)
+            if (counted := paths.differences.counted) is not None:
+                room8, room16 = counted.count(shard, base[0]).tolist()
+                counted.take_room((room8, room16), shard.numel(), shard.numel() * self._key.dtype.itemsize)
+            paths.differences.run(shard, base, "warm-up")
+        if paths.fetch is not None:
+            self._run(paths.fetch, secondary)
+
+    def _run(self, path: GatherPath, own: Tensor) -> Tensor:
+        whole = path.empty(self._layout.numel // path.inner, self._device)
+        path.run(own, path.places(whole), "warm-up")
+        return whole
+
+
+def _reduce(gradient: Gradient, *, hold: bool) -> None:
+    message = gradient.pack(1.0, hold=hold)
+    if message is not None:
+        work = gradient.prepare_reduce(message, 1.0, hold=hold)
+        for _ in chain.from_iterable(work.parts):
+            pass
+        if work.then is not None:
+            work.then()
