@@ -100,7 +100,8 @@ def _row(name: str, model: str, system: str, measured: dict) -> Row:
         "CPU ms": f"{1000 * statistics.median(found['cpu_s']):.1f}",
         "weights apart": f"{found['weights_apart']:.1e}" if other != system else "-",
     }
-    return {**row, "peak MiB": f"{found['peak_bytes'] / 2**20:.0f}"} if "peak_bytes" in found else row
+    memory = {"peak MiB": "peak_bytes", "reserved MiB": "reserved_bytes"}
+    return row | {column: f"{found[key] / 2**20:.0f}" for column, key in memory.items() if key in found}
 
 
 def _timeline(scale: Scale, model: Model) -> Step:
@@ -131,8 +132,8 @@ PART = Part(
     "engine",
     "The engine beside FSDP2 on one card",
     [
-        "model", "how", "ranks", "system", "step ms", "/ FSDP2", "host ms", "CPU ms", "peak MiB", "weights apart",
-        "device busy ms", "host waits ms", "launches", "NCCL",
+        "model", "how", "ranks", "system", "step ms", "/ FSDP2", "host ms", "CPU ms", "peak MiB", "reserved MiB",
+        "weights apart", "device busy ms", "host waits ms", "launches", "NCCL",
     ],
     steps,
     notes=(
@@ -142,9 +143,9 @@ PART = Part(
         f"within {report.LOSS_TOLERANCE['bf16']:g}, norms before clipping within {report.NORM_TOLERANCE['bf16']:g} of "
         "them; weights apart, at the end and as a share of the way that they have gone, at most "
         f"{report.WEIGHT_TOLERANCE['bf16']:g}. In turns: systems side by side, A B A B. Alone: one after another, each "
-        "gone before the next is built, so that its peak of allocated memory is its own. Host: until the last call of "
-        "a step had returned. Staged: ranks share the card through gloo and host memory, which shows streams under "
-        "load and nothing of speed.",
+        "gone before the next is built, so that its peak of allocated memory is its own, and what torch's allocator "
+        "has reserved. Host: until the last call of a step had returned. Staged: ranks share the card through gloo and "
+        "host memory, which shows streams under load and nothing of speed.",
         "Timeline: one step under torch's profiler, which makes the host slower; a trace a system is kept beside this "
         "report, for chrome://tracing or Perfetto. Device busy: some kernel or copy runs. Host waits: inside calls "
         "that synchronise. NCCL: kernels of that name.",

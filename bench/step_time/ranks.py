@@ -58,10 +58,11 @@ class Race:
             contestant = build(name, self.args, self.device, self.batches)
             for turn in range(self.args.rounds):
                 contestant.take_turn(self.args.steps, measure=turn >= self.args.discard)
-            peak = meter.peak_bytes()
+            peak, reserved = meter.peak_bytes(), meter.reserved_bytes()
             self._note(contestant)
             if self.device.type == "cuda":  # the kernel's figure for a process has what the system before has freed
-                self.systems[name]["peak_bytes"] = peak
+                self.systems[name] |= {"peak_bytes": peak, "reserved_bytes": reserved}
+                torch.cuda.empty_cache()  # or the next would begin with it
             if isinstance(contestant.optimizer, zeropp.ZeroOptimizer):
                 contestant.optimizer.close()
             del contestant

@@ -9,12 +9,12 @@ import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from bench.common import COMPARED
 from bench.common.machine import describe, machine
 
 REFERENCE = "fsdp2"
 CLIPPED = "_clipped"
 OURS = ("zeropp", "zeropp_clipped")
-COMPARED = 4  # first steps, whose losses and norms are held to each other
 CLIP = 1.0  # norm to which clipped systems clip their gradients
 ONE_RANK = (
     "One rank: nothing is sent. FSDP2 of torch 2.13 calls no NCCL then: it copies its shard for each all-gather and "

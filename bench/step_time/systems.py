@@ -190,6 +190,12 @@ class MemoryMeter:
             return int(line.split()[1]) * 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
+    def reserved_bytes(self) -> int:
+        """What torch's allocator has kept at most, on the rank that has most; on CPU the peak. Collective."""
+        on_card = self.device.type == "cuda"
+        kept = torch.cuda.max_memory_reserved(self.device) if on_card else self._peak()
+        return int(over_ranks([float(kept)], dist.ReduceOp.MAX)[0])
+
     def peak_bytes(self) -> int:
         """The peak of the rank that needs most. Collective."""
         return int(over_ranks([float(self._peak() - self.start)], dist.ReduceOp.MAX)[0])
