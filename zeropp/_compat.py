@@ -132,7 +132,9 @@ def replays_cuda_graphs(module: nn.Module) -> bool:
         return False
     chosen: dict[str, Any] | None
     if (call := getattr(module, "_compiled_call_impl", None)) is not None:
-        chosen, backend = call.get_compiler_config(), None
+        # A plain function where compiling is switched off.
+        config = getattr(call, "get_compiler_config", None)
+        chosen, backend = config() if config is not None else None, None
     else:
         context: Any = module.dynamo_ctx
         chosen, backend = context.compiler_config, context.callback

@@ -177,13 +177,13 @@ def test_accumulation_reduces_every_micro_batch() -> None:
 
 
 def test_control_traffic_is_one_small_vector_a_step() -> None:
-    """Squared norm, two hashes in three numbers each, four flags, one for each unit and trainable parameter: float64.
+    """Squared norm, two hashes in three numbers each, five flags, one for each unit and trainable parameter: float64.
 
     And, after the last backward, one number that tells whether all gradients are finite.
     """
     for found, _, (units, trainable) in run_ranks(4, one_step, {}, 2, local_world_size=2):
         ((_, calls_bytes),) = named(found, control=True).items()
-        nbytes = 8 * (11 + units + trainable)
+        nbytes = 8 * (12 + units + trainable)
         assert calls_bytes == (2, 2 * 3 * nbytes // 4 + 2 * 3 * 4 // 4)
 
 

@@ -5,6 +5,7 @@ On CPU, where sums are read late only if a test asks for it; see [Note: sums rea
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -150,6 +151,116 @@ def partly_used() -> tuple[int, bool]:
 
 def test_a_parameter_that_no_rank_uses_is_not_stepped() -> None:
     assert run_ranks(1, partly_used) == [(1, True)]
+
+
+class Leaning(nn.Module):
+    """Blocks, the last of which adds a vector on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Routed(2)
+        self.vector = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor, leans: bool) -> Tensor:
+        x = self.body(x)
+        return x + self.vector if leans else x
+
+
+def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], list[int]]:
+    """Four steps in which rank 1 does not use a parameter, the third with a factor, beside hosts that all wait."""
+    pair, wrong = [], []
+    for late in (True, False):
+        torch.manual_seed(3)
+        model = Leaning()
+        inner = torch.optim.AdamW(model.parameters(), **ADAM)
+        pair.append((model, zeropp.ZeroOptimizer(inner, model, make_config(**STATIC, **settings))))
+        pair[-1][1].boundary.reads_late = late
+    for step in range(4):
+        seen: list[Any] = []
+        for model, optimizer in pair:
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            loss = model(x, dist.get_rank() != 1).square().mean()
+            (loss * factor if step == 2 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told = (optimizer.step_was_skipped, optimizer.step_was_taken, optimizer.skipped_steps)
+            seen.append((repr(told), numbers(optimizer)))
+        if seen[0][0] != seen[1][0] or not all(map(torch.equal, seen[0][1], seen[1][1])):
+            wrong.append(f"step {step}: {seen[0][0]} late, {seen[1][0]} waiting")
+    return wrong, [optimizer.boundary.reads for _, optimizer in pair]
+
+
+@pytest.mark.parametrize("factor", [1.0, float("nan")])
+@pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=str)
+def test_a_rank_that_waits_does_what_others_have_done(settings: dict[str, object], factor: float) -> None:
+    """Ranks without a gradient of everything read first, the others late; all take the same steps."""
+    found = run_ranks(3, some_wait, settings, factor)
+    assert [wrong for wrong, _ in found] == [[]] * 3
+    assert [reads for _, reads in found] == [[0, 4], [4, 4], [0, 4]]
+
+
+def left_over() -> tuple[str, bool]:
+    """What is raised when rank 1 alone has a gradient left in the third step, and whether that was taken."""
+    optimizer = wrapped(True, **STATIC)
+    gradient, before = optimizer.engine.gradients[0], list[Tensor]()
+    for step in range(4):
+        try:
+            backward(optimizer, step)
+            alone = step == 2 and dist.get_rank() == 1
+            with mock.patch.object(gradient, "has_unsent", lambda: True) if alone else contextlib.nullcontext():
+                optimizer.step()
+        except RuntimeError as raised:
+            return f"step {step}: {raised}", not all(map(torch.equal, before, numbers(optimizer)))
+        if step < 2:
+            before = numbers(optimizer)
+        optimizer.zero_grad()
+    return "nothing", True
+
+
+def test_a_gradient_that_one_rank_alone_has_left_is_a_broken_promise() -> None:
+    """That rank raises, and the others where they meet it next; nobody has stepped."""
+    (late, stepped_late), (waiting, stepped) = run_ranks(2, left_over)
+    assert waiting.startswith("step 2") and "static_graph rules out" in waiting and not stepped
+    assert late.startswith("step 3") and "static_graph rules out" in late and not stepped_late
+
+
+def resumed() -> list[str]:
+    """What fails after a state was loaded whose optimizer was not fused: torch then takes no scale."""
+    failed = []
+    plain = wrapped(False, unfused=True, gradient_clipping=0.1)
+    backward(plain, 0)
+    plain.step()
+    saved = plain.state_dict()
+    for late in (True, False):
+        optimizer = wrapped(late, gradient_clipping=0.1)
+        backward(optimizer, 0)
+        optimizer.step()
+        optimizer.load_state_dict(saved)
+        try:
+            backward(optimizer, 1)
+            optimizer.step()
+        except (AssertionError, RuntimeError) as error:
+            failed.append(f"late {late}: {error}")
+    return failed
+
+
+def test_a_state_of_an_optimizer_that_was_not_fused_goes_on() -> None:
+    assert run_ranks(1, resumed) == [[]]
+
+
+def twice() -> tuple[float, float]:
+    """Norms of two steps on the same gradients, which the first has clipped."""
+    optimizer = wrapped(False, gradient_clipping=0.01)
+    backward(optimizer, 0)
+    optimizer.step()
+    first = optimizer.grad_norm
+    optimizer.step()
+    return first or 0.0, optimizer.grad_norm or 0.0
+
+
+def test_a_second_step_measures_what_the_first_has_clipped() -> None:
+    for first, second in run_ranks(2, twice):
+        assert first > 0.1 and second == pytest.approx(0.01, rel=1e-4)
 
 
 def out_of_step(disturb: Callable[[zeropp.ZeroOptimizer], None], asks: bool) -> tuple[str, bool]:

@@ -240,7 +240,7 @@ class Comm:
         if self.world == 1 or self.backend == "fake":
             return [values] * self.world
         self._note_control("<agreement>", (self.world - 1) * 8 * len(values))
-        own = torch.tensor(values, dtype=torch.int64)
+        own = torch.tensor(values, dtype=torch.int64, device="cpu")
         table: list[list[int]] = gather_rows(own, self.control_group, self.timeout).tolist()
         return table
 

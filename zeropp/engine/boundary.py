@@ -6,17 +6,18 @@ unsent gradients on some rank, whether all ranks issued the same collectives and
 then whether they cache the same weights.
 
 [Note: sums read late] Where nothing that the vector says changes what the host queues next, the host does not wait for
-it: the device leaves a step out, and the host reads the vector when it comes to the next step, or when somebody asks
-what has become of this one. That takes one rank, or the promise of ``static_graph``; every trained parameter used; a
-fused Adam, which looks at ``found_inf``; and no codec to which a step that is left out is something else than a step
-that changes nothing (differences, carried errors).
+it: the device leaves a step out, and the host reads the vector at the next step, or when somebody asks what became of
+this one. That takes one rank, or the promise of ``static_graph``; a fused Adam, which looks at ``found_inf``; and no
+codec to which leaving a step out is more than changing nothing (differences, carried errors). Of each rank by itself it
+takes that it has used every trained parameter and sent every gradient. One that has not waits for the sum, which tells
+it whether others have gone on: then it does what they do.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -39,6 +40,7 @@ _BAD = 1  # shards that are not finite
 _EDITED = 2  # ranks whose gradients were changed after the last backward
 _HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
+_LATE = 9  # ranks that do not wait for the sum
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
@@ -49,10 +51,12 @@ class Verdict:
     Attributes:
         norm: gradient norm over the whole model, all ranks; not finite if any gradient is; None if it is read late.
         used: for each unit, whether each trainable parameter had a gradient on any rank since the last zero_grad.
+        late: some rank does not know it yet, so that all go through the step, which the device may leave out.
     """
 
     norm: float | None
     used: list[list[bool]]
+    late: bool = False
 
     @property
     def finite(self) -> bool:
@@ -96,7 +100,7 @@ class Boundary:
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
         # gradients, one for strays among these, one for ranks that passed over units, one for each used parameter;
         # checksums at the end.
-        self._unsent = _SETTINGS.stop
+        self._unsent = _LATE + 1
         self._stray = self._unsent + len(engine.units)
         self._passed_over = self._stray + 1
         self._used = self._passed_over + 1
@@ -146,10 +150,12 @@ class Boundary:
         Raises:
             RuntimeError: the ranks did not issue the same collectives; or had not, when they stepped last.
         """
-        if self._verdict is None and late and self._may_read_late():
+        if self._verdict is None and late and self._may_read_late() and self._needs_nothing():
             self._verdict = self._sum_unread()
         if self._verdict is None:
             values = self._exchange()
+            if values[_LATE] > 0:
+                return self._follow_late(values)
             # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
             # only once nothing is left to send.
             spoiled = False
@@ -175,34 +181,52 @@ class Boundary:
         return self._verdict
 
     def _may_read_late(self) -> bool:
-        """Whether no host can learn anything from the sum that it must know before it goes on."""
+        """Whether the device may leave the step out; the same on every rank."""
         engine = self.engine
-        alike = engine.comm.world == 1 or engine.schedule.static
-        used = zip(engine.units, engine.pending.used, strict=True)
         return (
             self.reads_late
-            and alike
-            and not (self.cache_checksum.due or engine.schedule.passed_over)
-            and not any(gradient.has_unsent() or gradient.feedbacks for gradient in engine.gradients)
+            and (engine.comm.world == 1 or engine.schedule.static)
+            and not self.cache_checksum.due
+            and not any(gradient.feedbacks for gradient in engine.gradients)
             and all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
+        )
+
+    def _needs_nothing(self) -> bool:
+        """Whether this rank can learn nothing from the sum that it must know before it goes on."""
+        engine = self.engine
+        used = zip(engine.units, engine.pending.used, strict=True)
+        return (
+            not engine.schedule.passed_over
+            and not any(gradient.has_unsent() for gradient in engine.gradients)
             # What is frozen by now has no gradient on any rank.
             and all(flag or not trained for unit, own in used for flag, trained in zip(own, unit.trained, strict=True))
         )
 
     def _sum_unread(self) -> Verdict:
         self.read_unread()
-        edited = self._measure_doubted()
-        self._vector = self._assemble(edited, exact=False)
-        with self.engine.agreement.watching("adding up norms and flags", where="step()"):
-            self.engine.comm.sum(self._vector)
+        self._sum(self._measure_doubted(), late=True)
+        assert self._vector is not None
         self._unread = Unread(self._vector)
+        if (monitor := self.engine.agreement.monitor) is not None:
+            monitor.note(self._unread, "the sum of norms and flags")
+        self._go_on_late()
+        return Verdict(None, [list(flags) for flags in self.engine.pending.used], late=True)
+
+    def _go_on_late(self) -> None:
+        self.engine.schedule.note_passed_over(False)
         self.cache_checksum.count_step()
-        return Verdict(None, [list(flags) for flags in self.engine.pending.used])
+
+    def _follow_late(self, values: list[float]) -> Verdict:
+        """Other ranks have gone on without these numbers: so does this one, which has them."""
+        self._check_late(values)
+        self._go_on_late()
+        self._verdict = replace(self._interpret(values), late=True)
+        return self._verdict
 
     def left_out(self) -> Tensor:
         """float32 scalar on the model's device: 1 if the step, whose verdict has no norm, must not change a weight."""
         assert self._vector is not None
-        bad = self._vector[0].isfinite().logical_not()
+        bad = self._vector[0].isfinite().logical_not() | (self._vector[self._unsent : self._stray].sum() > 0)
         if self.engine.comm.backend != "fake":  # which does not sum at all
             for place in (_HASH, _SETTINGS):
                 bad = bad | differ_on_device(self._vector[place], self.engine.comm.world)
@@ -218,12 +242,20 @@ class Boundary:
             return None
         unread, self._unread = self._unread, None
         values = unread.read(self.engine.agreement)
-        self._check_in_step(values)
+        self._check_late(values)
+        return self._interpret(values)
+
+    def _check_late(self, values: list[float]) -> None:
+        """What a sum says that some rank has not waited for."""
+        unsent = self._unsent_units(values)
+        if unsent:
+            names = [self.engine.units[index].name for index in unsent]
+            doing = f"adding up norms: some ranks alone have gradients of {names} left, which static_graph rules out"
+            raise self.engine.agreement.failure(doing, where="step()")
         if not math.isfinite(values[0]) and values[_BAD] == 0:
-            # All ranks see it, and from now on add up such squares again before they decide.
+            # All ranks come to see it, and from then on add up such squares again before they decide.
             self.reads_late = False
             _log.warning("squares of gradients pass float32: a step was left out, and from now on norms are waited for")
-        return self._interpret(values)
 
     def check_settings(self) -> None:
         """Before a step that goes by a sum of earlier, as after clipping: settings may have changed since. Collective.
@@ -281,16 +313,19 @@ class Boundary:
     def _exchange(self) -> list[float]:
         edited = self._measure_doubted()
         values = self._add_up(edited)
-        if not math.isfinite(values[0]) and values[_BAD] == 0:
+        if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] == 0:
             # Squares of large finite values pass float32; all ranks see that, and do it again.
             values = self._add_up(edited, exact=True)
         return values
 
     def _add_up(self, edited: Tensor, *, exact: bool = False) -> list[float]:
-        self._vector = self._assemble(edited, exact)
+        return self._read(self._sum(edited, exact=exact))
+
+    def _sum(self, edited: Tensor, *, exact: bool = False, late: bool = False) -> Tensor:
+        self._vector = self._assemble(edited, exact, late)
         with self.engine.agreement.watching("adding up norms and flags", where="step()"):
             self.engine.comm.sum(self._vector)
-        return self._read(self._vector)
+        return self._vector
 
     def _arrived(self) -> list[Gradient]:
         return [gradient for gradient in self.engine.gradients if gradient.arrived]
@@ -324,18 +359,19 @@ class Boundary:
             found[0] = squared_norm([gradient.shard for gradient in gradients])
         return found
 
-    def _assemble(self, edited: Tensor, exact: bool) -> Tensor:
+    def _assemble(self, edited: Tensor, exact: bool, late: bool) -> Tensor:
         engine = self.engine
         settings = self._settings.code()
         flags: list[float] = [*spread(engine.issued.value)]
         flags += spread(settings) if isinstance(settings, int) else [0.0] * 3
+        flags.append(float(late))
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.passed_over))
         flags += [float(used) for unit_flags in engine.pending.used for used in unit_flags]
         # Pinned, so that the copy is queued and not waited for. torch's allocator keeps the block until the copy is
         # done.
-        host = torch.tensor(flags, dtype=torch.float64, pin_memory=engine.device.type == "cuda")
+        host = torch.tensor(flags, dtype=torch.float64, device="cpu", pin_memory=engine.device.type == "cuda")
         parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]
         if self.cache_checksum.due:
             # A refresh under way is still writing what the checksums are of.

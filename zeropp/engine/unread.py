@@ -36,17 +36,20 @@ class Unread:
         Raises:
             RuntimeError: the common error, if they do not come within ``hang_timeout``.
         """
-        event = self._event
-        if event is not None:
-            agreement.wait(lambda timeout: _poll(event, timeout), "waiting for the sum of norms and flags")
+        if self._event is not None:
+            agreement.wait(self.wait, "waiting for the sum of norms and flags")
         values: list[float] = self._host.tolist()
         return values
 
+    def wait(self, timeout: float) -> bool:
+        """Let the host wait; False after ``timeout`` seconds in vain."""
+        until = time.monotonic() + timeout
+        while not self.done():
+            if time.monotonic() > until:
+                return False
+            time.sleep(2e-5)
+        return True
 
-def _poll(event: torch.cuda.Event, timeout: float) -> bool:
-    until = time.monotonic() + timeout
-    while not event.query():
-        if time.monotonic() > until:
-            return False
-        time.sleep(2e-5)
-    return True
+    def done(self) -> bool:
+        """Whether they have come."""
+        return self._event is None or bool(self._event.query())

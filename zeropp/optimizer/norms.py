@@ -37,7 +37,9 @@ def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
 def _takes_scale(engine: Engine, optimizer: Optimizer) -> bool:
     # The scale is float32, which is too little for gradients of 64 bits.
     single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
-    return single and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    # A state that was saved by an optimizer that is not fused brings that setting with it.
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return single and fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @contextlib.contextmanager
@@ -60,7 +62,8 @@ def clipping(
         yield
         return
     # Names that torch's GradScaler has given them.
-    optimizer.found_inf = torch.zeros((), device=norm.device) if left_out is None else left_out  # type: ignore[attr-defined]
+    none = torch.zeros((), dtype=torch.float32, device=norm.device)
+    optimizer.found_inf = none if left_out is None else left_out  # type: ignore[attr-defined]
     if max_norm > 0:
         optimizer.grad_scale = torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()  # type: ignore[attr-defined]
     try:
@@ -69,6 +72,9 @@ def clipping(
         del optimizer.found_inf  # type: ignore[attr-defined]
         if max_norm > 0:
             del optimizer.grad_scale  # type: ignore[attr-defined]
+            # They are divided now, and their versions do not say so.
+            for gradient in engine.gradients:
+                gradient.doubt()
 
 
 def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:

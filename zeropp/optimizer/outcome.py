@@ -38,6 +38,11 @@ class Outcome:
         if not self._unread:
             self.grad_norm = verdict.norm
 
+    def load(self, skipped_steps: int) -> None:
+        """Go on from a saved count."""
+        self.wait()
+        self.skipped_steps = skipped_steps
+
     def pass_over(self) -> None:
         """A step was asked for inside a window, and does nothing."""
         self.wait()

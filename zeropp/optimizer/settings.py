@@ -61,6 +61,11 @@ class GroupSettings:
         names = dict.fromkeys(name for table in tables for name in table)
         differing = [name for name in names if len({repr(table.get(name)) for table in tables}) > 1]
         given = {name: [table.get(name) for table in tables] for name in differing[:3]}
+        if not differing:
+            return RuntimeError(
+                "parameter groups differed between ranks at the last step, which was left out for it, and are alike by "
+                "now. Every rank must set the same numbers before it calls step()"
+            )
         return RuntimeError(
             "parameter groups differ between ranks, and nothing was stepped: "
             + "; ".join(f"{name} is {_by_rank(values)}" for name, values in given.items())

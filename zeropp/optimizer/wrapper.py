@@ -237,7 +237,7 @@ class ZeroOptimizer(Optimizer):
 
         After the first of ``gradient_accumulation_steps`` micro-batches and before the last it does nothing but run the
         closure, if the caller calls it after every micro-batch; see [Note: who owns the boundary]. Step hooks run
-        around steps that are taken.
+        around steps that are taken, and that the device leaves out.
 
         Args:
             closure: computes the loss and its backward; called once, before step hooks where it may be one of several.
@@ -272,10 +272,10 @@ class ZeroOptimizer(Optimizer):
         self.boundary.check_settings()
         verdict = self._decide()
         norm = self.boundary.norm_tensor()
-        left_out = self.boundary.left_out() if verdict.norm is None else None
+        left_out = self.boundary.left_out() if verdict.late else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
         self.outcome.decided(verdict)
-        if not verdict.finite:
+        if not (verdict.finite or verdict.late):
             self.engine.window.restart()
             return loss
         if not self.config.zero.ignore_unused_parameters:
@@ -291,7 +291,7 @@ class ZeroOptimizer(Optimizer):
         self._carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
-        self.outcome.step_was_taken = True
+        self.outcome.step_was_taken = verdict.finite
         return loss
 
     def _decide(self) -> Verdict:
@@ -361,7 +361,7 @@ class ZeroOptimizer(Optimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
         self._slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self._carried, saved.get("carried"))
-        self.outcome.skipped_steps = saved["skipped_steps"]
+        self.outcome.load(saved["skipped_steps"])
         self.zero_grad(now=True)
 
     def __reduce_ex__(self, protocol: object) -> Any:

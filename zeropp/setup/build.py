@@ -85,6 +85,7 @@ def build_engine(
         _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
         together("placing the model", lambda: place(model, device) if trained_on is not None else None)
+        together("looking for CUDA graphs", lambda: refuse_cuda_graphs(model, device, _moving(model, config, comm)))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
         maker = BufferMaker(config, mode, comm)
@@ -235,10 +236,15 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
     check_dtypes(model, config)
     # Only for what it refuses; what it finds is asked for again where it is used.
     former_engines(model)
-    found = find_device(model, device)
-    if config.zero.stage == 3:
-        refuse_cuda_graphs(model, found, lambda p: p.numel() > config.zero.param_persistence_threshold)
-    return found
+    return find_device(model, device)
+
+
+def _moving(model: nn.Module, config: Config, comm: Comm) -> Callable[[nn.Parameter], bool]:
+    """Tells parameters that will be gathered at each use."""
+    specs = form_units(model, comm.world, unit_options(config))
+    whole = {name for spec in specs if spec.persistent for name in spec.parameters}
+    moving = {id(p) for name, p in model.named_parameters() if name not in whole and p.is_floating_point()}
+    return lambda parameter: config.zero.stage == 3 and id(parameter) in moving
 
 
 def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
