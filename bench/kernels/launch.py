@@ -2,7 +2,10 @@
 
     python -m bench.kernels.launch
 
-On a GPU the calls are queued, not waited for; on CPU the figure holds the work on 256 elements too.
+"call" is the whole of it. On a GPU calls are queued, not waited for; on CPU the figure holds the work of plain torch on
+few elements. "ours" is the same with Triton's launcher replaced by a function that does nothing: torch's dispatcher,
+checks, and what is computed for a launch; on CPU, too, where it stands for a GPU's, but for the choice of the device.
+The difference on a GPU is the launcher's own.
 """
 
 from __future__ import annotations
@@ -11,30 +14,59 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 
 import zeropp_kernels
 from bench.common.machine import describe, machine
 from bench.kernels.operations import OPERATIONS, Run
-from zeropp_kernels import block_table
+from zeropp_kernels import block_table, message_layout, reference
 
 NUMEL = 3072
-TENSORS = (12, 100, 1000)
+TENSORS = (1, 12, 100, 1000)
+MICROSECONDS = 1e6
 
 
-def gather_many(device: str, tensors: int) -> Run:
-    """One launch over many tensors of one block each."""
+def many(device: str, tensors: int) -> dict[str, Run]:
+    """One launch over many tensors of one block each, both ways and into a message."""
     table = block_table([256] * tensors, device=device)
     given = [torch.ones(256, device=device) for _ in range(tensors)]
     flat = torch.empty(table.numel, device=device)
+    message = torch.empty(message_layout(table.numel, 8).nbytes, dtype=torch.uint8, device=device)
 
-    def run() -> list[torch.Tensor]:
+    def quantize() -> list[Tensor]:
+        zeropp_kernels.quantize_tensors_(given, table, message)
+        return [message]
+
+    def gather() -> list[Tensor]:
         zeropp_kernels.gather_(given, table, flat)
         return [flat]
 
-    return run
+    def scatter() -> list[Tensor]:
+        zeropp_kernels.scatter_(flat, given, table)
+        return given
+
+    return {f"{run.__name__} of {tensors} tensors": run for run in (quantize, gather, scatter)}
+
+
+@contextmanager
+def no_launcher(device: str) -> Iterator[None]:
+    """Kernels are not launched; on CPU the operations go a GPU's way to where they would be."""
+    from zeropp_kernels import device as triton_side
+
+    def nothing(self: object, grid: object) -> Any:
+        return lambda *arguments, **options: None
+
+    kernel = type(triton_side.copy.gather_kernel)
+    fast = {name: getattr(triton_side, name) for name in triton_side.__all__} if device == "cpu" else {}
+    with mock.patch.object(kernel, "__getitem__", nothing), mock.patch.multiple(reference, **fast):
+        yield
 
 
 def microseconds(device: str, run: Run, calls: int, rounds: int) -> float:
@@ -48,7 +80,7 @@ def microseconds(device: str, run: Run, calls: int, rounds: int) -> float:
         taken.append((time.perf_counter() - begin) / calls)
         if device == "cuda":
             torch.cuda.synchronize()
-    return 1e6 * statistics.median(taken)
+    return MICROSECONDS * statistics.median(taken)
 
 
 def main() -> None:
@@ -62,10 +94,15 @@ def main() -> None:
     print(describe(machine(device)))
     print(f"host time of a call, {NUMEL} elements on {device}, median of {given.rounds} x {given.calls}")
     runs = {operation.name: operation.make(NUMEL, device).ours for operation in OPERATIONS}
-    runs |= {f"gather of {tensors} tensors": gather_many(device, tensors) for tensors in TENSORS}
-    found = {name: microseconds(device, run, given.calls, given.rounds) for name, run in runs.items()}
+    for tensors in TENSORS:
+        runs |= many(device, tensors)
+    found = {name: {"call": microseconds(device, run, given.calls, given.rounds)} for name, run in runs.items()}
+    with no_launcher(device):
+        for name, run in runs.items():
+            found[name]["ours"] = microseconds(device, run, given.calls, given.rounds)
+    print(f"{'':<34} {'call':>8} {'ours':>8} us")
     for name, taken in found.items():
-        print(f"{name:<34} {taken:8.1f} us")
+        print(f"{name:<34} {taken['call']:8.1f} {taken['ours']:8.1f}")
     if given.json is not None:
         given.json.write_text(json.dumps(found) + "\n")
 

@@ -1,12 +1,14 @@
 """What every operation asks of its arguments, said in errors that name the argument.
 
 Shapes, dtypes and devices are checked under ``torch.compile`` and fake tensors too; the rest when data is there.
+Every call comes through here, so what a message says is put together when it is raised, and many tensors are asked at
+once before one of them is looked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ _MOST_MESSAGES = 65535
 _LARGEST = torch.finfo(torch.float32).max
 # Bytes, of messages and states: codes are stored 128 bits at a time.
 _ALIGNMENT = 16
+# For map(), which asks a hundred tensors without a line of Python for each.
+_dtype = attrgetter("dtype")
+_device = attrgetter("device")
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -44,7 +49,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 def check_flat(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype] = FLOATS, numel: int | None = None) -> None:
     """One dimension, contiguous, one of ``dtypes``, and ``numel`` elements where that is given."""
     # Before strides are asked for, which sparse tensors do not have.
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+    if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         given = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is {given}; expected a dense tensor")
     if tensor.dtype not in dtypes:
@@ -134,20 +139,29 @@ def check_table(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, numel: int, what: str
 ) -> None:
     """Dense tensors of one dtype, and a table of as many, for a flat buffer as long as ``what``."""
-    size = len(tensors)
-    for name, part, dtype, shape in (
-        ("host", host, torch.int64, (3, size)),
-        ("entries", entries, torch.int64, (3, size)),
-        ("owners", owners, torch.int32, (blocks_of(numel),)),
-    ):
-        if part.dtype != dtype or tuple(part.shape) != shape or not part.is_contiguous():
-            raise ValueError(
-                f"table.{name} is {_names([part.dtype])} {list(part.shape)}; expected {_names([dtype])} {list(shape)} "
-                f"for {size} tensors and the {numel} elements of {what}: make the table with block_table"
-            )
+    _check_part("host", host, torch.int64, (3, len(tensors)), len(tensors), numel, what)
+    _check_part("entries", entries, torch.int64, (3, len(tensors)), len(tensors), numel, what)
+    _check_part("owners", owners, torch.int32, (blocks_of(numel),), len(tensors), numel, what)
     # It is read at every call, and a read from a device would wait for it.
-    if host.device.type != "cpu":
+    if not host.is_cpu:
         raise ValueError(f"table.host is on {host.device}; expected cpu: make the table with block_table")
+    dtypes = set(map(_dtype, tensors))
+    if not (len(dtypes) <= 1 and dtypes.issubset(FLOATS) and all(map(Tensor.is_contiguous, tensors))):
+        _check_each(tensors)
+
+
+def _check_part(
+    name: str, part: Tensor, dtype: torch.dtype, shape: tuple[int, ...], size: int, numel: int, what: str
+) -> None:
+    if part.dtype != dtype or part.shape != shape or not part.is_contiguous():
+        raise ValueError(
+            f"table.{name} is {_names([part.dtype])} {list(part.shape)}; expected {_names([dtype])} {list(shape)} "
+            f"for {size} tensors and the {numel} elements of {what}: make the table with block_table"
+        )
+
+
+def _check_each(tensors: Sequence[Tensor]) -> None:
+    """One dtype, and no gaps."""
     for index, tensor in enumerate(tensors):
         if tensor.dtype not in FLOATS:
             raise TypeError(f"tensors[{index}] is {_names([tensor.dtype])}; expected {_names(FLOATS)}")
@@ -184,7 +198,6 @@ def check_lossless(messages: Tensor, name: str, numel: int, count: int, room8: i
     return layout.blocks
 
 
-@dataclass(frozen=True)
 class Memory:
     """Where the arguments of a call must lie: all on one device.
 
@@ -197,29 +210,38 @@ class Memory:
         room: elements of the flat buffer that the table is for.
     """
 
-    tensors: Mapping[str, Tensor | None]
-    aligned: tuple[str, ...] = ()
-    pinned: str = ""
-    many: Sequence[Tensor] = ()
-    host: Tensor | None = None
-    room: int = 0
+    __slots__ = ("aligned", "host", "many", "pinned", "room", "tensors")
 
-    def named(self) -> Iterator[tuple[str, Tensor]]:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor | None],
+        aligned: Sequence[str] = (),
+        pinned: str = "",
+        many: Sequence[Tensor] = (),
+        host: Tensor | None = None,
+        room: int = 0,
+    ) -> None:
+        self.tensors = tensors
+        self.aligned = aligned
+        self.pinned = pinned
+        self.many = many
+        self.host = host
+        self.room = room
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors that must lie on one device."""
         yield from ((name, tensor) for name, tensor in self.tensors.items() if tensor is not None)
         yield from ((f"tensors[{index}]", tensor) for index, tensor in enumerate(self.many))
 
-    def device(self) -> torch.device:
-        """That of the first tensor that is not on CPU, if there is one."""
-        for _, tensor in self.named():
-            if tensor.device.type != "cpu":
-                return tensor.device
-        return torch.device("cpu")
-
     def check(self) -> torch.device:
-        """Raise ValueError for a tensor that lies elsewhere; returns the device."""
-        device = self.device()
-        for name, tensor in self.named():
+        """Raise ValueError for a tensor that lies elsewhere; returns the device: the first that is not CPU."""
+        devices = {tensor.device for tensor in self.tensors.values() if tensor is not None}
+        devices.update(map(_device, self.many))
+        if len(devices) == 1:
+            return devices.pop()
+        elsewhere = (tensor.device for _, tensor in self._named() if tensor.device.type != "cpu")
+        device = next(elsewhere, torch.device("cpu"))
+        for name, tensor in self._named():
             # Pinned host memory is written over the bus; whether it is pinned, only real memory can tell.
             if tensor.device != device and not (name == self.pinned and tensor.device.type == "cpu"):
                 raise ValueError(f"{name} is on {tensor.device}; expected {device} like the other arguments")
@@ -227,24 +249,29 @@ class Memory:
 
     def check_data(self, device: torch.device) -> None:
         """Raise ValueError for what only real tensors tell: addresses, pageable memory, and what a table says."""
-        for name in (*self.aligned, self.pinned):
-            tensor = self.tensors.get(name)
-            if tensor is None:
-                continue
-            if tensor.device != device and not tensor.is_pinned():
-                raise ValueError(f"{name} is in pageable memory; expected pinned memory, or memory on {device}")
-            if name in self.aligned and tensor.data_ptr() % _ALIGNMENT:
+        for name in self.aligned:
+            tensor = self.tensors[name]
+            if tensor is not None and tensor.data_ptr() % _ALIGNMENT:
                 raise ValueError(
                     f"{name} starts at an address that is {tensor.data_ptr() % _ALIGNMENT} more than a multiple of "
                     f"{_ALIGNMENT} bytes; allocate it on its own, or start it at a multiple of {_ALIGNMENT}"
                 )
-        # Sizes are compared here, since a fake table has no values to read.
-        if self.host is None:
-            return
-        _, numels, offsets = self.host.tolist()
-        for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
-            if tensor.numel() != numel:
-                raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
+        if self.pinned:
+            tensor = self.tensors[self.pinned]
+            if tensor is not None and tensor.device != device and not tensor.is_pinned():
+                raise ValueError(f"{self.pinned} is in pageable memory; expected pinned memory, or memory on {device}")
+        if self.host is not None:
+            self._check_sizes(self.host)
+
+    def _check_sizes(self, host: Tensor) -> None:
+        # Here, since a fake table has no values to read.
+        _, numels, offsets = host.tolist()
+        if list(map(Tensor.numel, self.many)) != numels:
+            for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
+                if tensor.numel() != numel:
+                    raise ValueError(
+                        f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}"
+                    )
         # Tables are made in ascending order, so the last tensor is the one that could pass the end.
         if numels and offsets[-1] + numels[-1] > self.room:
             raise ValueError(

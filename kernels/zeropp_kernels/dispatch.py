@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from .wire import blocks_of, message_layout
 __all__ = ["NAMESPACE"]
 
 NAMESPACE = "zeropp"
+_requires_grad = attrgetter("requires_grad")
 # Kept for the life of the module: what it has registered goes with it.
 _library = torch.library.Library(NAMESPACE, "DEF")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
@@ -195,28 +197,38 @@ def _unsupported(name: str, *arguments: object) -> None:
 def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
     """Define an operation that both :mod:`.reference` and :mod:`.device` have under that name."""
 
-    plain = getattr(reference, name)
     _library.define(f"{name}({schema}) -> ()")
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
     # From the schema, so that what autograd and the compiler are told is what is checked.
-    written = [index for index, each in enumerate(declared) if each.alias_info and each.alias_info.is_write]
+    places = [(each.name, index) for index, each in enumerate(declared)]
+    written = [(label, index) for label, index in places if (alias := declared[index].alias_info) and alias.is_write]
 
-    def outputs(arguments: Sequence[object]) -> Iterator[tuple[str, Tensor]]:
-        for index in written:
-            argument, given = declared[index].name, arguments[index]
+    def outputs(arguments: Sequence[object]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for _, index in written:
+            given = arguments[index]
             if isinstance(given, Tensor):
-                yield argument, given
+                found.append(given)
             elif isinstance(given, list):
-                yield from ((f"{argument}[{number}]", each) for number, each in enumerate(given))
+                found += given
+        return found
 
     def refuse_gradients(arguments: Sequence[object]) -> None:
         """Overwriting has no derivative here, and autograd would not notice."""
-        if torch.is_grad_enabled():
-            for argument, tensor in outputs(arguments):
-                if tensor.requires_grad:
+        if not torch.is_grad_enabled():
+            return
+        for argument, index in written:
+            given = arguments[index]
+            if isinstance(given, Tensor):
+                if given.requires_grad:
                     raise ValueError(f"{argument} requires grad and would be overwritten; call under torch.no_grad()")
+            elif isinstance(given, list) and any(map(_requires_grad, given)):
+                number = [tensor.requires_grad for tensor in given].index(True)
+                raise ValueError(
+                    f"{argument}[{number}] requires grad and would be overwritten; call under torch.no_grad()"
+                )
 
-    def checked(*arguments: object) -> torch.device:
+    def checked(arguments: Sequence[object]) -> torch.device:
         refuse_gradients(arguments)
         memory = check(*arguments)
         device = memory.check()
@@ -229,17 +241,18 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
         return getattr(importlib.import_module(f"{__package__}.device"), name)  # type: ignore[no-any-return]
 
     def on_cpu(*arguments: object) -> None:
-        checked(*arguments)
+        checked(arguments)
         # Inputs may require grad, and plain torch would record a graph of what it does to scratch.
         with torch.no_grad():
-            plain(*arguments)
+            # Looked up at each call, so that a benchmark can put a kernel in its place.
+            getattr(reference, name)(*arguments)
 
     def on_gpu(*arguments: object) -> None:
         # Triton launches on the current device, whatever its arguments lie on.
-        with torch.cuda.device(checked(*arguments)), torch.no_grad():
+        with torch.cuda.device(checked(arguments)), torch.no_grad():
             fast()(*arguments)
         # What a kernel writes behind torch's back counts as written.
-        torch.autograd.graph.increment_version([tensor for _, tensor in outputs(arguments)])
+        torch.autograd.graph.increment_version(outputs(arguments))
 
     def fake(*arguments: object) -> None:
         refuse_gradients(arguments)

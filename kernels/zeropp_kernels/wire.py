@@ -1,4 +1,4 @@
-"""Message layout: where codes and scales lie in the bytes that one hop carries. Integers only, no torch.
+"""Message layout: where codes and scales lie in the bytes that one hop carries. Integers only, no tensors.
 
 A message holds the codes of its elements, block by block, and after them everything that the blocks share::
 
@@ -11,7 +11,10 @@ need. n messages of one hop follow each other in the order of their destinations
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, field
+
+from torch.compiler import is_compiling
 
 __all__ = [
     "BLOCK",
@@ -21,6 +24,7 @@ __all__ = [
     "LosslessLayout",
     "MessageLayout",
     "blocks_of",
+    "ceil_div",
     "lossless_layout",
     "message_layout",
     "state_layout",
@@ -41,13 +45,15 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _blocks(numel: int, size: int) -> int:
+def ceil_div(numel: int, size: int) -> int:
+    """The quotient, rounded up."""
     return -(-numel // size)
 
 
-def _check_integer(name: str, value: int) -> None:
-    # Under torch.compile sizes are symbols, which are no int.
-    if not hasattr(value, "__index__"):
+def _check_integer(name: str, value: object) -> None:
+    # Symbols, which sizes are under torch.compile, are no int, but where it reads code: there they are, and hasattr is
+    # no question.
+    if not isinstance(value, int) and not hasattr(value, "__index__"):
         raise TypeError(f"{name} is {value!r}; expected an integer")
 
 
@@ -60,57 +66,72 @@ def _check_numel(numel: int) -> None:
 def blocks_of(numel: int) -> int:
     """Blocks of 256 that ``numel`` elements take, the last perhaps partly filled."""
     _check_numel(numel)
-    return _blocks(numel, BLOCK)
+    return ceil_div(numel, BLOCK)
 
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """One message of ``numel`` elements in codes of ``bits`` bits, a scale for every ``group`` of them."""
+    """One message of ``numel`` elements in codes of ``bits`` bits, a scale for every ``group`` of them.
+
+    Attributes:
+        groups: the last of which may be partly filled; what is missing is encoded as zeros.
+        codes_nbytes: bytes of all codes.
+        scales_offset: bytes from the start of the message to the first scale.
+        nbytes: bytes of the whole message.
+        slots: places for scales up to the end of the message; those after the last group hold zeros.
+    """
 
     numel: int
     bits: int
     group: int
+    # Kept and not properties: launches ask for each of them at every call.
+    groups: int = field(init=False, repr=False, compare=False)
+    codes_nbytes: int = field(init=False, repr=False, compare=False)
+    scales_offset: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
+    slots: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def groups(self) -> int:
-        """Groups, the last of which may be partly filled; what is missing is encoded as zeros."""
-        return _blocks(self.numel, self.group)
-
-    @property
-    def codes_nbytes(self) -> int:
+    def __post_init__(self) -> None:
+        groups = ceil_div(self.numel, self.group)
         # Whole groups, the last one filled up: kernels write without a look at single elements.
-        return self.groups * self.group * self.bits // 8
-
-    @property
-    def scales_offset(self) -> int:
-        """Bytes from the start of the message to the first scale."""
-        return _round_up(self.codes_nbytes, CODES_ALIGNMENT)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole message."""
-        return _round_up(self.scales_offset + self.groups * SCALE_NBYTES, MESSAGE_ALIGNMENT)
-
-    @property
-    def slots(self) -> int:
-        """Places for scales up to the end of the message; those after the last group hold zeros."""
+        codes_nbytes = groups * self.group * self.bits // 8
+        scales_offset = _round_up(codes_nbytes, CODES_ALIGNMENT)
+        nbytes = _round_up(scales_offset + groups * SCALE_NBYTES, MESSAGE_ALIGNMENT)
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "codes_nbytes", codes_nbytes)
+        object.__setattr__(self, "scales_offset", scales_offset)
+        object.__setattr__(self, "nbytes", nbytes)
         # More than groups, since messages end at 128 bytes: the rest are zeros, so that equal inputs give equal bytes.
-        return (self.nbytes - self.scales_offset) // SCALE_NBYTES
+        object.__setattr__(self, "slots", (nbytes - scales_offset) // SCALE_NBYTES)
 
 
-def message_layout(numel: int, bits: int) -> MessageLayout:
-    """Layout of ``numel`` elements in int8 (``bits`` 8, group 256) or int4 (``bits`` 4, group 128)."""
+def _message_layout(numel: int, bits: int, code_bits: int) -> MessageLayout:
+    """Codes of ``code_bits`` bits in the groups of a message of ``bits``."""
     _check_numel(numel)
     _check_integer("bits", bits)
     if bits not in GROUPS:
         raise ValueError(f"bits is {bits!r}; codes have {' or '.join(map(str, sorted(GROUPS)))} bits")
-    return MessageLayout(numel, bits, GROUPS[bits])
+    return MessageLayout(numel, code_bits, GROUPS[bits])
+
+
+_known_layout = functools.lru_cache(maxsize=4096)(_message_layout)
+
+
+def _layout(numel: int, bits: int, code_bits: int) -> MessageLayout:
+    # Symbols, which sizes are under torch.compile, are no keys; and of a cache in code that it reads it would warn.
+    known = type(numel) is int and type(bits) is int and not is_compiling()
+    return (_known_layout if known else _message_layout)(numel, bits, code_bits)
+
+
+def message_layout(numel: int, bits: int) -> MessageLayout:
+    """Layout of ``numel`` elements in int8 (``bits`` 8, group 256) or int4 (``bits`` 4, group 128)."""
+    return _layout(numel, bits, bits)
 
 
 def state_layout(numel: int, bits: int) -> MessageLayout:
     """Layout of the error that feedback keeps beside a message of ``bits``: 8-bit codes in the message's groups."""
     # The message's groups and not those of int8: one scale then serves the same elements in both.
-    return MessageLayout(numel, 8, message_layout(numel, bits).group)
+    return _layout(numel, bits, 8)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.kernels import report
+from bench.kernels import launch, report
 from bench.kernels.operations import OPERATIONS, Operation
 from tests.kernels.operations import NAMES
 
@@ -61,6 +61,31 @@ def test_every_operation_is_timed() -> None:
             twin.ours()
         timed |= seen.names
     assert timed >= set(NAMES)
+
+
+def test_host_time_apart_from_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every call is timed twice; the second time its kernel does not run, and afterwards all is as before."""
+    pytest.importorskip("triton", reason="Triton comes for Linux only")
+    ran = []
+    monkeypatch.setattr(launch, "microseconds", lambda device, run, calls, rounds: ran.append(run) or 1.5)
+    monkeypatch.setattr("sys.argv", ["launch.py", "--json", str(tmp_path / "found.json")])
+    launch.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(ran) == 2 * len(found) and {*BY_NAME, "scatter of 100 tensors"} < found.keys()
+    assert all(times == {"call": 1.5, "ours": 1.5} for times in found.values())
+    assert "Triton" in capsys.readouterr().out.splitlines()[0], "figures depend on its version"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for name, run in launch.many(device, 3).items():
+        outputs = run()
+        for output in outputs:
+            output.fill_(77)
+        with launch.no_launcher(device):
+            run()
+        assert all((output == 77).all() for output in outputs), f"{name} ran its kernel"
+        run()
+        assert not any((output == 77).all() for output in outputs)
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

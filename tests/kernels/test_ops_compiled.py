@@ -11,7 +11,7 @@ from torch import Tensor
 import zeropp_kernels as kernels
 from tests.kernels.cases import values
 from tests.kernels.operations import NAMES, NUMEL, listed, messages_for, samples
-from zeropp_kernels import block_table, state_layout
+from zeropp_kernels import block_table, message_layout, state_layout
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -44,6 +44,23 @@ def test_public_functions_compile_whole() -> None:
     x, message = values(NUMEL, torch.float32).clamp(-9, 9), messages_for(NUMEL, 8)
     found = round_trip(x, message, torch.zeros(NUMEL))
     assert (found - 1 - 2 * x).abs().max() < 0.1
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_layouts_inside_a_compiled_region() -> None:
+    """The compiler reads how they are made, of sizes that are symbols, and has nothing to say against the cache."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def room_for(x: Tensor) -> Tensor:
+        nbytes = message_layout(x.numel(), 8).nbytes + state_layout(x.numel(), 4).nbytes
+        return x.new_empty(nbytes, dtype=torch.uint8)
+
+    for numel in (10, 200, 3000, 40_000):
+        expected = message_layout(numel, 8).nbytes + state_layout(numel, 4).nbytes
+        assert room_for(torch.ones(numel)).numel() == expected
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.campaign

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeropp_kernels import lossless_layout, message_layout, state_layout
+from zeropp_kernels import MessageLayout, lossless_layout, message_layout, state_layout
 from zeropp_kernels.wire import BLOCK, GROUPS
 
 numels = st.integers(0, 1 << 34)
@@ -53,6 +53,15 @@ def test_lossless_parts_follow_each_other_aligned(numel: int, room8: int, room16
     assert end8 <= layout.room16_offset < end8 + 16 and layout.room16_offset % 16 == 0
     end = layout.room16_offset + 2 * room16
     assert end <= layout.nbytes < end + 128 and layout.nbytes % 128 == 0
+
+
+@given(numels, bits)
+def test_a_layout_is_made_once(numel: int, bits: int) -> None:
+    """Every call asks for one; what it is equal to are its elements, bits and group."""
+    layout = message_layout(numel, bits)
+    assert message_layout(numel, bits) is layout and state_layout(numel, bits) is state_layout(numel, bits)
+    assert layout == MessageLayout(numel, bits, GROUPS[bits]) != message_layout(numel + 1, bits)
+    assert repr(layout) == f"MessageLayout(numel={numel}, bits={bits}, group={GROUPS[bits]})"
 
 
 def test_wrong_numbers_are_named() -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..table import locate
-from ..wire import BLOCK, blocks_of
+from ..wire import BLOCK, blocks_of, ceil_div
 from .blocks import ROWS, launched, load_pair, store_pair
 from .places import load_blocks, store_blocks, triton_dtype
 from .stats import report
@@ -72,7 +72,7 @@ def _launch(
     blocks = blocks_of(flat.numel())
     if blocks == 0:
         return
-    kernel[(triton.cdiv(blocks, _TILE),)](
+    kernel[(ceil_div(blocks, _TILE),)](
         entries, len(tensors), owners, flat, flat.numel(), blocks, scale, norms, flag,
         # locate sends addresses on this stream, so the kernel finds them. FLAT_EVEN: the buffer ends with a block, and
         # masks need not look at elements.

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..wire import message_layout
+from ..wire import ceil_div, message_layout
 from .blocks import (
     ROWS,
     encode_pair,
@@ -96,7 +96,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
     if layout.groups == 0:
         return
     # Slots, not groups: the zeros behind the last scale may take a tile of their own.
-    delta_encode_kernel[(triton.cdiv(layout.slots, ROWS),)](
+    delta_encode_kernel[(ceil_div(layout.slots, ROWS),)](
         shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
         UPDATE=update, EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_encode_kernel.options,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
     if layout.groups == 0:
         return
     # Decoding reads no slot behind the last group.
-    delta_apply_kernel[triton.cdiv(layout.groups, ROWS), count](
+    delta_apply_kernel[ceil_div(layout.groups, ROWS), count](
         messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
         EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_apply_kernel.options,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..table import locate
-from ..wire import message_layout, state_layout
+from ..wire import ceil_div, message_layout, state_layout
 from .blocks import (
     ROWS,
     TILE_ROWS,
@@ -148,7 +148,7 @@ def _launch(
     if layout.slots == 0 or count == 0:
         return
     # Slots, not groups: zeros behind the last scale are part of the message.
-    kernel[triton.cdiv(layout.slots, tile), count](
+    kernel[ceil_div(layout.slots, tile), count](
         # Without a state no code reads one, but a pointer must be given: one that is aligned and of bytes like a
         # state's, so that it compiles nothing anew.
         *source, messages, state if state is not None else messages,

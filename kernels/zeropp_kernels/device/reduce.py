@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..wire import BLOCK, blocks_of, message_layout
+from ..wire import BLOCK, blocks_of, ceil_div, message_layout
 from .blocks import (
     ROWS,
     TILE_ROWS,
@@ -189,7 +189,7 @@ def _launch(
     if layout.groups == 0:
         return
     tile = ROWS * 128 // layout.group
-    reduce_kernel[triton.cdiv(layout.groups, tile), parts](
+    reduce_kernel[ceil_div(layout.groups, tile), parts](
         messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
         norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile,
         **reduce_kernel.options,
@@ -219,7 +219,7 @@ def sum_(
     blocks = blocks_of(numel)
     if blocks == 0:
         return
-    sum_kernel[(triton.cdiv(blocks, SUM_TILE),)](
+    sum_kernel[(ceil_div(blocks, SUM_TILE),)](
         messages, count, out, numel, blocks, scale, norms, flag,
         ACCUMULATE=accumulate, EVEN=numel % BLOCK == 0, TILE=SUM_TILE, **sum_kernel.options,
     )  # fmt: skip
