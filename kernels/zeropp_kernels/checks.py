@@ -73,8 +73,16 @@ def check_count(name: str, count: int, numel: int, of: str) -> int:
     return numel // count
 
 
-def check_scale(scale: float) -> None:
-    """A factor that is finite in float32: any other would make values of the zeros between tensors and past the end."""
+def check_scale(scale: float, device_scale: Tensor | None = None) -> None:
+    """A factor that is finite in float32: any other would make values of the zeros between tensors and past the end.
+
+    Of one in a tensor only the form is checked; its value is on its way while the host goes on.
+    """
+    if device_scale is not None:
+        if device_scale.dtype != torch.float32:
+            raise TypeError(f"scale is {_names([device_scale.dtype])}; expected a number, or a tensor of float32")
+        if device_scale.numel() != 1:
+            raise ValueError(f"scale has {device_scale.numel()} elements; expected a number, or a tensor of one")
     # Put so that NaN is refused as well.
     if not abs(scale) <= _LARGEST:
         raise ValueError(f"scale is {scale}; expected a number that float32 can hold, at most {_LARGEST:.7g}")
@@ -208,9 +216,10 @@ class Memory:
         many: tensors of a table.
         host: what the table says of them; it stays on CPU.
         room: elements of the flat buffer that the table is for.
+        scale: a factor on the device of the others.
     """
 
-    __slots__ = ("aligned", "host", "many", "pinned", "room", "tensors")
+    __slots__ = ("aligned", "host", "many", "pinned", "room", "scale", "tensors")
 
     def __init__(
         self,
@@ -220,6 +229,7 @@ class Memory:
         many: Sequence[Tensor] = (),
         host: Tensor | None = None,
         room: int = 0,
+        scale: Tensor | None = None,
     ) -> None:
         self.tensors = tensors
         self.aligned = aligned
@@ -227,6 +237,7 @@ class Memory:
         self.many = many
         self.host = host
         self.room = room
+        self.scale = scale
 
     def _named(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors that must lie on one device."""
@@ -237,8 +248,13 @@ class Memory:
         """Raise ValueError for a tensor that lies elsewhere; returns the device: the first that is not CPU."""
         devices = {tensor.device for tensor in self.tensors.values() if tensor is not None}
         devices.update(map(_device, self.many))
-        if len(devices) == 1:
-            return devices.pop()
+        device = devices.pop() if len(devices) == 1 else self._common_device()
+        # Apart, so that a scale that lies elsewhere is what the error names, and not all others.
+        if self.scale is not None and self.scale.device != device:
+            raise ValueError(f"scale is on {self.scale.device}; expected {device} like the other arguments")
+        return device
+
+    def _common_device(self) -> torch.device:
         elsewhere = (tensor.device for _, tensor in self._named() if tensor.device.type != "cpu")
         device = next(elsewhere, torch.device("cpu"))
         for name, tensor in self._named():

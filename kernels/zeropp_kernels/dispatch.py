@@ -42,6 +42,8 @@ _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 _TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
 # Aligned, since codes are stored to them.
 _ENCODED = ("messages", "state")
+# A number stays one: as a tensor it would cost a copy to the device at each call. The tensor, where given, counts.
+_DEVICE_SCALE = "Tensor? device_scale=None"
 _FP32 = (torch.float32,)
 _BF16_OR_FP16 = (torch.bfloat16, torch.float16)
 
@@ -68,17 +70,18 @@ def _quantize_tensors(
 
 def _reduce_quantize(
     sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
-    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool, device_scale: Tensor | None = None,
 ) -> Memory:  # fmt: skip
     check_bits("source_bits", source_bits)
-    check_scale(scale)
+    check_scale(scale, device_scale)
     # Only the bounds of ``count``: sources follow from ``numel``.
     check_count("count", count, numel * count, "sources")
     check_messages("sources", sources, message_layout(numel, source_bits), count)
     part = check_count("out_count", out_count, numel, "the sum")
     check_blocks("numel // out_count", part, out_count)
     check_encoding(part, messages, out_count, bits, state, beta)
-    return Memory({"sources": sources, "messages": messages, "state": state}, ("sources", *_ENCODED))
+    memory = {"sources": sources, "messages": messages, "state": state}
+    return Memory(memory, ("sources", *_ENCODED), scale=device_scale)
 
 
 def _dequantize(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> Memory:
@@ -90,10 +93,10 @@ def _dequantize(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
 
 def _reduce(
     messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
-    norms: Tensor | None, flag: Tensor | None,
+    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> Memory:  # fmt: skip
     check_bits("bits", bits)
-    check_scale(scale)
+    check_scale(scale, device_scale)
     # Bounds again: the layout of ``out`` says how long each message is.
     check_count("count", count, 0, "messages")
     # What is added to, or measured, is a sum that goes on; one in 16 bits is only for sending.
@@ -101,18 +104,18 @@ def _reduce(
     check_flat("out", out, FLOATS if plain else _FP32)
     check_messages("messages", messages, message_layout(out.numel(), bits), count)
     check_stats(norms, flag, out.numel())
-    return Memory({"messages": messages, "out": out, "norms": norms, "flag": flag}, ("messages",))
+    return Memory({"messages": messages, "out": out, "norms": norms, "flag": flag}, ("messages",), scale=device_scale)
 
 
 def _sum(
     messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
-    flag: Tensor | None,
+    flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> Memory:  # fmt: skip
-    check_scale(scale)
+    check_scale(scale, device_scale)
     check_flat("messages", messages)
     check_flat("out", out, _FP32, check_count("count", count, messages.numel(), "messages"))
     check_stats(norms, flag, out.numel())
-    return Memory({"messages": messages, "out": out, "norms": norms, "flag": flag})
+    return Memory({"messages": messages, "out": out, "norms": norms, "flag": flag}, scale=device_scale)
 
 
 def _delta_encode(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> Memory:
@@ -166,22 +169,22 @@ def _lossless_decode(
 
 def _gather(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
-    norms: Tensor | None, flag: Tensor | None, accumulate: bool = False,
+    norms: Tensor | None, flag: Tensor | None, accumulate: bool = False, device_scale: Tensor | None = None,
 ) -> Memory:  # fmt: skip
     check_flat("flat", flat, _FP32 if accumulate else FLOATS)
-    check_scale(scale)
+    check_scale(scale, device_scale)
     check_table(tensors, host, entries, owners, flat.numel(), "flat")
     check_stats(norms, flag, flat.numel())
     memory = {"entries": entries, "owners": owners, "flat": flat, "norms": norms, "flag": flag}
     # No alignment is asked of ``flat``: it is a caller's buffer, and kernels have narrow access for it.
-    return Memory(memory, pinned="flat", many=tensors, host=host, room=flat.numel())
+    return Memory(memory, pinned="flat", many=tensors, host=host, room=flat.numel(), scale=device_scale)
 
 
 def _scatter(
     flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
-    norms: Tensor | None, flag: Tensor | None,
+    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> Memory:  # fmt: skip
-    return _gather(tensors, host, entries, owners, flat, scale, norms, flag)
+    return _gather(tensors, host, entries, owners, flat, scale, norms, flag, False, device_scale)
 
 
 def _unsupported(name: str, *arguments: object) -> None:
@@ -278,19 +281,20 @@ _register(
 _register(
     "reduce_quantize_",
     "Tensor sources, SymInt numel, SymInt count, int source_bits, float scale, Tensor(a!) messages, SymInt out_count, "
-    f"int bits, bool rotate, {_FEEDBACK}",
+    f"int bits, bool rotate, {_FEEDBACK}, {_DEVICE_SCALE}",
     _reduce_quantize,
 )
 _register("dequantize_", "Tensor messages, Tensor(a!) out, SymInt count, int bits, bool rotate", _dequantize)
 _register(
     "reduce_",
     "Tensor messages, Tensor(a!) out, SymInt count, int bits, bool rotate, float scale, bool accumulate, "
-    "Tensor(b!)? norms, Tensor(c!)? flag",
+    f"Tensor(b!)? norms, Tensor(c!)? flag, {_DEVICE_SCALE}",
     _reduce,
 )
 _register(
     "sum_",
-    "Tensor messages, Tensor(a!) out, SymInt count, float scale, bool accumulate, Tensor(b!)? norms, Tensor(c!)? flag",
+    "Tensor messages, Tensor(a!) out, SymInt count, float scale, bool accumulate, Tensor(b!)? norms, Tensor(c!)? flag, "
+    f"{_DEVICE_SCALE}",
     _sum,
 )
 _register(
@@ -312,11 +316,12 @@ _register(
 )
 _register(
     "gather_",
-    f"Tensor[] tensors, {_TABLE}, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag, bool accumulate",
+    f"Tensor[] tensors, {_TABLE}, Tensor(a!) flat, float scale, Tensor(b!)? norms, Tensor(c!)? flag, bool accumulate, "
+    f"{_DEVICE_SCALE}",
     _gather,
 )
 _register(
     "scatter_",
-    f"Tensor flat, Tensor(a!)[] tensors, {_TABLE}, float scale, Tensor(b!)? norms, Tensor(c!)? flag",
+    f"Tensor flat, Tensor(a!)[] tensors, {_TABLE}, float scale, Tensor(b!)? norms, Tensor(c!)? flag, {_DEVICE_SCALE}",
     _scatter,
 )

@@ -13,6 +13,10 @@ Common arguments:
   at first. What encoding loses is averaged into it, ``e <- beta * e + (1 - beta) * lost``, and added to the next
   input. Groups that are not finite leave their state unchanged to the bit. With ``reset`` the old error counts as
   zero, whatever the state holds; the state of groups that are not finite becomes zeros then.
+- ``scale``: a number that is finite in float32, or a float32 tensor of one element on the device of the others, which
+  the kernel reads: the host waits for nothing, and ``torch.compile`` does not compile anew when it changes. The results
+  are those of a number of that value, to the bit. It must be finite as well, which nobody checks: with Inf or NaN the
+  values become Inf or NaN, the flag is set, and which of both norms become is left open.
 
 Outputs may not overlap inputs, but for ``out`` of :func:`lossless_decode_`, which may be its reference. Arguments that
 do not fit raise ``TypeError`` or ``ValueError`` that names the argument.
@@ -43,6 +47,11 @@ __all__ = [
     "scatter_",
     "sum_",
 ]
+
+
+def _scales(scale: float | Tensor) -> tuple[float, Tensor | None]:
+    """The number and the tensor that an operation is given; the tensor counts if there is one."""
+    return (1.0, scale) if isinstance(scale, Tensor) else (scale, None)
 
 
 def quantize_(
@@ -105,7 +114,7 @@ def reduce_quantize_(
     numel: int,
     count: int,
     source_bits: int = 8,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     out_count: int = 1,
     bits: int = 4,
     rotate: bool = False,
@@ -124,8 +133,9 @@ def reduce_quantize_(
 
     Source: the two-hop all-to-all of ZeRO++ (arXiv 2306.10209, section 3.3).
     """
+    number, device_scale = _scales(scale)
     torch.ops.zeropp.reduce_quantize_(
-        sources, numel, count, source_bits, scale, messages, out_count, bits, rotate, state, beta, reset
+        sources, numel, count, source_bits, number, messages, out_count, bits, rotate, state, beta, reset, device_scale
     )
 
 
@@ -146,7 +156,7 @@ def reduce_(
     count: int,
     bits: int = 8,
     rotate: bool = False,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     accumulate: bool = False,
     norms: Tensor | None = None,
     flag: Tensor | None = None,
@@ -162,7 +172,8 @@ def reduce_(
         out: [numel], float32, bfloat16 or float16; float32 with ``accumulate``, ``norms`` or ``flag``.
         norms, flag: of ``out`` as it is afterwards, as :func:`gather_` writes them.
     """
-    torch.ops.zeropp.reduce_(messages, out, count, bits, rotate, scale, accumulate, norms, flag)
+    number, device_scale = _scales(scale)
+    torch.ops.zeropp.reduce_(messages, out, count, bits, rotate, number, accumulate, norms, flag, device_scale)
 
 
 def sum_(
@@ -170,7 +181,7 @@ def sum_(
     out: Tensor,
     *,
     count: int,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     accumulate: bool = False,
     norms: Tensor | None = None,
     flag: Tensor | None = None,
@@ -184,7 +195,8 @@ def sum_(
         out: float32 [numel].
         norms, flag: of ``out`` as it is afterwards, as :func:`gather_` writes them.
     """
-    torch.ops.zeropp.sum_(messages, out, count, scale, accumulate, norms, flag)
+    number, device_scale = _scales(scale)
+    torch.ops.zeropp.sum_(messages, out, count, number, accumulate, norms, flag, device_scale)
 
 
 def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, *, update: bool = True) -> None:
@@ -261,7 +273,7 @@ def gather_(
     table: BlockTable,
     flat: Tensor,
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     norms: Tensor | None = None,
     flag: Tensor | None = None,
     accumulate: bool = False,
@@ -279,8 +291,9 @@ def gather_(
         flag: int32 [1], becomes 1 if a value is Inf or NaN as it is written, and is left alone otherwise.
         accumulate: add to ``flat``, which is float32 then; where no tensor lies zeros are added.
     """
+    number, device_scale = _scales(scale)
     torch.ops.zeropp.gather_(
-        list(tensors), table.host, table.entries, table.owners, flat, scale, norms, flag, accumulate
+        list(tensors), table.host, table.entries, table.owners, flat, number, norms, flag, accumulate, device_scale
     )
 
 
@@ -289,9 +302,12 @@ def scatter_(
     tensors: Sequence[Tensor],
     table: BlockTable,
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     norms: Tensor | None = None,
     flag: Tensor | None = None,
 ) -> None:
     """The mirror of :func:`gather_`: ``tensor = scale * flat``; norms and flag are those of all of ``flat``."""
-    torch.ops.zeropp.scatter_(flat, list(tensors), table.host, table.entries, table.owners, scale, norms, flag)
+    number, device_scale = _scales(scale)
+    torch.ops.zeropp.scatter_(
+        flat, list(tensors), table.host, table.entries, table.owners, number, norms, flag, device_scale
+    )

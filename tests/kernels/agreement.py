@@ -43,6 +43,32 @@ def check(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
             target.copy_(left)
 
 
+SCALED = {"reduce_quantize_": 4, "reduce_": 5, "sum_": 3, "gather_": 5, "scatter_": 5}  # where the scale stands
+
+
+def check_scales(name: str, arguments: Arguments, outputs: Sequence[int]) -> None:
+    """As :func:`check`, and once more with the scale in a tensor, which counts in place of the number: same bits."""
+
+    def cloned(argument: object) -> object:
+        if isinstance(argument, list):
+            return [cloned(item) for item in argument]
+        if not isinstance(argument, Tensor):
+            return argument
+        spare = torch.empty(argument.numel() + 1, dtype=argument.dtype)
+        return spare[bool(argument.data_ptr() % 16) :][: argument.numel()].view(argument.shape).copy_(argument)
+
+    again = [cloned(argument) for argument in arguments]
+    scale = torch.tensor([0.0, arguments[SCALED[name]]])
+    # In the middle of a buffer, and of no dimension.
+    device_scale = scale[1:] if name in ("reduce_", "gather_") else scale[1].clone()
+    again[SCALED[name]] = 7.0
+    check(name, arguments, outputs)
+    check(name, (*again, device_scale), outputs)
+    for position in outputs:
+        if isinstance(arguments[position], Tensor):
+            assert same_bits(arguments[position], again[position]), f"{name}: the tensor makes another {position}"
+
+
 def states(numel: int, count: int, bits: int, feedback: bool) -> Tensor | None:
     nbytes = state_layout(numel, bits).nbytes * count
     return torch.zeros(nbytes, dtype=torch.uint8) if feedback else None
@@ -78,7 +104,7 @@ def reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
         messages = torch.cat([encode(values(numel, torch.float32, rank), 1, bits, rotate) for rank in range(count)])
         accumulate = accumulate and dtype == torch.float32
         out = values(numel, dtype, 9)
-        check("reduce_", (messages, out.clone(), count, bits, rotate, scale, accumulate, None, None), [1])
+        check_scales("reduce_", (messages, out.clone(), count, bits, rotate, scale, accumulate, None, None), [1])
         if dtype == torch.float32:
             check("reduce_", (messages, out, count, bits, rotate, scale, accumulate, *stats(numel)), [1, 7, 8])
 
@@ -96,7 +122,7 @@ def plain_sum(numel: int, dtype: torch.dtype) -> None:
             for moved in (messages, torch.cat([messages[:1], messages])[1:]):
                 out = values(numel, torch.float32, 9, spoilt=False)
                 norms, flag = stats(numel)
-                check("sum_", (moved, out, count, scale, accumulate, norms, flag), [1, 5, 6])
+                check_scales("sum_", (moved, out, count, scale, accumulate, norms, flag), [1, 5, 6])
                 assert bool(flag) == (not bool(out.isfinite().all()))
                 check("sum_", (moved, out.clone(), count, scale, accumulate, None, None), [1])
 
@@ -109,7 +135,7 @@ def reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
         state = states(numel // parts, parts, bits, feedback)
         sources = torch.cat(shares)
         arguments = (sources, numel, count, source_bits, 0.5, messages, parts, bits, rotate, state, 0.8, False)
-        check("reduce_quantize_", arguments, [5, 9] if feedback else [5])
+        check_scales("reduce_quantize_", arguments, [5, 9] if feedback else [5])
 
 
 SCALES = [-1.0, 0.0, 1e30]  # gaps stay +0 under each
@@ -162,16 +188,16 @@ def copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
         for scale in SCALES if measured else SCALES[:1]:
             flag_then = torch.zeros(1, dtype=torch.int32) if measured else None
             check("gather_", (tensors, *places, flat, scale, norms, flag_then, False), [4, 6, 7] if measured else [4])
-        check("gather_", (tensors, *places, flat, 0.7, norms, flag, False), [4, 6, 7] if measured else [4])
+        check_scales("gather_", (tensors, *places, flat, 0.7, norms, flag, False), [4, 6, 7] if measured else [4])
         assert not measured or bool(flag) == (not bool(flat.isfinite().all()))
         if target == torch.float32:
             total = values(flat.numel(), target, 5)
             arguments = (tensors, *places, total, 0.7, norms, flag, True)
-            check("gather_", arguments, [4, 6, 7] if measured else [4])
+            check_scales("gather_", arguments, [4, 6, 7] if measured else [4])
         back = [torch.full((t.numel() + 4,), float("nan"), dtype=source)[bool(t.data_ptr() % 16) :] for t in tensors]
         back = [room[: t.numel()].view(t.shape) for room, t in zip(back, tensors, strict=True)]
         for scale in (3.0, -1.0, 1e30) if measured else (3.0,):
-            check("scatter_", (flat, back, *places, scale, norms, flag), [1, 6, 7] if measured else [1])
+            check_scales("scatter_", (flat, back, *places, scale, norms, flag), [1, 6, 7] if measured else [1])
 
 
 def delta(numel: int, dtype: torch.dtype) -> None:

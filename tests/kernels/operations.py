@@ -50,17 +50,18 @@ def samples() -> dict[str, tuple[object, ...]]:
         "quantize_tensors_": (tensors, *places, NUMEL, messages_for(NUMEL, 8), 1, 8, False, None, 0.0, False),
         "reduce_quantize_": (
             real_messages(NUMEL, 8, 2), NUMEL, 2, 8, 0.5, messages_for(NUMEL, 4), 1, 4, False, state, 0.8, True,
+            torch.tensor(0.5),
         ),
         "dequantize_": (real_messages(NUMEL, 8), torch.zeros(NUMEL), 1, 8, False),
-        "reduce_": (real_messages(NUMEL, 8, 3), torch.zeros(NUMEL), 3, 8, False, 0.5, True, *stats()),
-        "sum_": (torch.cat([x, held]), torch.zeros(NUMEL), 2, 0.5, True, *stats()),
+        "reduce_": (real_messages(NUMEL, 8, 3), torch.zeros(NUMEL), 3, 8, False, 0.5, True, *stats(), None),
+        "sum_": (torch.cat([x, held]), torch.zeros(NUMEL), 2, 1.0, True, *stats(), torch.tensor([0.5])),
         "delta_encode_": (shard, held.clone(), messages_for(NUMEL, 4), True),
         "delta_apply_": (real_messages(NUMEL, 4), held.clone(), 1),
         "lossless_count_": (x, held, torch.zeros_like(offsets)),
         "lossless_encode_": (x, held, offsets, lossless, NUMEL, NUMEL),
         "lossless_decode_": (lossless, held, torch.zeros_like(held), offsets[None].clone(), 1, NUMEL, NUMEL),
-        "gather_": (tensors, *places, flat, 1.0, *stats(), False),
-        "scatter_": (shard, [tensor.clone() for tensor in tensors], *places, 2.0, None, None),
+        "gather_": (tensors, *places, flat, 1.0, *stats(), False, torch.tensor(3.0)),
+        "scatter_": (shard, [tensor.clone() for tensor in tensors], *places, 2.0, None, None, None),
     }  # fmt: skip
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 import zeropp_kernels as kernels
 from tests.kernels.cases import BITS, DTYPES, values
+from tests.kernels.fast import device
 from tests.kernels.operations import NAMES, NUMEL, messages_for, real_messages_of, samples, written
-from zeropp_kernels import block_table, message_layout
+from zeropp_kernels import block_table, message_layout, reference
 
 
 def test_every_operation_has_a_sample() -> None:
@@ -117,6 +118,20 @@ def test_the_flag_is_that_of_what_is_written() -> None:
         flat = torch.empty(256, dtype=dtype)
         kernels.gather_([torch.full((4,), value)], table, flat, flag=flag)
         assert int(flag) == expected == int(not flat.isfinite().all())
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan")])
+def test_a_scale_on_the_device_that_is_not_finite_shows(factor: float) -> None:
+    """Nobody reads it in time to refuse it; what it spoils is flagged, and gaps of a flat buffer stay zeros."""
+    scale, table, x = torch.tensor(factor), block_table([100, 100]), torch.ones(100)
+    for place in (reference, device):
+        flat, out, flags = torch.ones(512), torch.ones(100), torch.zeros(3, 1, dtype=torch.int32)
+        places = (table.host, table.entries, table.owners)
+        place.gather_([x, x], *places, flat, 1.0, None, flags[0], False, scale)
+        place.sum_(torch.cat([x, x]), out, 2, 1.0, False, None, flags[1], scale)
+        place.reduce_(real_messages_of(x), out, 1, 8, False, 1.0, False, None, flags[2], scale)
+        assert flags.all() and not flat.view(2, 256)[:, 100:].any()
+        assert not flat.view(2, 256)[:, :100].isfinite().any() and not out.isfinite().any()
 
 
 def test_a_sum_that_passes_the_largest_number_shows() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import zeropp_kernels as kernels
 from tests.kernels.cases import values
-from tests.kernels.operations import NAMES, NUMEL, listed, messages_for, samples
+from tests.kernels.operations import NAMES, NUMEL, listed, messages_for, real_messages, samples
 from zeropp_kernels import block_table, message_layout, state_layout
 
 
@@ -44,6 +44,35 @@ def test_public_functions_compile_whole() -> None:
     x, message = values(NUMEL, torch.float32).clamp(-9, 9), messages_for(NUMEL, 8)
     found = round_trip(x, message, torch.zeros(NUMEL))
     assert (found - 1 - 2 * x).abs().max() < 0.1
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_scale_in_a_tensor_may_change() -> None:
+    """One graph, whatever its value, where numbers take one each; with the results of numbers."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    table, messages = block_table([NUMEL]), real_messages(NUMEL, 8, 2)
+    plain, source = torch.randn(2 * NUMEL), [torch.randn(NUMEL)]
+
+    def results() -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+        return *torch.zeros(2, NUMEL), torch.zeros(table.numel), messages_for(NUMEL, 4), [torch.zeros(NUMEL)]
+
+    def work(
+        out: Tensor, total: Tensor, flat: Tensor, again: Tensor, back: list[Tensor], scale: float | Tensor
+    ) -> None:
+        kernels.reduce_(messages, out, count=2, scale=scale)
+        kernels.sum_(plain, total, count=2, scale=scale)
+        kernels.gather_(source, table, flat, scale=scale)
+        kernels.scatter_(flat, back, table, scale=scale)
+        kernels.reduce_quantize_(messages, again, numel=NUMEL, count=2, scale=scale)
+
+    compiled = torch.compile(work, fullgraph=True, backend="aot_eager")
+    for step in range(12):
+        expected, found = results(), results()
+        work(*expected, 0.1 * step)
+        compiled(*found, torch.tensor(0.1 * step))
+        assert all(map(torch.equal, (*found[:4], *found[4]), (*expected[:4], *expected[4])))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -21,10 +21,11 @@ __all__ = ["Case", "cases"]
 _POINTERS = {
     "messages": "u8", "message": "u8", "sources": "u8", "state": "u8", "entries": "i64", "owners": "i32",
     "norms": "fp32", "flag": "i32", "offsets": "i64", "offsets8": "i64", "offsets16": "i64", "counts8": "i64",
-    "counts16": "i64",
+    "counts16": "i64", "device_scale": "fp32",
 }  # fmt: skip
-_SMALL = ("entries", "owners", "norms", "flag")
-_OPTIONAL = ("norms", "flag")
+_STATS = ("norms", "flag")
+_OPTIONAL = ("device_scale", *_STATS)
+_SMALL = ("entries", "owners", *_OPTIONAL)
 _DTYPES = {"fp32": triton.language.float32, "bf16": triton.language.bfloat16, "fp16": triton.language.float16}
 
 
@@ -87,10 +88,10 @@ _BOTH = (False, True)
 _ENCODING = {"BITS": tuple(GROUPS), "ROTATE": _BOTH, "FEEDBACK": _BOTH}
 
 
-def _stats() -> Iterator[dict[str, None]]:
-    """The statistics that are not asked for, in every way: what is not given is a constant."""
-    for given in itertools.product(_BOTH, repeat=len(_OPTIONAL)):
-        yield {name: None for name, wanted in zip(_OPTIONAL, given, strict=True) if not wanted}
+def _left_out(names: Sequence[str] = _OPTIONAL) -> Iterator[dict[str, None]]:
+    """Which of the pointers are not given, in every way: what is not given is a constant."""
+    for given in itertools.product(_BOTH, repeat=len(names)):
+        yield {name: None for name, wanted in zip(names, given, strict=True) if not wanted}
 
 
 def _tile(bits: int) -> int:
@@ -105,20 +106,21 @@ def _quantize() -> Iterator[Case]:
         yield Case(quantize.quantize_tensors_kernel, {**row, "DTYPE": _DTYPES[dtype]}, {"": dtype})
     for row in _product(SOURCE_BITS=tuple(GROUPS), **_ENCODING):
         shape = {"SOURCE_K": GROUPS[row["SOURCE_BITS"]] // 128, "TILE": _tile(row["BITS"])}
-        yield Case(quantize.reduce_quantize_kernel, {**row, **shape}, {})
+        for scale in _left_out(("device_scale",)):
+            yield Case(quantize.reduce_quantize_kernel, {**row, **scale, **shape}, {})
 
 
 def _reduce() -> Iterator[Case]:
     for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
         dtype = row.pop("dtype")
         # 16-bit outputs are refused where sums are added to or measured: see dispatch.
-        for stats in _stats() if dtype == "fp32" else [dict.fromkeys(_OPTIONAL)]:
-            if dtype == "fp32" or not row["ACCUMULATE"]:
-                yield Case(reduce.reduce_kernel, {**row, **stats, "TILE": _tile(row["BITS"])}, {"out": dtype})
+        for optional in _left_out():
+            if dtype == "fp32" or (not row["ACCUMULATE"] and optional.keys() >= set(_STATS)):
+                yield Case(reduce.reduce_kernel, {**row, **optional, "TILE": _tile(row["BITS"])}, {"out": dtype})
     for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH, EVEN=_BOTH):
         pointers = {"messages": row.pop("dtype"), "out": "fp32"}
-        for stats in _stats():
-            yield Case(reduce.sum_kernel, {**row, **stats, "TILE": reduce.SUM_TILE}, pointers)
+        for optional in _left_out():
+            yield Case(reduce.sum_kernel, {**row, **optional, "TILE": reduce.SUM_TILE}, pointers)
 
 
 def _delta() -> Iterator[Case]:
@@ -143,9 +145,9 @@ def _lossless() -> Iterator[Case]:
 
 def _copy() -> Iterator[Case]:
     dtypes = tuple(_DTYPES)
-    for row in _product(dtype=dtypes, flat=dtypes, EVEN=_BOTH, FLAT_EVEN=_BOTH, stats=tuple(_stats())):
+    for row in _product(dtype=dtypes, flat=dtypes, EVEN=_BOTH, FLAT_EVEN=_BOTH, optional=tuple(_left_out())):
         dtype, flat = row.pop("dtype"), row.pop("flat")
-        row.update(row.pop("stats"), DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
+        row.update(row.pop("optional"), DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
         pointers = {"": dtype, "flat": flat}
         for accumulate in _BOTH if flat == "fp32" else (False,):
             yield Case(copy.gather_kernel, {**row, "ACCUMULATE": accumulate}, pointers)

@@ -20,16 +20,19 @@ __all__ = ["gather_", "scatter_"]
 _TILE = ROWS * 128 // BLOCK
 
 
-@launched("entries", "owners", "norms", "flag")
+@launched("entries", "owners", "device_scale", "norms", "flag")
 def gather_kernel(
-    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
+    flag, DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
     # Blocks fit 32 bits, elements need not: 2**31 blocks are 2**39 elements.
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
+    if device_scale is not None:
+        scale = tl.load(device_scale)
     lower, upper = load_blocks(entries, size, owners, start, live, scale, DTYPE, EVEN, TILE, 2)
     if ACCUMULATE:
         old_lower, old_upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
@@ -40,15 +43,17 @@ def gather_kernel(
     store_pair(flat + start, lower, upper, numel - start, live, FLAT_EVEN, TILE, 2)
 
 
-@launched("entries", "owners", "norms", "flag")
+@launched("entries", "owners", "device_scale", "norms", "flag")
 def scatter_kernel(
-    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr,
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
+    flag, DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: flat buffer -> tensors. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
+    if device_scale is not None:
+        scale = tl.load(device_scale)
     # ``flat`` is read where no tensor lies, too: norms and flag are those of all of it.
     lower, upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
     lower *= scale
@@ -67,13 +72,14 @@ def _launch(
     scale: float,
     norms: Tensor | None,
     flag: Tensor | None,
+    device_scale: Tensor | None,
     **constants: bool,
 ) -> None:
     blocks = blocks_of(flat.numel())
     if blocks == 0:
         return
     kernel[(ceil_div(blocks, _TILE),)](
-        entries, len(tensors), owners, flat, flat.numel(), blocks, scale, norms, flag,
+        entries, len(tensors), owners, flat, flat.numel(), blocks, scale, device_scale, norms, flag,
         # locate sends addresses on this stream, so the kernel finds them. FLAT_EVEN: the buffer ends with a block, and
         # masks need not look at elements.
         DTYPE=triton_dtype(tensors), EVEN=locate(tensors, host, entries), FLAT_EVEN=flat.numel() % BLOCK == 0,
@@ -83,15 +89,17 @@ def _launch(
 
 def gather_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
-    norms: Tensor | None, flag: Tensor | None, accumulate: bool,
+    norms: Tensor | None, flag: Tensor | None, accumulate: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.gather_`."""
-    _launch(gather_kernel, tensors, host, entries, owners, flat, scale, norms, flag, ACCUMULATE=accumulate)
+    _launch(
+        gather_kernel, tensors, host, entries, owners, flat, scale, norms, flag, device_scale, ACCUMULATE=accumulate
+    )
 
 
 def scatter_(
     flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
-    norms: Tensor | None, flag: Tensor | None,
+    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.scatter_`."""
-    _launch(scatter_kernel, tensors, host, entries, owners, flat, scale, norms, flag)
+    _launch(scatter_kernel, tensors, host, entries, owners, flat, scale, norms, flag, device_scale)

@@ -105,11 +105,11 @@ def quantize_tensors_kernel(
     )  # fmt: skip
 
 
-@launched(registers=128)
+@launched("device_scale", registers=128)
 def reduce_quantize_kernel(
     sources, count: tl.int32, source_groups: tl.int32, source_nbytes: tl.int64, source_scales_offset: tl.int64,
-    scale: tl.float32, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32, nbytes: tl.int64,
-    scales_offset: tl.int64, state_nbytes: tl.int64, state_scales_offset: tl.int64,
+    scale: tl.float32, device_scale, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32,
+    nbytes: tl.int64, scales_offset: tl.int64, state_nbytes: tl.int64, state_scales_offset: tl.int64,
     beta: tl.float32, rest: tl.float32, reset: tl.int32,
     SOURCE_BITS: tl.constexpr, SOURCE_K: tl.constexpr,
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
@@ -122,6 +122,8 @@ def reduce_quantize_kernel(
     lower, upper = sum_pair(
         sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K
     )
+    if device_scale is not None:
+        scale = tl.load(device_scale)
     _encode(
         lower * scale, upper * scale, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes,
         state_scales_offset, beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
@@ -182,13 +184,13 @@ def quantize_tensors_(
 
 def reduce_quantize_(
     sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
-    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_quantize_`."""
     source = message_layout(numel, source_bits)
     # Elements of an outgoing message; a source has all of them.
     part = numel // out_count
-    arguments = (sources, count, source.groups, source.nbytes, source.scales_offset, scale, part)
+    arguments = (sources, count, source.groups, source.nbytes, source.scales_offset, scale, device_scale, part)
     _launch(
         reduce_quantize_kernel, arguments, messages, part, out_count, bits, rotate, state, beta, reset,
         SOURCE_BITS=source_bits, SOURCE_K=source.group // 128,

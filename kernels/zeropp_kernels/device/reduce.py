@@ -83,10 +83,10 @@ def _spoil_infinite(x):
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
-@launched("norms", "flag")
+@launched("device_scale", "norms", "flag")
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
-    scale: tl.float32, norms, flag,
+    scale: tl.float32, device_scale, norms, flag,
     BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
@@ -98,6 +98,8 @@ def reduce_kernel(
     # ``parts`` of out have ``count`` messages each, part by part.
     messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
     lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K)
+    if device_scale is not None:
+        scale = tl.load(device_scale)
     # Before the way back, and once: the reference does it in this order.
     lower *= scale
     upper *= scale
@@ -143,10 +145,10 @@ def _raw_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr):
     return tl.load(source + at, mask=live, other=0.0), tl.load(source + at + 64, mask=live, other=0.0)
 
 
-@launched("norms", "flag")
+@launched("device_scale", "norms", "flag")
 def sum_kernel(
-    messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+    messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
+    flag, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: out[i] = scale * sum of ``count`` messages [numel]. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
@@ -168,6 +170,8 @@ def sum_kernel(
         lower += widen(next_lower)
         upper += widen(next_upper)
         next_lower, next_upper = ahead_lower, ahead_upper
+    if device_scale is not None:
+        scale = tl.load(device_scale)
     lower *= scale
     upper *= scale
     target = out + start
@@ -181,7 +185,7 @@ def sum_kernel(
 
 def _launch(
     messages: Tensor, out: Tensor, parts: int, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
-    norms: Tensor | None = None, flag: Tensor | None = None,
+    norms: Tensor | None = None, flag: Tensor | None = None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     numel = out.numel() // parts
     layout = message_layout(numel, bits)
@@ -191,8 +195,8 @@ def _launch(
     tile = ROWS * 128 // layout.group
     reduce_kernel[ceil_div(layout.groups, tile), parts](
         messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile,
-        **reduce_kernel.options,
+        device_scale, norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0,
+        TILE=tile, **reduce_kernel.options,
     )  # fmt: skip
 
 
@@ -204,15 +208,15 @@ def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
 
 def reduce_(
     messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
-    norms: Tensor | None, flag: Tensor | None,
+    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_`."""
-    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag)
+    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag, device_scale)
 
 
 def sum_(
     messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
-    flag: Tensor | None,
+    flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.sum_`."""
     numel = out.numel()
@@ -220,6 +224,6 @@ def sum_(
     if blocks == 0:
         return
     sum_kernel[(ceil_div(blocks, SUM_TILE),)](
-        messages, count, out, numel, blocks, scale, norms, flag,
+        messages, count, out, numel, blocks, scale, device_scale, norms, flag,
         ACCUMULATE=accumulate, EVEN=numel % BLOCK == 0, TILE=SUM_TILE, **sum_kernel.options,
     )  # fmt: skip

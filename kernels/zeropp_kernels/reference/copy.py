@@ -10,7 +10,7 @@ from torch import Tensor
 from ..table import in_memory_order
 from ..wire import BLOCK
 from .blocks import TILE
-from .stats import measure_, report_, scaled
+from .stats import measure_, report_, scale_number, scaled
 
 __all__ = ["gather_", "scatter_"]
 
@@ -30,9 +30,10 @@ def _add(tensors: Sequence[Tensor], host: Tensor, flat: Tensor, scale: float) ->
 
 def gather_(
     tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, flat: Tensor, scale: float,
-    norms: Tensor | None, flag: Tensor | None, accumulate: bool,
+    norms: Tensor | None, flag: Tensor | None, accumulate: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.gather_`."""
+    scale = scale_number(scale, device_scale)
     if accumulate:
         _add(tensors, host, flat, scale)
         measure_(flat, norms, flag)
@@ -61,9 +62,10 @@ def gather_(
 
 def scatter_(
     flat: Tensor, tensors: Sequence[Tensor], host: Tensor, entries: Tensor, owners: Tensor, scale: float,
-    norms: Tensor | None, flag: Tensor | None,
+    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.scatter_`."""
+    scale = scale_number(scale, device_scale)
     # A walk of its own: blocks can lie where no tensor does, and count all the same.
     measure_(flat, norms, flag, scale, tensors[0].dtype if tensors else torch.float32)
     for tensor, offset in zip(tensors, host[2].tolist(), strict=True):

@@ -12,6 +12,7 @@ from ..table import in_memory_order
 from ..wire import MessageLayout, message_layout, state_layout
 from .blocks import Part, decode_, encode_, parts, rotate_, scratch, tiles
 from .reduce import sum_tile_
+from .stats import scale_number
 
 __all__ = ["quantize_", "quantize_tensors_", "reduce_quantize_"]
 
@@ -119,9 +120,10 @@ def quantize_tensors_(
 
 def reduce_quantize_(
     sources: Tensor, numel: int, count: int, source_bits: int, scale: float, messages: Tensor, out_count: int,
-    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
+    bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_quantize_`."""
+    scale = scale_number(scale, device_scale)
     source = message_layout(numel, source_bits)
     incoming = parts(sources, source, count)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..wire import message_layout
 from .blocks import TILE, Part, decode_, parts, saturate_, scratch, tiles, unrotate_
-from .stats import measure_
+from .stats import measure_, scale_number
 
 __all__ = ["dequantize_", "reduce_", "sum_", "sum_tile_"]
 
@@ -55,18 +55,20 @@ def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bo
 
 def reduce_(
     messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
-    norms: Tensor | None, flag: Tensor | None,
+    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_`."""
+    scale = scale_number(scale, device_scale)
     _sum(parts(messages, message_layout(out.numel(), bits), count), out, bits, rotate, scale, accumulate)
     measure_(out, norms, flag)
 
 
 def sum_(
     messages: Tensor, out: Tensor, count: int, scale: float, accumulate: bool, norms: Tensor | None,
-    flag: Tensor | None,
+    flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.sum_`."""
+    scale = scale_number(scale, device_scale)
     values = messages.view(count, -1)
     for start in range(0, out.numel(), TILE):
         target = out[start : start + TILE]

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..wire import BLOCK, blocks_of
 from .blocks import TILE, scratch
 
-__all__ = ["measure_", "report_", "scaled"]
+__all__ = ["measure_", "report_", "scale_number", "scaled"]
 
 
 def _block_norms(values: Tensor) -> Tensor:
@@ -34,6 +34,12 @@ def report_(values: Tensor, first: int, norms: Tensor | None, flag: Tensor | Non
         flag.fill_(1)
     if norms is not None:
         norms[first : first + values.shape[0]] = _block_norms(values)
+
+
+def scale_number(scale: float, device_scale: Tensor | None) -> float:
+    """The factor of an operation, which the tensor holds where there is one."""
+    # Here it lies on CPU, where a read waits for nothing; and so one way serves both.
+    return scale if device_scale is None else float(device_scale)
 
 
 def scaled(source: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
