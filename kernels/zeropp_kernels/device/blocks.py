@@ -32,6 +32,7 @@ __all__ = [
     "launched",
     "load_codes",
     "load_pair",
+    "loop_end",
     "rotate",
     "saturate",
     "scale_of",
@@ -112,6 +113,15 @@ def whole(size, MULTIPLE: tl.constexpr):
     """``size``, a multiple of MULTIPLE, in a form that shows it to the compiler: wide access rests on that."""
     # Integers are not specialised, so nothing else tells the compiler that rows stay aligned.
     return size // MULTIPLE * MULTIPLE
+
+
+@triton.jit
+def loop_end(count):
+    """``count``, as the end of a range."""
+    if _INTERPRETED:
+        # Triton 3.6 makes an int of an array with one dimension, which numpy 2.4 refuses.
+        return count.handle.data.item()
+    return count
 
 
 @triton.jit

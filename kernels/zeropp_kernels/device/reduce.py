@@ -15,6 +15,7 @@ from .blocks import (
     launched,
     load_codes,
     load_pair,
+    loop_end,
     rotate,
     saturate,
     scale_value,
@@ -65,7 +66,7 @@ def sum_pair(
     lower *= lower_scale
     upper *= upper_scale
     # In this order on every machine, since float32 sums depend on it.
-    for _ in range(1, count):
+    for _ in range(1, loop_end(count)):
         messages += whole(nbytes, 128)
         lower_code, upper_code, lower_scale, upper_scale = _message_pair(
             messages, scales_offset, row, groups, BITS, GROUP_ROWS, TILE, K
@@ -163,7 +164,7 @@ def sum_kernel(
     source += stride
     # One message ahead: loads of a message need not wait for the additions of the one before.
     next_lower, next_upper = _raw_pair(source, left, place < tl.where(count > 1, blocks, 0), EVEN, TILE)
-    for index in range(1, count):
+    for index in range(1, loop_end(count)):
         source += stride
         ahead = place < tl.where(index + 1 < count, blocks, 0)
         ahead_lower, ahead_upper = _raw_pair(source, left, ahead, EVEN, TILE)
