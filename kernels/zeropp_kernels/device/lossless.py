@@ -205,7 +205,8 @@ def _decoded(room16, offset16, old, difference, raw, rank16, limit16):
     return tl.where(raw != 0, exact, _key(key)).to(tl.int16)
 
 
-@launched("offsets")
+# Unbounded, Triton 3.6 takes 150.
+@launched("offsets", registers=128)
 def lossless_decode_kernel(
     messages, reference, out, numel: tl.int64, nbytes: tl.int64, blocks: tl.int32, offsets, row_numel: tl.int64,
     room8_offset: tl.int64, room16_offset: tl.int64, limit8: tl.int64, limit16: tl.int64,
