@@ -18,9 +18,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from bench.common.machine import machine
 from bench.kernels.operations import OPERATIONS, Operation, Run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ABOUT = machine(DEVICE)
 ROUNDS = 7
 ROUND_SECONDS = 0.02
 SIZES = [1, 16, 64, 256, 1024, 2048] if DEVICE == "cuda" else [1, 16]
@@ -82,6 +84,7 @@ def record(benchmark: Callable[..., object], operation: Operation, contender: st
         target=operation.target,
         device=torch.cuda.get_device_name() if DEVICE == "cuda" else "one CPU core",
         torch=torch.__version__,
+        triton=ABOUT["triton"],
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .messages import dequantize, quantize, split
 from .ops import (
     delta_apply_,
     delta_encode_,
@@ -18,15 +19,18 @@ from .ops import (
     sum_,
 )
 from .table import BlockTable, block_table
+from .version import __version__
 from .wire import LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
 
 __all__ = [
     "BlockTable",
     "LosslessLayout",
     "MessageLayout",
+    "__version__",
     "block_table",
     "delta_apply_",
     "delta_encode_",
+    "dequantize",
     "dequantize_",
     "gather_",
     "lossless_count_",
@@ -34,11 +38,13 @@ __all__ = [
     "lossless_encode_",
     "lossless_layout",
     "message_layout",
+    "quantize",
     "quantize_",
     "quantize_tensors_",
     "reduce_",
     "reduce_quantize_",
     "scatter_",
+    "split",
     "state_layout",
     "sum_",
 ]

@@ -285,9 +285,7 @@ class Memory:
         if list(map(Tensor.numel, self.many)) != numels:
             for index, (tensor, numel) in enumerate(zip(self.many, numels, strict=True)):
                 if tensor.numel() != numel:
-                    raise ValueError(
-                        f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}"
-                    )
+                    raise ValueError(f"tensors[{index}] has {tensor.numel()} elements; the table was made for {numel}")
         # Tables are made in ascending order, so the last tensor is the one that could pass the end.
         if numels and offsets[-1] + numels[-1] > self.room:
             raise ValueError(

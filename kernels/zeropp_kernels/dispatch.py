@@ -10,6 +10,7 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -29,14 +30,13 @@ from .checks import (
     check_stats,
     check_table,
 )
+from .version import __version__
 from .wire import blocks_of, message_layout
 
 __all__ = ["NAMESPACE"]
 
 NAMESPACE = "zeropp"
 _requires_grad = attrgetter("requires_grad")
-# Kept for the life of the module: what it has registered goes with it.
-_library = torch.library.Library(NAMESPACE, "DEF")
 _FEEDBACK = "Tensor(b!)? state, float beta, bool reset"
 # Both get new addresses when tensors have moved, and torch.compile must know of it.
 _TABLE = "Tensor(x!) host, Tensor(y!) entries, Tensor owners"
@@ -197,10 +197,10 @@ def _unsupported(name: str, *arguments: object) -> None:
     raise ValueError(f"{NAMESPACE}.{name} runs on dense CPU, CUDA and ROCm tensors; got {what}")
 
 
-def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
+def _define(library: torch.library.Library, name: str, schema: str, check: Callable[..., Memory]) -> None:
     """Define an operation that both :mod:`.reference` and :mod:`.device` have under that name."""
 
-    _library.define(f"{name}({schema}) -> ()")
+    library.define(f"{name}({schema}) -> ()")
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
     # From the schema, so that what autograd and the compiler are told is what is checked.
     places = [(each.name, index) for index, each in enumerate(declared)]
@@ -261,11 +261,18 @@ def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
         refuse_gradients(arguments)
         check(*arguments).check()
 
-    _library.impl(name, on_cpu, "CPU")
-    _library.impl(name, on_gpu, "CUDA")
+    library.impl(name, on_cpu, "CPU")
+    library.impl(name, on_gpu, "CUDA")
     # Whatever has no implementation of its own: other devices, sparse and quantized tensors.
-    _library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    library.impl(name, functools.partial(_unsupported, name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=library)
+
+
+_operations: dict[str, tuple[str, Callable[..., Memory]]] = {}
+
+
+def _register(name: str, schema: str, check: Callable[..., Memory]) -> None:
+    _operations[name] = schema, check
 
 
 _register(
@@ -325,3 +332,36 @@ _register(
     f"Tensor flat, Tensor(a!)[] tensors, {_TABLE}, float scale, Tensor(b!)? norms, Tensor(c!)? flag, {_DEVICE_SCALE}",
     _scatter,
 )
+
+
+def _undefined() -> list[str]:
+    """Operations that this process does not have yet.
+
+    Another import of the package, of a copy or after it has left sys.modules, finds those of the first, which then
+    serve both.
+
+    Raises:
+        ImportError: it has one of that name with other arguments, from another version of the package.
+    """
+    missing = []
+    for name, (schema, _) in _operations.items():
+        packet = getattr(getattr(torch.ops, NAMESPACE), name, None)
+        if packet is None:
+            missing.append(name)
+            continue
+        found = packet.default._schema
+        wanted = torch._C.parse_schema(f"{NAMESPACE}::{name}({schema}) -> ()")
+        if str(found) != str(wanted):
+            raise ImportError(
+                f"zeropp_kernels {__version__} in {Path(__file__).parent} needs {wanted}; this process has {found}, of "
+                "another version of zeropp_kernels: have one of them on the path, and start Python anew"
+            )
+    return missing
+
+
+# Before the first is defined, so that two versions never mix.
+if _missing := _undefined():
+    # As long as the process lives, since what it has defined goes with it. Not "DEF", of which a namespace has one.
+    _library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    for _name in _missing:
+        _define(_library, _name, *_operations[_name])

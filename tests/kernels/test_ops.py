@@ -16,7 +16,7 @@ from zeropp_kernels import block_table, message_layout, reference
 
 
 def test_every_operation_has_a_sample() -> None:
-    assert sorted(NAMES) == sorted(name for name in kernels.__all__ if name.endswith("_"))
+    assert sorted(NAMES) == sorted(name for name in kernels.__all__ if name.endswith("_") and name != "__version__")
 
 
 @pytest.mark.parametrize("name", NAMES)

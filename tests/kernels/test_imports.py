@@ -1,0 +1,105 @@
+"""The package is imported again: reloaded, after it has left sys.modules, or as a copy; and its version.
+
+In processes of their own, since what one has imported is hard to take back.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeropp_kernels
+
+PACKAGE = Path(zeropp_kernels.__file__).parent
+ROUND_TRIP = """
+def check(kernels):
+    import torch
+    x = torch.arange(-300.0, 300.0)
+    assert (kernels.dequantize(kernels.quantize(x), x.shape) - x).abs().max() < 3
+"""
+AGAIN = {
+    "reload": "import importlib; importlib.reload(first.dispatch); importlib.reload(first.ops); again = first",
+    "reload of all": "import importlib; [importlib.reload(each) for each in list(ours.values())]; again = first",
+    "anew": "[sys.modules.pop(name) for name in ours]; import zeropp_kernels as again; assert again is not first",
+    "anew, the first gone": (
+        "[sys.modules.pop(name) for name in ours]; del first, ours; gc.collect(); import zeropp_kernels as again"
+    ),
+    "a copy": (
+        "[sys.modules.pop(name) for name in ours]; sys.path.insert(0, sys.argv[1]); import zeropp_kernels as again; "
+        "assert again.__file__.startswith(sys.argv[1])"
+    ),
+}
+
+
+def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    begin = (
+        "import gc, sys, zeropp_kernels as first; check(first)\n"
+        "ours = {name: module for name, module in sys.modules.items() if name.split('.')[0] == 'zeropp_kernels'}\n"
+    )
+    path = os.pathsep.join([str(PACKAGE.parent), *(entry for entry in sys.path if entry)])
+    command = [sys.executable, "-W", "error::UserWarning", "-c", ROUND_TRIP + begin + program, *arguments]
+    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+
+
+def copy_of_the_package(folder: Path) -> Path:
+    copied = folder / "zeropp_kernels"
+    shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    return copied
+
+
+@pytest.mark.parametrize("way", AGAIN)
+def test_a_second_import_is_no_error(way: str, tmp_path: Path) -> None:
+    """The operations of the first serve both, as long as the process lives."""
+    copy_of_the_package(tmp_path)
+    done = run(f"{AGAIN[way]}\ncheck(again); gc.collect(); check(again); print('both work')", str(tmp_path))
+    assert done.returncode == 0 and done.stdout == "both work\n", done.stderr
+
+
+def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
+    """One whose operations take other arguments; nothing of it is defined."""
+    dispatch = copy_of_the_package(tmp_path) / "dispatch.py"
+    text = dispatch.read_text()
+    schema = '"Tensor messages, Tensor(a!) reference, SymInt count"'
+    assert text.count(schema) == 1
+    changed = text.replace(schema, '"Tensor messages, Tensor(a!) reference, SymInt count, bool once"')
+    first = '_register(\n    "quantize_"'
+    dispatch.write_text(changed.replace(first, f'_register("new_", "Tensor x", _quantize)\n{first}'))
+    program = (
+        "[sys.modules.pop(name) for name in ours]; sys.path.insert(0, sys.argv[1])\n"
+        "try:\n    import zeropp_kernels\n"
+        "except ImportError as error:\n    print(error)\n"
+        "import torch; print(hasattr(torch.ops.zeropp, 'new_')); check(first)"
+    )
+    done = run(program, str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    said, defined = done.stdout.splitlines()
+    assert f"zeropp_kernels {zeropp_kernels.__version__} in {tmp_path / 'zeropp_kernels'} needs" in said
+    assert "SymInt count, bool once) -> (); this process has zeropp::delta_apply_(Tensor messages, " in said
+    assert "have one of them on the path, and start Python anew" in said and defined == "False"
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    try:
+        expected = importlib.metadata.version("zeropp")
+    except importlib.metadata.PackageNotFoundError:
+        expected = "0+unknown"
+    assert zeropp_kernels.__version__ == expected
+
+
+def test_a_source_tree_has_no_version(tmp_path: Path) -> None:
+    """Nobody has installed it; then it says so."""
+    copy_of_the_package(tmp_path)
+    program = (
+        "import importlib.metadata, sys; sys.path.insert(0, sys.argv[1])\n"
+        "def version(name): raise importlib.metadata.PackageNotFoundError(name)\n"
+        "importlib.metadata.version = version\n"
+        "import zeropp_kernels; print(zeropp_kernels.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True)
+    assert done.stdout == "0+unknown\n", done.stderr
