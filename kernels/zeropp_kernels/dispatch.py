@@ -334,34 +334,29 @@ _register(
 )
 
 
-def _undefined() -> list[str]:
-    """Operations that this process does not have yet.
-
-    Another import of the package, of a copy or after it has left sys.modules, finds those of the first, which then
-    serve both.
+def _are_defined() -> bool:
+    """Whether this process has the operations from another import of the package, whose operations then serve both.
 
     Raises:
-        ImportError: it has one of that name with other arguments, from another version of the package.
+        ImportError: it has others of these names, from another version of the package.
     """
-    missing = []
+    packets = {name: getattr(getattr(torch.ops, NAMESPACE), name, None) for name in _operations}
+    if all(packet is None for packet in packets.values()):
+        return False
     for name, (schema, _) in _operations.items():
-        packet = getattr(getattr(torch.ops, NAMESPACE), name, None)
-        if packet is None:
-            missing.append(name)
-            continue
-        found = packet.default._schema
-        wanted = torch._C.parse_schema(f"{NAMESPACE}::{name}({schema}) -> ()")
-        if str(found) != str(wanted):
+        packet = packets[name]
+        found = f"no {NAMESPACE}::{name}" if packet is None else str(packet.default._schema)
+        wanted = str(torch._C.parse_schema(f"{NAMESPACE}::{name}({schema}) -> ()"))
+        if found != wanted:
             raise ImportError(
-                f"zeropp_kernels {__version__} in {Path(__file__).parent} needs {wanted}; this process has {found}, of "
-                "another version of zeropp_kernels: have one of them on the path, and start Python anew"
+                f"zeropp_kernels {__version__} in {Path(__file__).parent} needs {wanted}; this process has {found}, "
+                "from another version of zeropp_kernels: have one of them on the path, and start Python anew"
             )
-    return missing
+    return True
 
 
-# Before the first is defined, so that two versions never mix.
-if _missing := _undefined():
-    # As long as the process lives, since what it has defined goes with it. Not "DEF", of which a namespace has one.
+# All or none, so that two versions never mix; and none again, since what a library has defined goes with it.
+if not _are_defined():
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for _name in _missing:
-        _define(_library, _name, *_operations[_name])
+    for _name, _given in _operations.items():
+        _define(_library, _name, *_given)

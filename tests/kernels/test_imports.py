@@ -61,15 +61,28 @@ def test_a_second_import_is_no_error(way: str, tmp_path: Path) -> None:
     assert done.returncode == 0 and done.stdout == "both work\n", done.stderr
 
 
-def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
-    """One whose operations take other arguments; nothing of it is defined."""
+DELTA = '"Tensor messages, Tensor(a!) reference, SymInt count"'
+FIRST = '_register(\n    "quantize_"'
+VERSIONS = {
+    "other arguments": (
+        (DELTA, DELTA.replace("count", "count, bool once")),
+        "SymInt count, bool once) -> (); this process has zeropp::delta_apply_(Tensor messages, ",
+    ),
+    "one more": (
+        (FIRST, f'_register("new_", "Tensor x", _quantize)\n{FIRST}'),
+        "needs zeropp::new_(Tensor x) -> (); this process has no zeropp::new_, from another version",
+    ),
+}
+
+
+@pytest.mark.parametrize("difference", VERSIONS)
+def test_another_version_is_refused_by_name(difference: str, tmp_path: Path) -> None:
+    """One whose operations take other arguments, or which has more of them; nothing of it is defined."""
     dispatch = copy_of_the_package(tmp_path) / "dispatch.py"
+    (old, new), expected = VERSIONS[difference]
     text = dispatch.read_text()
-    schema = '"Tensor messages, Tensor(a!) reference, SymInt count"'
-    assert text.count(schema) == 1
-    changed = text.replace(schema, '"Tensor messages, Tensor(a!) reference, SymInt count, bool once"')
-    first = '_register(\n    "quantize_"'
-    dispatch.write_text(changed.replace(first, f'_register("new_", "Tensor x", _quantize)\n{first}'))
+    assert text.count(old) == 1
+    dispatch.write_text(text.replace(old, new))
     program = (
         "[sys.modules.pop(name) for name in ours]; sys.path.insert(0, sys.argv[1])\n"
         "try:\n    import zeropp_kernels\n"
@@ -80,8 +93,7 @@ def test_another_version_is_refused_by_name(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     said, defined = done.stdout.splitlines()
     assert f"zeropp_kernels {zeropp_kernels.__version__} in {tmp_path / 'zeropp_kernels'} needs" in said
-    assert "SymInt count, bool once) -> (); this process has zeropp::delta_apply_(Tensor messages, " in said
-    assert "have one of them on the path, and start Python anew" in said and defined == "False"
+    assert expected in said and "have one of them on the path, and start Python anew" in said and defined == "False"
 
 
 def test_the_version_is_that_of_the_distribution() -> None:
