@@ -197,42 +197,47 @@ def _unsupported(name: str, *arguments: object) -> None:
     raise ValueError(f"{NAMESPACE}.{name} runs on dense CPU, CUDA and ROCm tensors; got {what}")
 
 
+# Of each argument that an operation writes: its name and its place.
+_Written = Sequence[tuple[str, int]]
+
+
+def _outputs(written: _Written, arguments: Sequence[object]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for _, place in written:
+        given = arguments[place]
+        if isinstance(given, Tensor):
+            found.append(given)
+        elif isinstance(given, list):
+            found += given
+    return found
+
+
+def _refuse_gradients(written: _Written, arguments: Sequence[object]) -> None:
+    """Overwriting has no derivative here, and autograd would not notice."""
+    if not torch.is_grad_enabled():
+        return
+    for name, place in written:
+        given = arguments[place]
+        if isinstance(given, Tensor):
+            if given.requires_grad:
+                raise ValueError(f"{name} requires grad and would be overwritten; call under torch.no_grad()")
+        elif isinstance(given, list) and any(map(_requires_grad, given)):
+            index = [tensor.requires_grad for tensor in given].index(True)
+            raise ValueError(f"{name}[{index}] requires grad and would be overwritten; call under torch.no_grad()")
+
+
 def _define(library: torch.library.Library, name: str, schema: str, check: Callable[..., Memory]) -> None:
     """Define an operation that both :mod:`.reference` and :mod:`.device` have under that name."""
 
     library.define(f"{name}({schema}) -> ()")
     declared = getattr(torch.ops.zeropp, name).default._schema.arguments
     # From the schema, so that what autograd and the compiler are told is what is checked.
-    places = [(each.name, index) for index, each in enumerate(declared)]
-    written = [(label, index) for label, index in places if (alias := declared[index].alias_info) and alias.is_write]
-
-    def outputs(arguments: Sequence[object]) -> list[Tensor]:
-        found: list[Tensor] = []
-        for _, index in written:
-            given = arguments[index]
-            if isinstance(given, Tensor):
-                found.append(given)
-            elif isinstance(given, list):
-                found += given
-        return found
-
-    def refuse_gradients(arguments: Sequence[object]) -> None:
-        """Overwriting has no derivative here, and autograd would not notice."""
-        if not torch.is_grad_enabled():
-            return
-        for argument, index in written:
-            given = arguments[index]
-            if isinstance(given, Tensor):
-                if given.requires_grad:
-                    raise ValueError(f"{argument} requires grad and would be overwritten; call under torch.no_grad()")
-            elif isinstance(given, list) and any(map(_requires_grad, given)):
-                number = [tensor.requires_grad for tensor in given].index(True)
-                raise ValueError(
-                    f"{argument}[{number}] requires grad and would be overwritten; call under torch.no_grad()"
-                )
+    written = [
+        (each.name, place) for place, each in enumerate(declared) if each.alias_info and each.alias_info.is_write
+    ]
 
     def checked(arguments: Sequence[object]) -> torch.device:
-        refuse_gradients(arguments)
+        _refuse_gradients(written, arguments)
         memory = check(*arguments)
         device = memory.check()
         # Apart from the rest, which fake tensors go through as well: this reads addresses and values.
@@ -255,10 +260,10 @@ def _define(library: torch.library.Library, name: str, schema: str, check: Calla
         with torch.cuda.device(checked(arguments)), torch.no_grad():
             fast()(*arguments)
         # What a kernel writes behind torch's back counts as written.
-        torch.autograd.graph.increment_version(outputs(arguments))
+        torch.autograd.graph.increment_version(_outputs(written, arguments))
 
     def fake(*arguments: object) -> None:
-        refuse_gradients(arguments)
+        _refuse_gradients(written, arguments)
         check(*arguments).check()
 
     library.impl(name, on_cpu, "CPU")
