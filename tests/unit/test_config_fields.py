@@ -53,6 +53,8 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
         "override_module_apply": (True, FLAG),
         "log_trace_cache_warnings": (False, FLAG),
         "enable_sanity_checks": (False, FLAG),
+        "compute_grad_norm": (True, FLAG),
+        "parameter_alignment": (False, FLAG),
         "save_muon_momentum_buffer_in_memory": (False, FLAG),
     },
     "zero_optimization.offload_param": {

@@ -148,9 +148,9 @@ else:
         ("compute_grad_norm", bool, True,
          "Asks for the norm of gradients where clipping does not. Nothing is left to do: the vector by which ranks "
          "agree on a step carries it anyway."),
-        ("parameter_alignment", Count | None, None,
-         "Elements to a multiple of which parameters are padded in a buffer. Nothing is left to do: each begins on "
-         "a block of 256."),
+        ("parameter_alignment", bool, False,
+         "Asks that each parameter begins at a multiple of 16 bytes in a flat buffer, by padding between them. Nothing "
+         "is left to do: each begins on a block of 256 elements, which is such a place in any dtype."),
     )  # fmt: skip
 
     LaterZero = _block(
