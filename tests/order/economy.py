@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from tests.order.programs import LIMITS, UNITS, Uses
 from tests.order.rank import ENDLESS, Rank
@@ -21,13 +22,13 @@ AGAIN, FORK = 4, 3  # kinds of exchange
 Deed = Callable[[Rank], object]
 
 
-def traces(*deeds: Deed, limits: Limits = ENDLESS) -> list[tuple[list[object], list[tuple[object, ...]]]]:
-    """Two ranks do the same things; of each what it said and what it issued."""
+def traces(*deeds: Deed, limits: Limits = ENDLESS, **more: Any) -> list[tuple[list[object], list[tuple[object, ...]]]]:
+    """Two ranks do the same things; of each what it said and what it issued. ``more`` is for the ranks."""
     world = World(2)
     marks: list[tuple[int, int]] = []
 
     def program(number: int) -> None:
-        rank = Rank(world, number, [4] * UNITS, limits)
+        rank = Rank(world, number, [4] * UNITS, limits, **more)
         for deed in deeds:
             if number == 0:
                 marks.append((len(world.exchanges), len(world.issued[0])))
@@ -143,6 +144,41 @@ def a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it() 
         assert unit.state is UnitState.SHARDED
 
 
+def a_forward_that_uses_all_that_is_inside_its_module_is_silent() -> None:
+    for way, words in (((0, 1), []), ((0,), [FORK])):
+        *_, (said, _) = traces(*[step(way)] * 3, inside=(0, 1))
+        assert said == [*words, "step"], f"{way}: {said}"
+
+
+def where_nothing_is_gathered_a_rank_may_run_a_forward_alone() -> None:
+    usual = step(FULL)
+    alone: Deed = lambda rank: rank.number or rank.forward(FULL, grad=False)  # noqa: E731
+    *_, (said, issued), _ = traces(
+        usual, usual, alone, usual, lambda rank: rank.freeze((1,)) or step(FULL)(rank), persistent=FULL
+    )
+    assert said == ["step"] and not any(kind == "gather" for kind, _ in issued)
+
+
+def a_set_of_trained_parameters_is_learned_once() -> None:
+    usual = step(FULL)
+    some: Deed = lambda rank: rank.freeze((1,))  # noqa: E731
+    every: Deed = lambda rank: rank.freeze(())  # noqa: E731
+    *_, (said, issued) = traces(usual, usual, some, usual, every, usual, some, usual)
+    assert said == ["step"] and reduced(issued) == Counter((0, 2, 3))
+
+
+def a_backward_that_comes_to_more_since_others_are_trained_is_heard() -> None:
+    """A forward is learned anew with other units trained, since ranks say with it what its backward may come to."""
+
+    def program(leaves: Uses, back: Uses) -> Deed:
+        return lambda rank: rank.forward(FULL, leaves=leaves) and rank.backward(back) and rank.step()
+
+    short = (2, 1, 0)
+    changed: Deed = lambda rank: rank.freeze((0,))  # noqa: E731
+    more: Deed = lambda rank: program((), BACK if rank.number else short)(rank)  # noqa: E731
+    traces(*[program((3,), short)] * 2, changed, program((), short), more)
+
+
 def ranks_that_failed_in_different_passes_are_told_before_they_go_on() -> None:
     """What they have issued is the same; but the one that has come through a pass more knows more."""
     world = World(2)
@@ -172,5 +208,9 @@ ECONOMIES: list[Callable[[], None]] = [
     what_is_held_until_the_step_comes_with_the_last_backward_from_then_on,
     a_gradient_that_came_late_on_one_way_is_waited_for_on_the_others,
     a_weight_whose_gradient_was_not_expected_stays_while_backward_may_need_it,
+    a_forward_that_uses_all_that_is_inside_its_module_is_silent,
+    where_nothing_is_gathered_a_rank_may_run_a_forward_alone,
+    a_set_of_trained_parameters_is_learned_once,
+    a_backward_that_comes_to_more_since_others_are_trained_is_heard,
     ranks_that_failed_in_different_passes_are_told_before_they_go_on,
 ]

@@ -13,9 +13,9 @@ FULL: Uses = tuple(range(UNITS))
 BACK: Uses = FULL[::-1]
 
 
-def _apart(*forward: Uses, back: Sequence[Uses] = (), late: Sequence[Uses] = (), no_sync: bool = False) -> Pass:
+def _apart(*forward: Uses, back: Sequence[Uses] = (), late: Sequence[Uses] = (), again: Sequence[Uses] = ()) -> Pass:
     """A micro-batch of which each rank has its own way."""
-    return Pass(forward, tuple(back) or tuple(way[::-1] for way in forward), tuple(late), no_sync)
+    return Pass(forward, tuple(back) or tuple(way[::-1] for way in forward), tuple(late), tuple(again))
 
 
 def _fails(*failures: Failure) -> Step:
@@ -39,6 +39,10 @@ EVENTS: dict[str, Step] = {
     "two, no_sync": Step((alike(3, FULL, no_sync=True), alike(3, FULL))),
     "two, one held": Step((_apart(FULL, FULL, (0, 1, 2)), alike(3, (0, 1)))),
     "evaluation": Step((alike(3, FULL),), evaluation=(FULL, (0, 2), FULL)),
+    "checkpointed": Step((_apart(FULL, FULL, FULL, again=((2, 3),) * 3),)),
+    "one checkpointed": Step((_apart(FULL, FULL, FULL, again=((2, 3), (), ())),)),
+    "a unit frozen": Step((alike(3, FULL),), freezes=(1,)),
+    "all units trained": Step((alike(3, FULL),), freezes=()),
     "fails forward": _fails(*[Failure(False, 2)] * 3),
     "fails backward": _fails(*[Failure(True, 3)] * 3),
 }
@@ -63,6 +67,11 @@ CORNERS: dict[str, Program] = {
             EVENTS["two, no_sync"],
             Step((_apart(FULL, FULL, FULL, back=(BACK, (*BACK, 3), BACK)), alike(3, FULL))),
         ),
+        "one runs modules again in a backward that has been learned without": (
+            _USUAL,
+            _USUAL,
+            EVENTS["one checkpointed"],
+        ),
         "one order after another was left": (
             Step((alike(3, (0, 1, 2)),)),
             Step((alike(3, (0, 3)),)),
@@ -83,10 +92,11 @@ CORNERS: dict[str, Program] = {
 """Programs that must train with any limits, since ranks are heard."""
 
 
-def sequences(length: int, first: str = "usual") -> Iterator[Program]:
+def sequences(length: int, first: str = "usual", persistent: Uses = ()) -> Iterator[Program]:
     """Every sequence of so many events after one that is given; then the usual one, and the last one once more."""
     for middle in itertools.product(EVENTS, repeat=length):
-        yield Program(3, tuple(EVENTS[name] for name in (first, *middle, "usual", middle[-1])))
+        names = (first, *middle, "usual", middle[-1])
+        yield Program(3, tuple(EVENTS[name] for name in names), persistent=persistent)
 
 
 def failures(ranks: int, places: Sequence[Failure | None], pasts: Sequence[Sequence[Step]]) -> Iterator[Program]:

@@ -80,6 +80,24 @@ FAULTS: dict[str, Fault] = {
             "if own is not None and (used != own or",
             "if False and (used != own or",
         ),
+        backwards_are_refused_in_which_nobody_asks=(
+            "            self._follow(expected, 0)\n",
+            '            if self._ended > 9 and key[0] == "backward" and not self.known.may_vary(key, expected):\n'
+            '                raise self.agreement.failure("refused for no reason")\n'
+            "            self._follow(expected, 0)\n",
+        ),
+        what_is_run_again_is_let_go=(
+            "if order is not None and order.find(unit.index, self._position) is None:",
+            "if 0:",
+        ),
+        each_rank_renews_in_an_order_of_its_own=(
+            "enumerate(order.uses if order is not None else ())",
+            "enumerate(self._own)",
+        ),
+        forwards_that_gather_nothing_count=(
+            'self._ended += not (self._silent and self.key[0] == "forward")',
+            "self._ended += 1",
+        ),
         nothing_is_left_out_where_ranks_part=("list(self._order.uses[:since])", "list(self._order.uses)"),
     ),
     **_in(
@@ -105,6 +123,11 @@ FAULTS: dict[str, Fault] = {
             "return any(False for part in key if",
         ),
         units_that_nobody_has_used_are_no_reason=("return not self._reach(key).issubset(order.uses)", "return False"),
+        forwards_that_gather_nothing_are_learned=(
+            "            self.remember(key, CollectiveOrder())\n",
+            "            pass\n",
+        ),
+        forwards_outlast_what_was_trained=('if not (key[0] == "forward" and key[-1])', ""),
         forks_are_where_nothing_parts=("places = {_common(order.uses, other.uses) for", "places = {0 for"),
     ),
 }

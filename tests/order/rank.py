@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,13 +59,20 @@ class _Unit:
     index: int
     numel: int
     gradients: list[_Gradient]
-    state: UnitState = UnitState.SHARDED
-    users: int = 0
     persistent: bool = False
+    users: int = 0
     announced: bool = True
     refreshing: bool = False
     version: int = 0
     _event: Event | None = None
+
+    def __post_init__(self) -> None:
+        self.state = self.resting
+
+    @property
+    def resting(self) -> UnitState:
+        """Its state between passes."""
+        return UnitState.HIDDEN if self.persistent else UnitState.SHARDED
 
     @property
     def name(self) -> str:
@@ -112,6 +119,8 @@ class Rank:
         sizes: elements of each unit.
         limits: of the prefetch plan.
         static: whether phases of a kind are promised to be alike.
+        persistent: units that are never gathered.
+        inside: units of the module where forwards begin; all of them by default.
     """
 
     world: World
@@ -119,22 +128,45 @@ class Rank:
     sizes: Sequence[int]
     limits: Limits = ENDLESS
     static: bool = False
+    persistent: Sequence[int] = ()
+    inside: Sequence[int] | None = None
     delivered: Counter[int] = field(default_factory=Counter)
     given: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         gradients = [_Gradient(index, self.delivered) for index in range(len(self.sizes))]
-        self.units: Any = [_Unit(i, numel, [gradients[i]]) for i, numel in enumerate(self.sizes)]
+        self.units: Any = [
+            _Unit(index, numel, [gradients[index]], index in self.persistent) for index, numel in enumerate(self.sizes)
+        ]
         agreement: Any = Agreement(self.world, self.number)
         lanes: Any = Lanes(self.world, self.number)
         self.agreement, self.issued = agreement, IssueHash()
         self.reductions = Reductions(self.units, lanes, agreement, self.issued, 1.0)
         self.schedule = Schedule(
             self.units, lanes, self.reductions, agreement, self.issued, self.limits,
-            lambda key: frozenset(range(len(self.sizes))), static=self.static, log_relearning=False,
+            self.reach, static=self.static, log_relearning=False,
         )  # fmt: skip
         self.backward_uses = BackwardUses(self.units, self.schedule, self.reductions)
         self.outstanding: list[PhaseKey] = []
+        self._numbers = {frozenset[int](): 0}  # of sets of frozen units
+        self._trained_set = 0
+
+    def reach(self, key: PhaseKey) -> frozenset[int]:
+        """Units that a forward may gather."""
+        inside = range(len(self.sizes)) if self.inside is None else self.inside
+        return frozenset(index for index in inside if index not in self.persistent)
+
+    def freeze(self, units: Sequence[int]) -> None:
+        """Train nothing of these, and all the others, as :class:`zeropp.access.requires_grad.Trainability` does it."""
+        frozen = frozenset(units)
+        self.agreement.exchange_objects(frozen, "changing which parameters are trained")
+        for unit in self.units:
+            unit.gradients[0].trained = (unit.index not in frozen,)
+        if frozen not in self._numbers:
+            self._numbers[frozen] = len(self._numbers)
+            self.schedule.known.forget_forwards()
+        self._trained_set = self._numbers[frozen]
+        self.reductions.update_trained()
 
     def forward(
         self, uses: Sequence[int], *, grad: bool = True, fails: int | None = None, leaves: Sequence[int] = ()
@@ -167,7 +199,13 @@ class Rank:
         if fails is not None:
             return self.recover()
         self.schedule.end()
+        self._hide_all()
         return True
+
+    def _hide_all(self) -> None:
+        for unit in self.units:
+            if unit.state is UnitState.EXPOSED:
+                unit.state = UnitState.HIDDEN
 
     def recover(self) -> bool:
         """What an engine does after an error in a pass, and a user, who drops the gradients and begins again."""
@@ -175,6 +213,7 @@ class Rank:
         self.backward_uses.forget()
         self.schedule.abort(running=True)
         self.reductions.forget()
+        self._hide_all()
         for unit in self.units:
             for gradient in unit.gradients:
                 gradient.stray = gradient.held = 0
@@ -194,7 +233,8 @@ class Rank:
         *,
         last: bool = True,
         no_sync: bool = False,
-        late: Sequence[int] = (),
+        late: Collection[int] = (),
+        again: Sequence[int] = (),
         fails: int | None = None,
     ) -> bool:
         """Each of ``uses`` is fetched and then has its gradient; a unit that comes again has another.
@@ -204,6 +244,7 @@ class Rank:
             last: whether a step follows.
             no_sync: whether it runs inside ``no_sync``.
             late: units whose gradients come after all uses.
+            again: units whose modules are run once more before the first of them is come to, as by checkpointing.
             fails: see :meth:`forward`.
 
         Returns:
@@ -212,31 +253,54 @@ class Rank:
         self.reductions.last, self.reductions.no_sync = last, no_sync
         self.schedule.begin(self._backward_key(self.outstanding), None)
         said = self.world.said(self.number)
+        for unit in self.units:
+            if unit.persistent:
+                self.schedule.use(unit)
         self.backward_uses.begin()
         if fails == 0:
             return self.recover()
+        first = next((index for index in uses if index in again), None)
         for done, index in enumerate(uses, 1):
             unit = self.units[index]
-            self.backward_uses.use(unit)
+            if index == first:
+                self._run_again(again)
+                first = None
+            self.backward_uses.use(unit, lasting=not all(unit.trained))
             assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
             if done == fails:
                 return self.recover()
             if index not in late:
                 self._give(unit)
+            if not all(unit.trained):
+                self.backward_uses.call_ended(unit)
         for index in set(late).intersection(uses):
             self._give(self.units[index])
         if fails is not None:
             return self.recover()
         self.backward_uses.give_up()
         self.schedule.end()
+        self._hide_all()
         if self.world.said(self.number) > said:
             strays = [unit.name for unit in self.units if unit.gradients[0].has_stray()]
             assert not strays, f"ranks have talked in this backward, and leave gradients of {strays} to the boundary"
         self.outstanding.clear()
         return True
 
+    def _run_again(self, indices: Sequence[int]) -> None:
+        """Forwards inside a backward, which comes back to them next."""
+        for index in indices:
+            unit = self.units[index]
+            unit.users += 1
+            self.schedule.use(unit)
+            assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+            self.schedule.expect_again([unit])
+            unit.users -= 1
+            self.schedule.live_units.release_if_unused(unit)
+
     def _give(self, unit: Any) -> None:
-        """A gradient comes."""
+        """A gradient comes, if the unit is to have one."""
+        if not all(unit.trained):
+            return
         unit.gradients[0].stray += 1
         self.given[unit.index] += 1
         if self.reductions.count(unit.index, 0):
@@ -244,7 +308,7 @@ class Rank:
             self.backward_uses.end(unit)
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
-        return ("backward", self.reductions.holding, 0, *outstanding)
+        return ("backward", self.reductions.holding, self._trained_set, *outstanding)
 
     def step(self) -> None:
         """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""
@@ -254,6 +318,9 @@ class Rank:
         for unit in self.units:
             unit.version += 1
         self.schedule.live_units.release_planned()
+        # As if something of every unit were cached; nobody waits for it.
+        for unit in self.schedule.in_forward_order():
+            self.world.issue(self.number, ("refresh", unit.index))
 
     def _late(self) -> list[int]:
         unsent = [any(g.has_unsent() for g in unit.gradients) for unit in self.units]

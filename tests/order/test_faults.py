@@ -11,7 +11,8 @@ import pytest
 from tests.order.economy import ECONOMIES
 from tests.order.families import CORNERS, EVENTS, FULL, failures, sequences
 from tests.order.faults import FAULTS, Fault
-from tests.order.programs import LIMITS, Failure, Program, Step, alike, check
+from tests.order.programs import LIMITS, Failure, Program, Step, alike
+from tests.order.trial import check
 
 
 def _must_train(program: Program) -> None:
@@ -53,6 +54,7 @@ SEEN_AT_ONCE = [
     "what was sent in vain is expected again",
     "the first of two places is remembered",
     "phases are not told apart",
+    "backwards are refused in which nobody asks",
 ]
 
 

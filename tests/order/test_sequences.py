@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 import pytest
 
 from tests.order.families import CORNERS, EVENTS, FULL, failures, sequences
-from tests.order.programs import LIMITS, Choice, Failure, Program, Step, alike, check, repeated
+from tests.order.programs import LIMITS, Failure, Program, Step, Uses, alike
+from tests.order.trial import Choice, check, repeated
 
 PLACES: list[Failure | None] = [None, *(Failure(backward, uses) for backward in (False, True) for uses in (0, 2, 5))]
 MORE: list[Failure | None] = [None, *(Failure(backward, uses) for backward in (False, True) for uses in range(6))]
@@ -20,20 +22,41 @@ def in_turn() -> Choice:
     return lambda able: able[next(count) % len(able)]
 
 
-def check_all(programs: Iterable[Program], *, thorough: bool = False) -> int:
-    """Every program, with any limits; ``thorough``: with any choice of who goes on for each. How many have trained."""
-    trained = 0
+def check_all(programs: Iterable[Program], *, thorough: bool = False) -> tuple[int, int]:
+    """Every program, with any limits; ``thorough``: with any choice of who goes on for each.
+
+    Returns:
+        How many have trained, and how many were refused.
+    """
+    outcomes = Counter[bool]()
     for number, program in enumerate(programs):
         for turn, limits in enumerate(LIMITS):
             choices = [min, max, in_turn()]
             for choose in choices if thorough else [choices[(number + turn) % 3]]:
-                trained += check(program, limits, choose)
-    return trained
+                outcomes[check(program, limits, choose)] += 1
+    return outcomes[True], outcomes[False]
+
+
+# Of the programs of two events, only those whose second is "once more" are refused: with any limits, since nobody hears
+# the rank that asks. Not after events in which ranks, or steps, have differed: then they listen. And not where the
+# order has the unit so late that it is still there, which depends on limits.
+REFUSED_AFTER = {
+    "leaves one out": 0,
+    "all leave one out": 0,
+    "its own each": 0,
+    "once more": 0,
+    "all once more": 0,
+    "late and another": 0,
+    "two, one held": 0,
+    "all in another order": 2,
+    "all part of a backward": 2,
+    "part of a backward": 3,
+}
 
 
 @pytest.mark.parametrize("name", CORNERS)
 def test_ranks_that_are_heard_train(name: str) -> None:
-    assert check_all([CORNERS[name]], thorough=True) == 3 * len(LIMITS)
+    assert check_all([CORNERS[name]], thorough=True) == (3 * len(LIMITS), 0)
 
 
 @pytest.mark.parametrize("name", CORNERS)
@@ -45,24 +68,39 @@ def test_any_rank_may_go_on_first(name: str) -> None:
 
 @pytest.mark.parametrize("first", EVENTS)
 def test_one_event_after_another(first: str) -> None:
-    assert check_all(sequences(1, first)) > 0
+    refused = REFUSED_AFTER.get(first, len(LIMITS))
+    assert check_all(sequences(1, first)) == (len(EVENTS) * len(LIMITS) - refused, refused)
+
+
+@pytest.mark.parametrize("persistent", [(1,), (0, 2), FULL])
+def test_one_event_where_units_are_persistent(persistent: Uses) -> None:
+    """A rank that alone uses a persistent unit once more asks nobody: 0 is the one that the event has twice."""
+    refused = 0 if 0 in persistent else len(LIMITS)
+    trained = len(EVENTS) * len(LIMITS) - refused
+    assert check_all(sequences(1, persistent=persistent)) == (trained, refused)
 
 
 def test_two_events_after_a_usual_step() -> None:
-    assert check_all(itertools.islice(sequences(2), 0, None, 2)) > 0
+    assert check_all(itertools.islice(sequences(2), 0, None, 2)) == (878, 90)
+
+
+def few_are_refused(programs: Iterable[Program], *, thorough: bool = False) -> bool:
+    """As in the shorter families about a tenth, all of which must be excused."""
+    trained, refused = check_all(programs, thorough=thorough)
+    return refused < 0.15 * (trained + refused)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("first", EVENTS)
 def test_two_events_after_another(first: str) -> None:
-    assert check_all(sequences(2, first), thorough=True) > 0
+    assert few_are_refused(sequences(2, first), thorough=True)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_three_events_after_a_usual_step() -> None:
-    assert check_all(sequences(3)) > 0
+    assert few_are_refused(sequences(3))
 
 
 def usual(ranks: int) -> list[Step]:
@@ -75,11 +113,17 @@ def in_turns(ranks: int) -> list[Step]:
 
 def test_ranks_that_fail_apart_are_refused_or_train() -> None:
     """Never does what one sends meet what another one waits for, and never is one that fails alone not missed."""
-    assert check_all(failures(2, PLACES, [[], usual(2), in_turns(2)])) > 0
+    # Those that fail at one place, 144 of 1152, train; and 36 that had issued the same where they failed.
+    assert check_all(failures(2, PLACES, [[], usual(2), in_turns(2)])) == (180, 972)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(3600)
 def test_ranks_that_fail_apart_at_any_place_are_refused_or_train() -> None:
-    assert check_all(failures(2, MORE, [[], usual(2), in_turns(2)]), thorough=True) > 0
-    assert check_all(failures(3, PLACES, [[], usual(3), in_turns(3)])) > 0
+    for ranks, places in ((2, MORE), (3, PLACES)):
+        thorough = ranks == 2
+        trained, refused = check_all(failures(ranks, places, [[], usual(ranks), in_turns(ranks)]), thorough=thorough)
+        alike = (len(places) - 1) * 3 * 2 * len(LIMITS) * (3 if thorough else 1)
+        assert alike <= trained < 2 * alike and trained + refused == alike * (len(places) ** ranks - 1) / (
+            len(places) - 1
+        )
