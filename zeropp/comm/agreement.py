@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -41,8 +41,16 @@ class Agreement:
     """Exchange of small rows of integers, and of last words."""
 
     def __init__(
-        self, comm: Comm, hang_timeout: float, warn_after: float | None, device: torch.device, *, at_once: bool
+        self,
+        comm: Comm,
+        hang_timeout: float,
+        warn_after: float | None,
+        device: torch.device,
+        when_lost: Sequence[Callable[[], None]],
+        *,
+        at_once: bool,
     ) -> None:
+        """Watch, if there is anybody to wait for; ``when_lost`` is done once, when the ranks have lost each other."""
         self.comm = comm
         self.hang_timeout = hang_timeout
         # Without ``overlap_comm`` work on lanes is done in the model's own order, which stands still for it.
@@ -54,7 +62,7 @@ class Agreement:
         self._place = 0  # tells that pass from others; equal on every rank
         self._stepped = False  # whether stepped weights are being queued for where they are cached
         self._sent: list[Event] = []  # ends of what was queued so
-        self.when_lost: list[Callable[[], None]] = []  # done once, when the ranks have lost each other
+        self._when_lost = when_lost
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
@@ -222,7 +230,7 @@ class Agreement:
                 'raise {"zeropp": {"hang_timeout": seconds}} and the timeout given to init_process_group'
             )
         first, self.lost = self.lost is None, ". ".join(parts)
-        for action in self.when_lost if first else ():
+        for action in self._when_lost if first else ():
             try:
                 action()
             except Exception as error:  # the others must still be done, and the error be raised

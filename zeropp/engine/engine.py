@@ -1,15 +1,13 @@
 """The engine of one model: phases, and who uses which unit.
 
-What happens to one parameter: a hook (`hooks`) says its module is about to run; the engine asks the schedule
-(`zeropp.order.schedule`), which has usually issued the gather already; a lane (`zeropp.comm.streams`) runs
-the unit's path (`zeropp.wire.paths`).
+A hook (`hooks`) says that a module is about to run; the engine asks the schedule (`zeropp.order.schedule`), which has
+usually issued the gather already; a lane (`zeropp.comm.streams`) runs the unit's path (`zeropp.wire.paths`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -85,17 +83,19 @@ class Engine:
         self.window = window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
-        self.agreement = Agreement(comm, hang_timeout, warn_after, device, at_once=sends and not overlap)
+        lanes = [make_lanes(kind, device, sends=sends, overlap=overlap) for kind in ("gather", "refresh", "reduce")]
+        self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
+        # Nothing waits any more for what may never end, and then that ends.
+        when_lost = [*(each.abandon for each in lanes), comm.abort]
+        self.agreement = Agreement(comm, hang_timeout, warn_after, device, when_lost, at_once=sends and not overlap)
         self.issued = IssueHash()
-        lanes = partial(make_lanes, device=device, sends=sends, overlap=overlap)
-        self.gather_lanes, self.reduce_lanes = lanes("gather"), lanes("reduce")
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)
         self.hooks = ModuleHooks(self)
         self.schedule = Schedule(
             self.units, self.gather_lanes, self.reductions, self.agreement, self.issued, limits, self.hooks.reach,
             static=static_graph, log_relearning=log_relearning,
         )  # fmt: skip
-        self.refresh = Refresh(self.units, lanes("refresh"), self.schedule, self.agreement, self.issued, comm)
+        self.refresh = Refresh(self.units, refresh_lanes, self.schedule, self.agreement, self.issued, comm)
         self.note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE
@@ -296,10 +296,7 @@ class Engine:
             raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
 
     def recover(self) -> None:
-        """After an error in forward or backward: release everything, so that the next step can run.
-
-        Once the ranks have lost each other there is no next step, and nothing to wait for.
-        """
+        """After an error in forward or backward: release everything, so that the next step can run."""
         self.hooks.reset()
         self.hooks.forget_graphs()
         self._backwards += 1
@@ -310,7 +307,7 @@ class Engine:
         if failed is Phase.BACKWARD:
             self.window.note_failure()
         if self.agreement.lost is not None:
-            return
+            return  # there is no next step, and nothing to wait for
         self.schedule.abort(running=failed is not Phase.IDLE)  # first: nothing of it may be issued any more
         self.reductions.forget()
         self._hide_all()

@@ -131,7 +131,7 @@ def _make_engine(
     """An engine for units that have their values; ``patience`` is how many seconds it waits for other ranks."""
     zero, extension = config.zero, config.zeropp
     mean = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
-    engine = Engine(
+    return Engine(
         comm,
         maker,
         units,
@@ -147,10 +147,6 @@ def _make_engine(
         log_relearning=zero.log_trace_cache_warnings,
         overlap=bool(zero.overlap_comm),
     )
-    lanes = (engine.gather_lanes, engine.refresh.lanes, engine.reduce_lanes)
-    # Nothing waits any more for what may never end, and then that ends.
-    engine.agreement.when_lost += [*(each.abandon for each in lanes), comm.abort]
-    return engine
 
 
 def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
