@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zeropp.comm.accounts import Account, describe_phase, explain, likely_cause, name_ranks
+from zeropp.comm.accounts import Account, explain, likely_cause, name_ranks
+from zeropp.order.known_orders import describe_phase
 
 FORWARD, EVALUATION = "a forward with gradients", "a forward without gradients, in eval mode"
 ALONE = "rank 0 called state_dict() of a GPT alone; it is collective: every rank calls it"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["Account", "describe_phase", "explain", "likely_cause", "name_ranks", "what_ended"]
+__all__ = ["Account", "explain", "likely_cause", "name_ranks", "what_ended"]
 
 _TIMED_OUT = "timed? ?out"  # in the words of backends
 _CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"
@@ -42,16 +42,6 @@ class Account:
     def unpacked(text: str | bytes) -> Account:
         """The inverse of :meth:`packed`."""
         return Account(**json.loads(text))
-
-
-def describe_phase(key: Sequence[object]) -> str:
-    """The kind of a phase in words; see `zeropp.order.known_orders.PhaseKey`."""
-    if key[0] == "backward":
-        return "a backward"
-    # ("forward", path of the root that was called, training, grad mode): see Engine._begin_forward.
-    _, path, training, grad = key
-    where = f" of {path!r}" if path else ""
-    return f"a forward{where} {'with' if grad else 'without'} gradients{'' if training else ', in eval mode'}"
 
 
 def what_ended(error: BaseException) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,10 @@ class Engine:
             self.units, self.gather_lanes, self.reductions, self.agreement, self.issued, limits, self.hooks.reach,
             static=static_graph, log_relearning=log_relearning,
         )  # fmt: skip
-        self.refresh = Refresh(self.units, refresh_lanes, self.schedule, self.agreement, self.issued, comm)
+        self.refresh = Refresh(
+            self.units, refresh_lanes, self.schedule, self.agreement, self.issued,
+            partial(comm.largest, kind="refresh"), comm.ledger.note,
+        )  # fmt: skip
         self.note_storages()
         self.input_dtype = input_dtype
         self.phase = Phase.IDLE

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey"]
+__all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "describe_phase"]
 
 PhaseKey = tuple[object, ...]
 """What tells kinds of phases apart; equal on every rank, made of plain values."""
@@ -22,6 +22,16 @@ class Phase(Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+def describe_phase(key: PhaseKey) -> str:
+    """A kind of phase in words, for errors."""
+    if key[0] == "backward":
+        return "a backward"
+    # ("forward", path of the module that was called, training, grad mode): see Engine._begin_forward.
+    _, path, training, grad = key
+    where = f" of {path!r}" if path else ""
+    return f"a forward{where} {'with' if grad else 'without'} gradients{'' if training else ', in eval mode'}"
 
 
 _VARIANTS = 8  # orders remembered for one kind of phase, most recent first

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.hops import Comm
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Event, Lanes
 from zeropp.order.known_orders import IssueHash
@@ -49,14 +49,26 @@ class Refresh:
 
     def __init__(
         self, units: Sequence[Unit], lanes: Lanes, schedule: Schedule, agreement: Agreement, issued: IssueHash,
-        comm: Comm,
+        take_largest: Callable[[Tensor], None], note: Callable[[str, str], None],
     ) -> None:  # fmt: skip
+        """Nothing is renewed yet.
+
+        Args:
+            units: the model's.
+            lanes: for refreshes.
+            schedule: knows the order of the next forward.
+            agreement: for waits.
+            issued: takes in what is issued.
+            take_largest: takes the maximum over all ranks, in place; called on a lane.
+            note: counts what happened to a unit, for the report.
+        """
         self.lanes = lanes
         self._units = units
         self._schedule = schedule
         self._agreement = agreement
         self._issued = issued
-        self._comm = comm
+        self._take_largest = take_largest
+        self._note = note
         self.is_put_off = False
 
     def put_off(self) -> None:
@@ -104,7 +116,7 @@ class Refresh:
 
             def agree() -> None:
                 most = torch.stack([buffer.count_escapes() for buffer in counted])
-                self._comm.largest(most, "refresh")
+                self._take_largest(most)
                 crowded.update(b for b, room in zip(counted, most.tolist(), strict=True) if not b.take_room(*room))
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
@@ -117,7 +129,7 @@ class Refresh:
             by_differences = buffer in based and buffer not in crowded
             if buffer.paths.differences is not None:
                 why = "differences" if by_differences else "whole, too much has changed"
-                self._comm.ledger.note(buffer.unit, f"refresh: {why if buffer in based else 'whole'}")
+                self._note(buffer.unit, f"refresh: {why if buffer in based else 'whole'}")
             return by_differences
 
         return differs

@@ -22,11 +22,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from zeropp.comm.accounts import describe_phase
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Lanes
-from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey
+from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, describe_phase
 from zeropp.order.live_units import LiveUnits
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
