@@ -152,7 +152,7 @@ class Config(OutsideKeys, IdleTop, UnreadTop, LaterTop):
                 f'{key} sends differences to the weights that are cached, and zeropp.secondary "codes" caches none; '
                 'leave secondary at "weights"'
             )
-        # 0 and 1 make no second copy; whether a size makes one on so many ranks, choose_groups tells.
+        # 0 and 1 make no second copy; whether a size makes one on so many ranks, require_base tells.
         if zero.stage == 3 and zero.zero_hpz_partition_size < 2:
             raise ValueError(
                 f"{key} sends differences to weights that are cached between steps, and stage 3 caches none; set "

@@ -1,5 +1,5 @@
 """The wrapper that users hold: a torch optimizer on this rank's slices.
 
-Knows the engine and torch's optimizers; not how values travel.
+Knows the engine, torch's optimizers, and which hops and codecs paths have; not what those do.
 Start with `wrapper`, then `slices`.
 """

@@ -11,10 +11,10 @@ from zeropp.comm.ledger import Ledger
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.params.build import BufferKey, ask_for_hops, check_dtypes, planned_buffers
 from zeropp.partition.layout import BufferLayout
-from zeropp.partition.levels import HopSpec, Placement
+from zeropp.partition.levels import HopSpec, Placement, choose_mode
 from zeropp.partition.topology import ranks_per_node
 from zeropp.partition.units import form_units, unit_options
-from zeropp.wire.encoding import Encoding, choose_encoding, choose_groups
+from zeropp.wire.encoding import Encoding, choose_encoding, require_base
 
 __all__ = ["Planned", "PlannedUnit", "plan_units"]
 
@@ -76,7 +76,8 @@ def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | 
     parameters = dict(model.named_parameters())
     # Without a number one node, whatever LOCAL_WORLD_SIZE says: the plan is for a machine that need not be this one.
     local = ranks_per_node(range(world), local or world)
-    mode = choose_groups(settings, world, local)
+    mode = choose_mode(settings, world, local)
+    require_base(settings, mode)
     check_dtypes(model, settings)
     units = []
     for spec in form_units(model, world, unit_options(settings)):

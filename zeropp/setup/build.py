@@ -31,12 +31,12 @@ from zeropp.params.build import BufferMaker, check_dtypes
 from zeropp.params.guard import is_managed, own_dtype, register
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
-from zeropp.partition.levels import Mode
+from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.setup.ineffective import warn_of_idle
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
-from zeropp.wire.encoding import choose_groups
+from zeropp.wire.encoding import require_base
 
 __all__ = ["build_engine"]
 
@@ -185,7 +185,9 @@ def _choose(model: nn.Module, config: Config, members: Members) -> Mode:
                 f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
                 f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
             )
-    return choose_groups(config, len(members.ranks), members.local)
+    mode = choose_mode(config, len(members.ranks), members.local)
+    require_base(config, mode)
+    return mode
 
 
 def _check_model(model: nn.Module, config: Config, device: torch.device | str | int | None) -> torch.device:

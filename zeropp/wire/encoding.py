@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from zeropp.config import Config
-from zeropp.partition.levels import HopSpec, Mode, choose_mode
+from zeropp.partition.levels import HopSpec, Mode
 from zeropp.wire.codecs import BlockCodec, Codec, PlainCodec
 from zeropp.wire.differences import BASES
 
-__all__ = ["Encoding", "choose_encoding", "choose_groups"]
+__all__ = ["Encoding", "choose_encoding", "require_base"]
 
 _PLAIN = {32: torch.float32, 16: torch.bfloat16}
 
@@ -138,21 +138,19 @@ def choose_encoding(config: Config) -> Encoding:
     )
 
 
-def choose_groups(config: Config, world: int, local: int) -> Mode:
-    """Which ranks share what; ``local`` ranks to a node.
+def require_base(config: Config, mode: Mode) -> None:
+    """See that a codec of differences has something to send differences to.
 
     Raises:
-        ValueError: groups that do not fit the ranks, or that leave the weights' codec nothing to send differences to.
+        ValueError: the levels of ``mode``, which the configuration asks for, leave it nothing.
     """
-    mode = choose_mode(config, world, local)
     codec = choose_encoding(config).differences
     # A difference needs a base at the receiver. With nothing cached between uses there is none, and whole
     # values would travel silently; one rank sends nothing in any case.
-    if codec is not None and mode.cached is None and world > 1:
+    if codec is not None and mode.cached is None and mode.chain.world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
         raise ValueError(
             f'zeropp.weight_codec "{codec}" sends differences to a second copy of the weights, and '
             f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} makes none: no more than {mode.states} "
             f"ranks share the first one; {smaller}leave weight_codec out"
         )
-    return mode
