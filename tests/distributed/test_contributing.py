@@ -103,7 +103,7 @@ def follow_codec(tree: Path) -> None:
 
 def follow_placement(tree: Path) -> None:
     chosen = "    if config.zeropp.replicated_pairs:\n        return Mode(build_chain(world, [2]), 2, 1, 1)\n"
-    insert(tree / "zeropp/partition/levels.py", "    zero = config.zero\n    shard = group", chosen)
+    insert(tree / "zeropp/partition/levels.py", "    zero = config.zero\n    states = group", chosen)
     insert_key(tree, "replicated_pairs", '    replicated_pairs: bool = False\n    """Pairs of ranks."""\n\n')
 
 

@@ -1,8 +1,8 @@
 """Which parameters are trained, when that changes after wrapping.
 
 A parameter that is no longer trained stays in its trainable buffer, as it stays in a torch optimizer: nothing waits for
-its gradient. One that is trained from now on leaves its frozen buffer: it has a main weight and a gradient then. Both
-happen when the next forward begins, on all ranks together.
+its gradient. One that is trained from now on leaves its buffer, which has no gradient: it has a main weight and a
+gradient then. Both happen when the next forward begins, on all ranks together.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Trainability:
         )
 
     def _split(self, unit: Unit, buffer: FlatBuffer, wanted: dict[str, bool]) -> None:
-        """Move what is to be trained out of a frozen buffer; what stays is laid out anew without it."""
+        """Move what is to be trained out of a buffer without a gradient; what stays is laid out anew without it."""
         engine = self._engine
         values, codes = gather_main(engine, buffer), gather_codes(engine, buffer)
         parts = []

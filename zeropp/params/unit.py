@@ -64,9 +64,11 @@ class Unit:
         return tuple(trained for gradient in self.gradients for trained in gradient.trained)
 
     def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
-        """Put parts of a frozen buffer in its place, between passes; trainable ones last: gradients keep places."""
+        """Put parts of a buffer without a gradient in its place, between passes; trainable ones are the last."""
         rest = [other for other in self.buffers if other is not buffer]
+        # Behind the rest, since hooks name a parameter by its position among the trainable ones.
         self.buffers = (*rest, *parts)
+        # Nothing of the new buffers is gathered, even if the unit was planned to stay.
         self.state = self._resting
 
     @property

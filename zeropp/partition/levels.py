@@ -70,17 +70,17 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
         ValueError: group sizes do not divide each other; with the key and the sizes that would do.
     """
     zero = config.zero
-    shard = group = world
+    states = group = world
     if zero.stage == 3 and zero.mics_shard_size > 0:
-        shard = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
+        states = group = _fitting("mics_shard_size", zero.mics_shard_size, world, [local])
     size = zero.zero_hpz_partition_size
     # A multiple of the shard group makes no second copy: the first is spread over as few ranks already, or fewer.
-    if zero.stage == 3 and size > 1 and (size < shard or size % shard):
-        group = _fitting("zero_hpz_partition_size", size, shard, [local, shard])
+    if zero.stage == 3 and size > 1 and (size < states or size % states):
+        group = _fitting("zero_hpz_partition_size", size, states, [local, states])
     # The node is a level even where nothing is spread over it, so that hop by hop fast links and slow ones stay apart.
-    chain = build_chain(world, [local, shard, group])
+    chain = build_chain(world, [local, states, group])
     if zero.stage == 3:
-        states, cached, gradients = shard, group if group < shard else None, shard
+        cached, gradients = group if group < states else None, states
     else:
         # Below stage 3 weights stay whole between uses. Stages 0 and 1 hold whole gradients between micro-batches;
         # stage 2 sends each backward's all the way.
@@ -88,7 +88,8 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
     if config.zeropp.defer_cross_reduction:
         # Deferral trades memory for traffic between nodes. Stages 0 and 1, which hold more already, stay as they are.
         gradients = min(gradients, local)
-    return Mode(chain, states, cached, gradients, single_hop=shard < world and not zero.mics_hierarchical_params_gather)
+    in_groups = zero.stage == 3 and states < world
+    return Mode(chain, states, cached, gradients, single_hop=in_groups and not zero.mics_hierarchical_params_gather)
 
 
 def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
