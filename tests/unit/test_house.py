@@ -149,7 +149,7 @@ def test_readme_maps_every_room() -> None:
 def test_notes_are_defined_once_and_named() -> None:
     """A note is written where a line of a docstring begins with its name; elsewhere its name stands in a sentence."""
     text = {short(path): path.read_text() for path in SOURCES}
-    named = [name for source in text.values() for name in re.findall(r"\[Note: [a-z ]+\]", source)]
+    named = [name for source in text.values() for name in re.findall(r"\[Note: [^\]]+\]", source)]
     for name in sorted(set(named)):
         defined = [path for path, source in text.items() if re.search(rf"^{re.escape(name)} \S", source, re.MULTILINE)]
         assert len(defined) == 1, f"{name} is defined in {defined}"

@@ -41,7 +41,7 @@ class Kind(Enum):
     """How far a setting reaches in this version."""
 
     EFFECT = "does what it says, at every value"
-    IDLE = "accepted at every value, nothing is left to do; the field's docstring says why"
+    IDLE = "accepted at every value, nothing is left to do; its description says why"
     LIMITED = "only some values are honoured, the others are refused"
     GOVERNED = "read only when another key, which is limited, is set"
     UNREAD = "accepted, without effect, with a warning"

@@ -29,9 +29,8 @@ from zeropp.wire.encoding import Encoding
 
 __all__ = ["Adapter", "apply"]
 
-# The default of the configuration, too.
 _WHAT = "zeropp.fsdp2.apply"  # what ranks do together
-_BETA = 0.8
+_BETA = 0.8  # the default of the configuration, too
 
 
 class Adapter:

@@ -26,7 +26,7 @@ from zeropp.comm.streams import Event, Lanes, Work
 __all__ = ["Arrival", "Reductions", "queue", "wait_for"]
 
 _END = object()
-_IN_FLIGHT = 2  # as in zeropp's engine
+_IN_FLIGHT = 2  # one that the links work on, and the next, so that they need not wait for it
 
 
 def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str) -> Event:
