@@ -162,7 +162,7 @@ class Agreement:
         Raises:
             RuntimeError: some rank did not come within ``hang_timeout``, or is somewhere else.
         """
-        # In one number, so that a row is no wider for it.
+        # In one number, so that a row is no wider for it: a place has 32 bits and a kind 8, of 64.
         head = self._place << 8 | kind
         # One width, or ranks at different kinds could not talk.
         row = [head, *values, *[0] * (_WIDTH - len(values))]
@@ -219,6 +219,8 @@ class Agreement:
         parts = [explain(accounts, comm.world)]
         if store_is_gone:
             parts[0] += "; the others cannot be asked, since the job's store is gone or does not answer"
+        # What has not been sent may be stepped on this rank and not on others: its refresh was queued behind the step,
+        # and does not end without them.
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
             if self._stepped or not self._has_sent()

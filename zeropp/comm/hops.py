@@ -57,15 +57,15 @@ class Hop:
         self.size = len(spec.ranks)
         self.index = spec.ranks.index(rank)
 
-    def all_gather(self, out: Tensor, piece: Tensor, unit: str, codec: str) -> None:
-        """``out`` becomes the members' pieces in order; ``piece`` is this rank's own part of ``out``."""
-        self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * piece.nbytes)
+    def all_gather(self, out: Tensor, own: Tensor, unit: str, codec: str) -> None:
+        """``out`` becomes the members' slices in order; ``own`` is this rank's, and lies in ``out`` already."""
+        self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * own.nbytes)
         if self.pairwise:
-            # ``piece`` lies inside ``out`` already, so this rank's own row is neither sent nor received.
-            swap = self._swap(list(out.view(self.size, -1).unbind()), [piece] * self.size)
+            # This rank's row of ``out`` is neither sent nor received: it is there.
+            swap = self._swap(list(out.view(self.size, -1).unbind()), [own] * self.size)
             _finish(dist.batch_isend_irecv(swap))
         else:
-            all_gather_single(out, piece, group=self.group)
+            all_gather_single(out, own, group=self.group)
 
     def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
         """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
@@ -215,12 +215,14 @@ class Comm:
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""
         if self.world > 1:
+            # As a ring sends it, gloo's too: n-1 parts of n while they are summed, and n-1 while sums are handed on.
             self._note_control("<boundary>", 2 * (self.world - 1) * tensor.nbytes // self.world)
             dist.all_reduce(tensor, group=self.world_group)
 
     def largest(self, tensor: Tensor, kind: str) -> None:
         """Take the maximum over all ranks, element by element and in place, on a group of one kind of work."""
         if self.world > 1:
+            # As in ``sum``.
             self._note_control(f"<{kind}>", 2 * (self.world - 1) * tensor.nbytes // self.world)
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.all_ranks(kind))
 
@@ -311,7 +313,7 @@ def _drop(groups: list[dist.ProcessGroup]) -> None:
 
 
 def _abort(group: dist.ProcessGroup) -> None:
-    # It may be ending by itself, or be of a backend without this.
+    # The group may be ending by itself, or its backend has no abort.
     with contextlib.suppress(RuntimeError, NotImplementedError):
         group.abort()
 

@@ -1,9 +1,9 @@
 """The end of a wait that no line of Python can limit: on a card, the host only queues work and goes on.
 
 If another rank is missing, a collective on the card never ends, and neither does what is queued behind it. The host
-notices where it reads a number, or when the queue is full and a launch does not return. So a thread looks at what has
-been queued: when nothing of it has been finished for ``hang_timeout``, it gives the ranks up, and what that ends lets
-the launch return.
+notices where it reads a number, or when the queue is full and a launch does not return. So a thread watches what has
+been queued: when none of it has finished for ``hang_timeout``, it declares the ranks lost and aborts the communicators,
+and the launch returns.
 """
 
 from __future__ import annotations

@@ -143,6 +143,7 @@ class _ThreadEvent:
         return True
 
     def done(self) -> bool:
+        # A waiter holds the lock for a moment, too: then the answer comes late, which does no harm; never too early.
         return not self._lock.locked() and self._error is None
 
 
@@ -181,7 +182,7 @@ class ThreadStream:
         work()
 
     def abandon(self) -> None:
-        """The thread ends with what it is at: the groups' timeouts see to that."""
+        """The thread finishes what it is doing, which the groups' timeouts limit, and ends."""
         self._stop()
 
     def close(self) -> None:

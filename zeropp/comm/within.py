@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def within(seconds: float, call: Callable[[], _T], doing: str) -> _T:
-    """What ``call()`` returns or raises, on a thread of its own: one that takes longer is left to itself there.
+    """Run ``call`` on a thread of its own and return or raise what it does; one that takes longer is left behind.
 
     Raises:
         TimeoutError: it did not return within ``seconds`` of ``doing`` this.

@@ -75,14 +75,14 @@ class BackwardUses:
         # Gradients alone do not tell for a frozen weight: it is read until the inputs of its module have theirs. FSDP2
         # watches the inputs of all that it shards; here they are asked only where something is frozen.
         if index not in self._whole and self._calls.get(index) == 0 and self._reductions.complete(index):
-            # First, so that a use that comes after all is one of its own.
+            # Before the release, so that a further use of the unit begins anew.
             del self._calls[index]
             self._release(unit)
 
     def give_up(self) -> bool:
         """Let go of what is left; returns whether anything was."""
-        # Left are those fetched for the whole of it, and those of which a gradient or input never came: they are
-        # not in this graph.
+        # Units that were fetched for the whole backward, and units of which a gradient or an input's never came, since
+        # it is not in this graph.
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
         for unit in left:

@@ -258,7 +258,7 @@ class Boundary:
             _log.warning("squares of gradients pass float32: a step was left out, and from now on norms are waited for")
 
     def check_settings(self) -> None:
-        """Before a step that goes by a sum of earlier, as after clipping: settings may have changed since. Collective.
+        """Before a step that uses a sum made earlier, as after clipping: settings may have changed since. Collective.
 
         Raises:
             RuntimeError: they differ between ranks.

@@ -90,7 +90,7 @@ class _Variants:
     successors: list[tuple[CollectiveOrder, CollectiveOrder]] = field(default_factory=list)
 
     def expected(self) -> CollectiveOrder | None:
-        """The order that came after the last one the time before; graphs that alternate are foreseen so."""
+        """The order that followed the last one when that occurred before, by which alternating graphs are predicted."""
         # By identity, which is enough: ``add`` puts the known object in place of an equal one.
         return next((after for before, after in self.successors if before is self.last), self.last)
 

@@ -159,6 +159,6 @@ def make_plan(
         fetched, dropped = walk.prefetch(step)
         victims = walk.keep(step)
         issue.append((*issued, *fetched))
-        gone = [other for other in (*victims, *dropped) if other != unit]
-        drop.append((*gone, *(() if unit in walk.live else (unit,))))
+        # The unit in use is none of the others, having been taken out of ``live``: it goes last, unless it stays.
+        drop.append((*victims, *dropped, *(() if unit in walk.live else (unit,))))
     return Plan(tuple(issue), tuple(drop), frozenset(walk.live))

@@ -199,7 +199,7 @@ class Schedule:
             self._agree_on(None)
             self._remember_learned()
         else:
-            self.passed_over |= not self._own.issuperset(self._order.uses)
+            self.passed_over |= not self._own.issuperset(self._order.uses)  # one may need them alone the next time
             self.reductions.end()
             self.known.remember(self.key, self._order)
         self._recent.add(self.key)
@@ -334,6 +334,7 @@ class Schedule:
         assert self._order is not None
         order, place = self._order, self._position
         self.reductions.before_use(place)
+        # Told with the last word alone: if ranks learn on from here instead, that sends strays at its end.
         strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()
         doing = self._asking(unit)
         rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, strays], doing)
@@ -355,7 +356,7 @@ class Schedule:
             self.reductions.change(branch)
             self._follow(branch, place)
         self._left = _NONE
-        self._forks = [fork for fork in self.known.forks(self.key, branch) if fork > place]
+        self._forks = [fork for fork in self.known.forks(self.key, branch) if fork > place]  # the others are behind
         return False
 
     def _postpone_strays(self) -> None:

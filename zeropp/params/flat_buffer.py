@@ -225,6 +225,7 @@ class FlatBuffer:
         Raises:
             RuntimeError: a parameter was edited while released.
         """
+        # First: to a guarded parameter its new ``data`` would be a use, which fetches the unit or is refused.
         unguard(self.parameters)
         self._swap(self._present, 2 * self.version)
 

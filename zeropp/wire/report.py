@@ -47,8 +47,8 @@ class Report:
         # In blocks: faster than float64 throughout, within 1e-8 of it, and the same however units are cut.
         torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, out=self.norms)
         self._squares = self.norms.to(torch.float64).square().sum()
-        # By the extremes, which carry Inf and NaN: squares of large finite values pass float32. Without a question to
-        # the device, for which the host would have to wait.
+        # By the extremes, which show any Inf or NaN: the squares of large finite values overflow float32, too. The
+        # answer stays on the device, so that the host need not wait for it.
         self.flag.copy_(torch.stack(torch.aminmax(values)).isfinite().all().logical_not())
 
     @staticmethod
