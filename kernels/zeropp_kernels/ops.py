@@ -7,7 +7,7 @@ None is differentiable.
 Common arguments:
 
 - ``count``: messages that follow each other in one buffer, in the order of their destinations (or sources).
-- ``bits``: 8 (groups of 256 elements) or 4 (groups of 128).
+- ``bits``: of a code; ``GROUPS`` in `zeropp_kernels.wire` has the widths, and how many elements share a scale.
 - ``rotate``: encode in the rotated domain (Hadamard, groups of 32), or come back from it.
 - ``state``, ``beta``, ``reset``: error feedback. ``state`` is uint8 [count * state_layout(numel, bits).nbytes], zeros
   at first. What encoding loses is averaged into it, ``e <- beta * e + (1 - beta) * lost``, and added to the next

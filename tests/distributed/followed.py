@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 import zeropp
+import zeropp_kernels
 from tests.distributed.harness import run_ranks, shutdown
 from tests.distributed.pair import Pair
 from tests.distributed.shapes import Routed, chain, make_config
@@ -18,7 +19,8 @@ __all__ = ["main"]
 
 def _train(dtype: torch.dtype, **keys: object) -> Pair:
     config = make_config()
-    config["zeropp"].update(keys)
+    for key, value in keys.items():
+        config["zero_optimization" if key.startswith("zero_") else "zeropp"][key] = value
     pair = Pair(Routed(3), config, dtype=dtype)
     for _ in range(4):
         pair.train(chain(3))
@@ -36,6 +38,25 @@ def _with_a_codec(key: str, value: object, kind: str) -> None:
     assert 0 < pair.difference() < 0.02
 
 
+def _with_a_width() -> None:
+    numel = 1000
+    message = torch.zeros(zeropp_kernels.message_layout(numel, 2).nbytes, dtype=torch.uint8)
+    values, found = torch.randn(numel, generator=torch.Generator().manual_seed(1)), torch.empty(numel)
+    zeropp_kernels.quantize_(values, message, bits=2)
+    zeropp_kernels.dequantize_(message, found, bits=2)
+    # A group's codes are -1, 0 and 1 times its largest value, rounded up to bfloat16.
+    for group, coded in zip(values.split(128), found.split(128), strict=True):
+        scale = coded.abs().max()
+        assert group.abs().max() <= scale <= group.abs().max() * 1.01
+        assert torch.equal(coded, (group / scale).round() * scale)
+    pair = _train(torch.float32, zero_quantized_gradients=True, gradient_bits={"cross": 2})
+    rows = [row for row in zeropp.comm_report(pair.model).rows if row.kind == "reduce"]
+    assert {row.codec for row in rows} == {"int2"}
+    half = {unit.name: zeropp_kernels.message_layout(unit.numel // 2, 2).nbytes for unit in pair.engine.units}
+    assert {row.unit: row.bytes // row.calls for row in rows} == half
+    assert 0 < pair.difference() < 0.5
+
+
 def _with_a_placement() -> None:
     pair = _train(torch.float64, replicated_pairs=True)
     states = sum(part.parameter.numel() for part in pair.optimizer._slices.stepped)
@@ -48,5 +69,6 @@ def main() -> None:
     """All of it, on ranks."""
     run_ranks(2, _with_a_codec, "cut_gradients", True, "reduce")
     run_ranks(2, _with_a_codec, "weight_codec", "cut16", "gather")
+    run_ranks(2, _with_a_width)
     run_ranks(4, _with_a_placement, local_world_size=2)
     shutdown()

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's recipes, followed in a copy of the tree: a codec, a placement and a key of the configuration."""
+"""CONTRIBUTING.md's recipes, followed in a copy of the tree: a codec, a width, a placement and a key."""
 
 from __future__ import annotations
 
@@ -107,9 +107,33 @@ def follow_placement(tree: Path) -> None:
     insert_key(tree, "replicated_pairs", '    replicated_pairs: bool = False\n    """Pairs of ranks."""\n\n')
 
 
-def test_a_codec_and_a_placement_by_their_recipes(tree: Path) -> None:
+# A width: codes of two bits, -1, 0 and 1, four to a byte. Plain torch alone, as ranks on CPUs run it.
+
+TWO_BITS_IN = """    if bits == 2:
+        quarters = work.to(torch.int8).view(rows, 4, group // 4).bitwise_and_(3)
+        part.codes.view(torch.int8).copy_((quarters << _QUARTERS).sum(1, dtype=torch.int8))
+        return spoilt
+"""
+TWO_BITS_OUT = """    if bits == 2:
+        codes = ((part.codes.unsqueeze(1) >> _QUARTERS) & 3).view(rows, group).to(torch.int8).bitwise_xor_(2).sub_(2)
+"""
+
+
+def follow_width(tree: Path) -> None:
+    replace(tree / "kernels/zeropp_kernels/wire.py", "GROUPS = {8: 256,", "GROUPS = {2: 128, 8: 256,")
+    blocks = tree / "kernels/zeropp_kernels/reference/blocks.py"
+    insert(blocks, "_LEVELS = {", '_QUARTERS = torch.tensor([[0], [2], [4], [6]], dtype=torch.int8, device="cpu")\n')
+    replace(blocks, "_LEVELS = {", '_LEVELS = {2: torch.tensor(1.0, device="cpu"), ')
+    replace(blocks, "_LARGEST_SCALE = {", "_LARGEST_SCALE = {2: 0x7F7F, ")
+    insert(blocks, "    if bits == 8:\n", TWO_BITS_IN)
+    insert(blocks, "    if bits == 4:\n", TWO_BITS_OUT)
+    replace(tree / "zeropp/config/extension.py", "Bits = Annotated[Literal[", "Bits = Annotated[Literal[2, ")
+
+
+def test_a_codec_a_width_and_a_placement_by_their_recipes(tree: Path) -> None:
     """No other file changes than the recipes name; :mod:`tests.distributed.followed` trains with what they give."""
     follow_codec(tree)
+    follow_width(tree)
     follow_placement(tree)
     assert python(tree, "-c", "from tests.distributed.followed import main; main()") == ""
 
@@ -164,12 +188,23 @@ def test_a_key(model: type[ExtensionConfig | ZeroConfig]) -> None:
 
 # A width of codes: what tells one from another is in few files.
 
-_WIDTH = re.compile(r"\b(bits|BITS|source_bits)\b *(==|!=|//|in \()|\bGROUPS\b.* = \{|Literal\[4, 8")
+_BITS, _TOLD = r"(?:bits|BITS|source_bits)\b", r"(==|!=|//|%|<=?|>=?)"
+_WIDTH = re.compile(
+    rf"\b{_BITS} *(?:{_TOLD}(?![<>])|in [({{\[])|\b\d+ *{_TOLD} *(\w+\.)?{_BITS}|\}}\[(\w+\.)?{_BITS}"
+    r"|\bGROUPS\b.* = \{|Literal\[4, 8"
+)
 
 
 def test_a_configuration_has_every_width() -> None:
     widths = {width for part in get_args(Bits) for width in get_args(part)}
     assert widths == {16, 32, *GROUPS}  # plain values, and codes
+
+
+@pytest.mark.parametrize(
+    "line", ["{4:1,8:2}[bits]", "8 // bits", "bits < 8", "if self.bits <= 4:", "BITS == 4", "source_bits in (4, 8)"]
+)
+def test_a_line_that_tells_widths_apart_is_seen(line: str) -> None:
+    assert _WIDTH.search(line)
 
 
 def test_few_files_tell_widths_apart() -> None:

@@ -122,8 +122,8 @@ def apply(
         weights: "int8", or None for values as they are.
         secondary: what travels in backward where ``reshard_after_forward`` is a number: "values" (the weights of
             forward, to the bit) or "codes" (half the bytes, or fewer; those weights are rounded a second time).
-        gradient_bits: bits of an element inside a node and between nodes: 8 or 4 for codes, 16 (bfloat16) or 32 for
-            values. Where there is one hop only it takes the second. None for values in FSDP2's reduce dtype.
+        gradient_bits: bits of an element inside a node and between nodes (or on the only hop): for codes a width in
+            ``zeropp_kernels.wire.GROUPS``, for values 16 (bfloat16) or 32. None for values in FSDP2's reduce dtype.
         hadamard: rotate 32 elements of a gradient at a time before they are encoded.
         feedback: add what encoding lost to the next gradient: "cross" between nodes (or on the only hop), "both" inside
             the node too, or None (LoCo, arXiv 2407.04480). Costs a rank 1 byte an element it sends between nodes,
