@@ -21,7 +21,7 @@ OUTSIDE = "Keys of other DeepSpeed features"
 
 # What works first, then what changes nothing, then what is refused: sections and the rows in each. A block counts as
 # the first of its keys.
-_ORDER = {Kind.EFFECT: 0, Kind.IDLE: 1, Kind.UNREAD: 1, Kind.LIMITED: 2, Kind.GOVERNED: 2}
+_ORDER = {Kind.EFFECT: 0, Kind.NEEDLESS: 1, Kind.UNREAD: 1, Kind.LIMITED: 2, Kind.GOVERNED: 2}
 
 _INTRODUCTION = """\
 # Configuration
@@ -152,7 +152,7 @@ def _status(model: type[Block], name: str, support: Support) -> str:
         return f"with `{support.governor}`"
     return {
         Kind.EFFECT: "works",
-        Kind.IDLE: "nothing to do",
+        Kind.NEEDLESS: "nothing to do",
         Kind.UNREAD: "no effect",
         Kind.BLOCK: "block",
     }[support.kind]

@@ -80,7 +80,7 @@ def parent(path: tuple[str, ...]) -> type[Block]:
 
 def test_keys_with_nothing_to_do_say_why() -> None:
     for path, model, name in FIELDS:
-        if SUPPORT[model][name].kind is Kind.IDLE:
+        if SUPPORT[model][name].kind is Kind.NEEDLESS:
             text = " ".join((model.model_fields[name].description or "").split())
             assert "othing is left to do" in text or "There is nothing to choose" in text, (path, name)
 
@@ -177,7 +177,7 @@ def test_wire_types(dtype: str | None) -> None:
     assert refusals({"communication_data_type": dtype}) == ()
 
 
-@pytest.mark.parametrize("name", [n for n, s in SUPPORT[ZeroConfig].items() if s.kind is Kind.IDLE])
+@pytest.mark.parametrize("name", [n for n, s in SUPPORT[ZeroConfig].items() if s.kind is Kind.NEEDLESS])
 def test_both_values_of_a_key_with_nothing_to_do_pass(name: str) -> None:
     values = (True, False) if isinstance(load_config(None).zero.model_dump()[name], bool) else (0, 17)
     for value in values:

@@ -17,7 +17,7 @@ __all__ = ["Average", "ema"]
 
 
 class Average:
-    """An average of a model's main weights: this rank's pieces, 4 bytes an element, and nothing more to send.
+    """An average of a model's main weights: of this rank's shards, 4 bytes an element, and nothing more to send.
 
     Frozen weights and buffers are what they are. A parameter that is unfrozen joins with the next update.
 
@@ -82,7 +82,7 @@ class Average:
         engine.weights_changed(self._pieces, for_now=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's pieces; every rank saves its own, beside ``optimizer.state_dict()``."""
+        """The average of this rank's shards; every rank saves its own, beside ``optimizer.state_dict()``."""
         self._engine.require_idle("state_dict() of an average")
         self._join()
         return {"decay": self.decay, "updates": self.updates, "pieces": [p.clone() for p in self._pieces.values()]}

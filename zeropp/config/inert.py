@@ -17,10 +17,10 @@ from zeropp.config.precision import Dtype
 __all__ = [
     "CheckpointConfig",
     "CompileConfig",
-    "IdleTop",
-    "IdleZero",
     "LaterTop",
     "LaterZero",
+    "NeedlessTop",
+    "NeedlessZero",
     "OutsideKeys",
     "ParallelWriteConfig",
     "UnreadTop",
@@ -78,13 +78,13 @@ if TYPE_CHECKING:
     # Nobody reads a field of theirs by its name, which is all that a checker could be told.
     class OutsideKeys(Block): ...
 
-    class IdleTop(Block): ...
+    class NeedlessTop(Block): ...
 
     class UnreadTop(Block): ...
 
     class LaterTop(Block): ...
 
-    class IdleZero(Block): ...
+    class NeedlessZero(Block): ...
 
     class LaterZero(Block): ...
 
@@ -102,8 +102,8 @@ else:
         *((key, JsonValue, None, text) for key, text in _OUTSIDE.items()),
     )
 
-    IdleZero = _block(
-        "IdleZero",
+    NeedlessZero = _block(
+        "NeedlessZero",
         "Keys of the zero block that leave nothing to do, each for a reason of its own.",
         ("contiguous_gradients", bool, True,
          "Asks for gradients in one buffer, against fragmentation. Nothing is left to do: a unit's gradients are "
@@ -172,8 +172,8 @@ else:
         ("legacy_stage1", bool, False, "An old implementation of stage 1. True is an error."),
     )  # fmt: skip
 
-    IdleTop = _block(
-        "IdleTop",
+    NeedlessTop = _block(
+        "NeedlessTop",
         "Keys at the top level that leave nothing to do, each for a reason of its own.",
         ("zero_allow_untested_optimizer", bool, False,
          "Asks to accept optimizers that DeepSpeed's list does not have. Nothing is left to do: there is no list, "

@@ -14,10 +14,10 @@ from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
 from zeropp.config.inert import (
     CheckpointConfig,
     CompileConfig,
-    IdleTop,
-    IdleZero,
     LaterTop,
     LaterZero,
+    NeedlessTop,
+    NeedlessZero,
     OutsideKeys,
     ParallelWriteConfig,
     UnreadTop,
@@ -41,7 +41,7 @@ class Kind(Enum):
     """How far a setting reaches in this version."""
 
     EFFECT = "does what it says, at every value"
-    IDLE = "accepted at every value, nothing is left to do; its description says why"
+    NEEDLESS = "accepted at every value, nothing is left to do; its description says why"
     LIMITED = "only some values are honoured, the others are refused"
     GOVERNED = "read only when another key, which is limited, is set"
     UNREAD = "accepted, without effect, with a warning"
@@ -58,7 +58,7 @@ class Support:
     governor: str = ""
 
 
-EFFECT, IDLE, UNREAD, BLOCK = (Support(k) for k in (Kind.EFFECT, Kind.IDLE, Kind.UNREAD, Kind.BLOCK))
+EFFECT, NEEDLESS, UNREAD, BLOCK = (Support(k) for k in (Kind.EFFECT, Kind.NEEDLESS, Kind.UNREAD, Kind.BLOCK))
 # Only the default is accepted, and it is the remedy as well.
 LATER = Support(Kind.LIMITED)
 
@@ -89,7 +89,7 @@ _ZERO = {
         "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather "
         "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights",
     ),
-    **_all(IdleZero, IDLE),
+    **_all(NeedlessZero, NEEDLESS),
     # The last two are errors already when the configuration is loaded.
     **_all(LaterZero, LATER),
 }
@@ -105,7 +105,7 @@ _TOP = {
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
         "gradient_allreduce_op allgather_size managed_gradient_accumulation",
     ),
-    **_all(IdleTop, IDLE),
+    **_all(NeedlessTop, NEEDLESS),
     **_all(UnreadTop, UNREAD),
     **_all(LaterTop, LATER),
     "seq_parallel_communication_data_type": Support(Kind.GOVERNED, governor="sequence_parallel_size"),
@@ -125,7 +125,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     Fp16Config: _governed(Fp16Config, "enabled", enabled=_only(False, remedy="enable bf16 or train in fp32")),
     Bf16Config: {
         "enabled": EFFECT,
-        "immediate_grad_update": IDLE,
+        "immediate_grad_update": NEEDLESS,
         **_each(LATER, "check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
     },
     AutocastConfig: _governed(AutocastConfig, "enabled", enabled=_only(False, remedy="enable bf16 instead")),

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from zeropp.config.base import Count, NonNegative, Positive, alias, notify
 from zeropp.config.batch import Triple, resolve_batch
 from zeropp.config.extension import ExtensionConfig
-from zeropp.config.inert import CheckpointConfig, CompileConfig, IdleTop, LaterTop, OutsideKeys, UnreadTop
+from zeropp.config.inert import CheckpointConfig, CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
 from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Dtype, Fp16Config
 from zeropp.config.runtime import (
     ActivationCheckpointingConfig,
@@ -21,7 +21,7 @@ from zeropp.config.zero import ZeroConfig
 
 
 # Those keys stand at the top level of a file, so they are inherited and not a block.
-class Config(OutsideKeys, IdleTop, UnreadTop, LaterTop):
+class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     """Keys at the top level, and the blocks below it."""
 
     train_batch_size: Positive | None = None

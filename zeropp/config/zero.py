@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from zeropp.config.base import Count, Integer, alias
 from zeropp.config.deprecated import REPLACEMENTS, upgrade_zero
-from zeropp.config.inert import IdleZero, LaterZero
+from zeropp.config.inert import LaterZero, NeedlessZero
 from zeropp.config.leaf import LeafModuleConfig
 from zeropp.config.loco import LocoConfig
 from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
@@ -27,7 +27,7 @@ _GONE = {
 }
 
 
-class ZeroConfig(IdleZero, LaterZero):
+class ZeroConfig(NeedlessZero, LaterZero):
     """What is partitioned over ranks, when it is fetched, and how it travels."""
 
     retired: ClassVar[Mapping[str, str]] = REPLACEMENTS

@@ -24,7 +24,7 @@ from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = [
-    "BufferKey", "BufferMaker", "ask_for_hops", "check_dtypes", "gradient_paths", "planned_buffers", "weight_paths",
+    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "gradient_paths", "weight_paths",
 ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ class BufferKey:
         return alone and mode.states == mode.cached == 1 and self.dtype == self.main_dtype
 
 
-def planned_buffers(
+def buffer_layouts(
     parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
 ) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
     """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
@@ -121,7 +121,7 @@ class BufferMaker:
             placement = Placement(self.mode.of(spec.persistent), self._comm.rank, self._comm.local)
             buffers = [
                 self._make(spec.name, placement, key, [parameters[name] for name in names], layout)
-                for key, names, layout in planned_buffers(parameters, spec, self._config, self._comm.world)
+                for key, names, layout in buffer_layouts(parameters, spec, self._config, self._comm.world)
             ]
             units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
         return units

@@ -1,7 +1,7 @@
 """Predictions made from a model and a configuration alone, before anything is partitioned.
 
 Knows the cut, the placement and the codecs that training would have; no process, no memory.
-Start with `planned`, then `memory` and `traffic`.
+Start with `outline`, then `memory` and `traffic`.
 """
 
 from zeropp.plan.memory import COMMUNICATOR_NBYTES, MemoryPlan, UnitMemory, memory

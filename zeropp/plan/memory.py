@@ -9,7 +9,7 @@ from torch import nn
 
 from zeropp.config import ConfigSource
 from zeropp.params.unit import TERMS
-from zeropp.plan.planned import plan_units
+from zeropp.plan.outline import outline
 from zeropp.wire.report import report_nbytes
 
 __all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
@@ -96,11 +96,11 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
-    planned = plan_units(model, config, world, local)
-    encoding = planned.encoding
+    cut = outline(model, config, world, local)
+    encoding = cut.encoding
     terms: Counter[str] = Counter(dict.fromkeys(TERMS, 0))
     units = []
-    for unit in planned.units:
+    for unit in cut.units:
         gathered = message = held = 0
         # The unit's own: persistent ones are cached whole in any stage.
         own = unit.placement.mode
@@ -130,4 +130,4 @@ def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None
                     layout.numel, own, key.dtype, trainable=key.trainable
                 )
         units.append(UnitMemory(unit.name, own.cached == 1, gathered, message, held))
-    return MemoryPlan(dict(terms), tuple(units), len(planned.groups(world)) + (world > 1))
+    return MemoryPlan(dict(terms), tuple(units), len(cut.groups(world)) + (world > 1))

@@ -13,7 +13,7 @@ from zeropp.config import ConfigSource
 from zeropp.params.build import BufferKey
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement
-from zeropp.plan.planned import plan_units
+from zeropp.plan.outline import outline
 from zeropp.wire.codecs import Codec, PlainCodec
 from zeropp.wire.differences import make_difference_codec
 from zeropp.wire.encoding import Encoding
@@ -34,7 +34,7 @@ class TrafficRow:
     way: TrafficKey  # over which hop, and how
     nbytes: int  # each time
     times: int  # in an optimizer step
-    phase: str  # that it can hide behind: "forward" or "backward"
+    phase: str  # the pass that it can hide behind, "forward" or "backward"
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TrafficPlan:
     micro_batches: int
 
     def sent(self, link: str | None = None, phase: str | None = None) -> int:
-        """Bytes that a rank sends in a step, over a class of links ("local", "cross") and in a phase, or all."""
+        """Bytes that a rank sends in a step, over a class of links ("local", "cross") and in a pass, or all."""
         return sum(
             row.nbytes * row.times
             for row in self.rows
@@ -82,7 +82,7 @@ class TrafficPlan:
         # Operations a token: a product and a sum for each weight in forward. Backward takes as many again for the
         # inputs of all weights, and for the gradients of those that are trained.
         work = {"forward": 2 * every, "backward": 2 * (every + trained)}
-        # A phase hides its own messages only, so the worse of the two counts.
+        # A pass hides its own messages only, so the worse of the two counts.
         return max(
             self.local * self.sent("cross", phase) / bandwidth * flops / (work[phase] * self.micro_batches)
             for phase in work
@@ -116,18 +116,18 @@ def traffic(model: nn.Module, config: ConfigSource, world: int, local: int | Non
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
-    planned = plan_units(model, config, world, local)
+    cut = outline(model, config, world, local)
     # One where the configuration leaves it open.
-    micro_batches = planned.settings.resolve_batch(world)[2] or 1
+    micro_batches = cut.settings.resolve_batch(world)[2] or 1
     rows: list[TrafficRow] = []
-    for unit in planned.units:
+    for unit in cut.units:
         for key, layout in unit.buffers:
-            rows += _weights(unit.name, unit.placement, key, layout, planned.encoding, micro_batches)
+            rows += _weights(unit.name, unit.placement, key, layout, cut.encoding, micro_batches)
             if key.trainable:
-                rows += _gradients(unit.name, unit.placement, key, layout, planned.encoding, micro_batches)
+                rows += _gradients(unit.name, unit.placement, key, layout, cut.encoding, micro_batches)
     every = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return TrafficPlan(tuple(rows), planned.local, world, (every, trained), micro_batches)
+    return TrafficPlan(tuple(rows), cut.local, world, (every, trained), micro_batches)
 
 
 def _weights(

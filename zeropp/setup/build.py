@@ -33,7 +33,7 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
-from zeropp.setup.ineffective import warn_of_idle
+from zeropp.setup.ineffective import warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
 from zeropp.wire.encoding import require_base
@@ -106,7 +106,7 @@ def _partition(
     units = maker.make_units(model, specs)
     if comm.world > 1:
         # Before anything is partitioned: warnings may be errors.
-        warn_of_idle(config, units, comm)
+        warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     _adopt(model, units, comm)

@@ -11,17 +11,21 @@ from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
 
-__all__ = ["warn_of_idle"]
+__all__ = ["warn_of_ineffective"]
 
 
-def warn_of_idle(config: Config, units: Sequence[Unit], comm: Comm) -> None:
+def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> None:
     """Warn, once for each setting."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    for text in (*_idle_groups(config, comm), *_idle_gradients(config, buffers), *_idle_weights(config, buffers, comm)):
+    for text in (
+        *_ineffective_groups(config, comm),
+        *_ineffective_gradients(config, buffers),
+        *_ineffective_weights(config, buffers, comm),
+    ):
         notify(text)
 
 
-def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
+def _ineffective_groups(config: Config, comm: Comm) -> Iterator[str]:
     zero, own, world = config.zero, config.zeropp, comm.world
     # A shard of all ranks is what stage 3 has anyway.
     in_groups = zero.stage == 3 and 0 < zero.mics_shard_size < world
@@ -46,7 +50,7 @@ def _idle_groups(config: Config, comm: Comm) -> Iterator[str]:
         yield f"zeropp.defer_cross_reduction has no effect: {why}"
 
 
-def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
+def _ineffective_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
     zero, own = config.zero, config.zeropp
     # The hops that were made, and not the settings: which bits apply depends on how many hops a gradient takes.
     paths = [buffer.gradient.paths.straight.hops for buffer in buffers if buffer.gradient is not None]
@@ -71,7 +75,7 @@ def _idle_gradients(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[s
             yield f"zeropp.gradient_bits.local has no effect: gradients take one hop, {named[0]}"
 
 
-def _idle_weights(config: Config, buffers: Sequence[FlatBuffer], comm: Comm) -> Iterator[str]:
+def _ineffective_weights(config: Config, buffers: Sequence[FlatBuffer], comm: Comm) -> Iterator[str]:
     zero, own = config.zero, config.zeropp
     coded = zero.zero_quantized_nontrainable_weights and zero.stage > 0
     if coded and not any(isinstance(buffer, CodedBuffer) for buffer in buffers):

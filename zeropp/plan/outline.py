@@ -9,18 +9,18 @@ from torch import nn
 from zeropp.comm.hops import GroupKey, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.config import Config, ConfigSource, load_config
-from zeropp.params.build import BufferKey, ask_for_hops, check_dtypes, planned_buffers
+from zeropp.params.build import BufferKey, ask_for_hops, buffer_layouts, check_dtypes
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement, choose_mode
 from zeropp.partition.topology import ranks_per_node
 from zeropp.partition.units import form_units, unit_options
 from zeropp.wire.encoding import Encoding, choose_encoding, require_base
 
-__all__ = ["Planned", "PlannedUnit", "plan_units"]
+__all__ = ["Outline", "OutlineUnit", "outline"]
 
 
 @dataclass(frozen=True)
-class PlannedUnit:
+class OutlineUnit:
     """One unit: where it is cached and summed, and its flat buffers."""
 
     name: str
@@ -29,24 +29,24 @@ class PlannedUnit:
 
 
 @dataclass(frozen=True)
-class Planned:
+class Outline:
     """The whole model; ``local`` ranks to a node."""
 
     settings: Config
     encoding: Encoding
     local: int
-    units: tuple[PlannedUnit, ...]
+    units: tuple[OutlineUnit, ...]
 
     def groups(self, world: int) -> set[GroupKey]:
         """The process groups that rank 0's hops will have; other ranks have as many."""
-        planned = _PlannedGroups(world)
+        found = _Groups(world)
         for unit in self.units:
             for key, layout in unit.buffers:
-                ask_for_hops(planned, unit.placement, key, layout, self.encoding)
-        return planned.keys
+                ask_for_hops(found, unit.placement, key, layout, self.encoding)
+        return found.keys
 
 
-class _PlannedGroups:
+class _Groups:
     """Notes what hops ask for, as :class:`zeropp.comm.hops.Comm` would make it."""
 
     def __init__(self, world: int) -> None:
@@ -63,7 +63,7 @@ class _PlannedGroups:
         return None
 
 
-def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | None) -> Planned:
+def outline(model: nn.Module, config: ConfigSource, world: int, local: int | None) -> Outline:
     """Cut a model that is not wrapped, as ZeroOptimizer would; meta parameters will do.
 
     Raises:
@@ -81,8 +81,8 @@ def plan_units(model: nn.Module, config: ConfigSource, world: int, local: int | 
     check_dtypes(model, settings)
     units = []
     for spec in form_units(model, world, unit_options(settings)):
-        buffers = planned_buffers(parameters, spec, settings, world)
+        buffers = buffer_layouts(parameters, spec, settings, world)
         # That of rank 0; sizes are the same on all ranks.
         placement = Placement(mode.of(spec.persistent), 0, local)
-        units.append(PlannedUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
-    return Planned(settings, choose_encoding(settings), local, tuple(units))
+        units.append(OutlineUnit(spec.name, placement, tuple((key, layout) for key, _, layout in buffers)))
+    return Outline(settings, choose_encoding(settings), local, tuple(units))
