@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.config import Config
-from zeropp.params.build import BufferKey, gradient_paths, planned_buffers, weight_paths
+from zeropp.params.build import BufferKey, buffer_layouts, gradient_paths, weight_paths
 from zeropp.params.flat_buffer import WeightPaths
 from zeropp.params.gradient import Gradient
 from zeropp.partition.layout import build_layout
@@ -43,7 +43,7 @@ def warm_up(model: nn.Module, config: Config, mode: Mode, rank: int, local: int,
     seen: set[tuple[BufferKey, bool]] = set()
     for spec in form_units(model, world, unit_options(config)):
         placement = Placement(mode.of(spec.persistent), rank, local)
-        for key, _, _ in planned_buffers(parameters, spec, config, world):
+        for key, _, _ in buffer_layouts(parameters, spec, config, world):
             if (key, spec.persistent) not in seen:
                 seen.add((key, spec.persistent))
                 # With padding in every rank's piece and without any: what rotated codes leave there is cleared.
