@@ -18,9 +18,10 @@ from .ops import (
     sum_,
 )
 from .table import BlockTable, block_table
-from .wire import LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
+from .wire import MOST_ESCAPES, LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
 
 __all__ = [
+    "MOST_ESCAPES",
     "BlockTable",
     "LosslessLayout",
     "MessageLayout",
