@@ -144,9 +144,7 @@ def _lossless_encode(
     return Memory({**tensors, "message": message}, ("message",))
 
 
-def _lossless_decode(
-    messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int
-) -> Memory:
+def _lossless_decode(messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int) -> Memory:
     check_flat("out", out, (torch.bfloat16,))
     check_flat("reference", reference, (torch.bfloat16,), out.numel())
     numel = check_count("count", count, out.numel(), "out")

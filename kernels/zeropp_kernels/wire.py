@@ -5,10 +5,10 @@ A message holds the codes of its elements, block by block, and after them everyt
     quantized | codes, padded to 16 bytes | one bfloat16 scale a group | zeros to 128 bytes |
     lossless  | 4-bit codes | starts | 8-bit codes, padded to 16 bytes | 16-bit values | zeros to 128 bytes |
 
-A lossless message has differences of -7 to 6 in 4 bits. Two codes are marks and say where a difference escapes to: -8 to
-an 8-bit code, 7 to the value's own 16 bits. Both kinds of escapes lie in the order of the marks in the message's bytes,
-the low half of a byte first. Starts are two int32 for each section of 2048 elements: how many 8-bit codes and how many
-16-bit values lie before its own, so a section is decoded without a look at those before it.
+A lossless message has differences of -7 to 6 in 4 bits. Two codes are marks that say where a difference escapes to: -8
+to an 8-bit code, 7 to the value's own 16 bits. Both kinds of escapes lie in the order of their marks in the message's
+bytes, the low half of a byte first. Starts are two int32 for each section of 2048 elements: how many 8-bit codes and
+how many 16-bit values lie before its own, so that a section is decoded without a look at those before it.
 
 Scales come last and not beside their group, since 130-byte groups would break the 16-byte alignment that wide loads
 need. n messages of one hop follow each other in the order of their destinations.

@@ -117,6 +117,8 @@ def test_every_kernel_is_compiled_for_wide_access_too() -> None:
 def test_what_is_launched_is_what_is_compiled() -> None:
     done = run_python("-m", "tests.kernels.launches")
     assert done.returncode == 0 and " 0 unknown" in done.stdout, done.stdout + done.stderr
+    # Receivers decode the messages of all ranks: one kernel, and nothing that torch would do beside it.
+    assert "calls that decode 1, 2 and 64 lossless messages: 1 1 1\n" in done.stdout, done.stdout
 
 
 def test_the_checks_can_fail() -> None:

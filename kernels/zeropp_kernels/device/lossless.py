@@ -304,9 +304,7 @@ def lossless_encode_(
     )  # fmt: skip
 
 
-def lossless_decode_(
-    messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int
-) -> None:
+def lossless_decode_(messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int) -> None:
     """See :func:`zeropp_kernels.lossless_decode_`."""
     layout = lossless_layout(out.numel() // count, room8, room16)
     if layout.sections:

@@ -56,7 +56,8 @@ def _differences(values: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
 
 def _outside(differences: Tensor, least: int, most: int) -> Tensor:
     """bool [n]: those below ``least`` or above ``most``."""
-    return (differences > most).bitwise_or_(differences < least)
+    # One comparison, which costs far more than what it compares with.
+    return torch.clamp(differences, least, most, out=_row("clamped", differences.numel(), torch.int16)) != differences
 
 
 def _escapes(differences: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,20 +114,16 @@ def _views(message: Tensor, layout: LosslessLayout) -> _Message:
     return _Message(codes, starts, room8, room16)
 
 
-def _marks(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """int64, ascending: which 4-bit codes mark escapes to 8 bits, and to 16, counted in the order of the bytes."""
-    ordered = _row("ordered", codes.numel() * 2, torch.uint8)
-    lower, upper = ordered.view(-1, 2).unbind(1)
-    torch.bitwise_and(codes.view(-1), 15, out=lower)
-    torch.bitwise_right_shift(codes.view(-1), 4, out=upper)
-    return (ordered == _TO_8).nonzero().squeeze(1), (ordered == _TO_16).nonzero().squeeze(1)
+def _halves(ordered: Tensor) -> Tensor:
+    """[2, rows, 64]: the low and the high halves of bytes, out of what lies in the order of the codes in the bytes."""
+    return ordered.view(-1, _ROW // 2, 2).permute(2, 0, 1)
 
 
-def _elements(marks: Tensor) -> Tensor:
-    """The elements that codes belong to which are counted in the order of the bytes."""
+def _elements(places: Tensor) -> Tensor:
+    """The elements of codes, int64, that are counted in the order of the bytes."""
     # In a row of 128, codes 2 j and 2 j + 1 are those of j and j + 64.
-    column = (marks >> 1).bitwise_and_(_ROW // 2 - 1).add_((marks & 1).mul_(_ROW // 2))
-    return column.add_(marks & -_ROW)
+    column = (places >> 1).bitwise_and_(_ROW // 2 - 1).add_((places & 1).mul_(_ROW // 2))
+    return column.add_(places & -_ROW)
 
 
 def _append(room: Tensor, end: int, found: Tensor) -> int:
@@ -151,22 +148,25 @@ def lossless_encode_(
         views.starts[:, column].copy_(starts[column, :-1].clamp(max=room))
     end8 = end16 = 0
     for piece in _tiles(layout.numel):
-        keys, difference = _differences(values[piece], reference[piece])
-        numel = keys.numel()
-        escapes, far = _escapes(difference)
-        nibbles = _row("nibbles", blocks_of(numel) * BLOCK, torch.uint8)
-        # The end of the last block; scratch holds what it held.
-        nibbles[numel:] = 0
-        # The cast to uint8 keeps the low 8 bits, the mask 4 of them.
-        nibbles[:numel].copy_(difference).bitwise_and_(15).masked_fill_(escapes, _TO_8).masked_fill_(far, _TO_16)
-        lower, upper = nibbles.view(-1, 2, _ROW // 2).unbind(1)
+        keys = _differences(values[piece], reference[piece])[0]
+        # With the end of the last block, where scratch holds what it held.
+        size = blocks_of(keys.numel()) * BLOCK
+        difference, ordered = (_row(name, size, torch.int16) for name in ("differences", "ordered"))
+        difference[keys.numel() :] = 0
+        for half, lies in zip(_halves(ordered), difference.view(-1, 2, _ROW // 2).unbind(1), strict=True):
+            half.copy_(lies)
+        escapes, far = _escapes(ordered)
+        to8 = escapes ^ far
+        # The cast to uint8 keeps the low 8 bits, the mask 4 of them. By arithmetic: fills by a mask take much longer.
+        nibbles = _row("nibbles", size, torch.uint8).copy_(ordered).bitwise_and_(15)
+        nibbles.mul_(~escapes).add_(to8, alpha=_TO_8).add_(far, alpha=_TO_16)
+        lower, upper = _halves(nibbles)
         first = piece.start // _ROW
         codes = views.codes[first : first + lower.shape[0]]
-        torch.bitwise_or(lower, upper << 4, out=codes)
-        marks8, marks16 = _marks(codes)
-        end8 = _append(views.room8, end8, difference[_elements(marks8)].to(torch.int8))
+        torch.bitwise_left_shift(upper, 4, out=codes).bitwise_or_(lower)
+        end8 = _append(views.room8, end8, ordered[to8].to(torch.int8))
         # The value's bits, not its difference.
-        end16 = _append(views.room16, end16, _turn_(keys[_elements(marks16)]))
+        end16 = _append(views.room16, end16, _turn_(keys[_elements(far.nonzero().squeeze(1))]))
     # Rooms may be larger than what went in, and all of the message travels.
     message[layout.room8_offset + min(end8, room8) : layout.room16_offset].zero_()
     message[layout.room16_offset + 2 * min(end16, room16) :].zero_()
@@ -179,45 +179,47 @@ def lossless_encode_(
 
 
 def _take(room: Tensor, starts: Tensor, marks: Tensor) -> Tensor:
-    """What the room holds for each mark of a tile whose sections begin at ``starts``; zeros past the room."""
-    section = torch.div(marks, SECTION, rounding_mode="floor")
-    counts = torch.bincount(section, minlength=starts.numel())
-    # Marks ascend, so those of a section follow each other.
-    before = counts.cumsum(0).sub_(counts)
-    # As a kernel does it: a message from elsewhere may say anything.
-    begins = starts.to(torch.int64).clamp_(0, room.numel())
-    at = begins.sub_(before)[section].add_(torch.arange(marks.numel(), device="cpu"))
-    found = room.new_zeros(marks.numel())
-    held = at < room.numel()
+    """What the room holds for each mark (bool [n]) of a tile whose sections begin at ``starts``; zeros past it."""
+    counts = _per_section(marks)
+    ends = counts.cumsum(0)
+    total = int(ends[-1])
+    # Where each section's escapes lie, less where they lie among those of the tile.
+    shifts = starts.to(torch.int64).clamp_(0, room.numel()).sub_(ends - counts)
+    begin = int(shifts[0])
+    if begin + total <= room.numel() and bool((shifts == begin).all()):
+        return room[begin : begin + total]
+    # Too many for the room, or a message that no sender made: place by place, as a kernel does it.
+    at = shifts.repeat_interleave(counts).add_(torch.arange(total, device="cpu"))
+    found, held = room.new_zeros(total), at < room.numel()
     found[held] = room[at[held]]
     return found
 
 
-def lossless_decode_(
-    messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int
-) -> None:
+def lossless_decode_(messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int) -> None:
     """See :func:`zeropp_kernels.lossless_decode_`."""
     layout = lossless_layout(out.numel() // count, room8, room16)
     for index in range(count):
         views = _views(messages[index * layout.nbytes : (index + 1) * layout.nbytes], layout)
         held, target = (each[index * layout.numel : (index + 1) * layout.numel] for each in (reference, out))
         for piece in _tiles(layout.numel):
-            numel = piece.stop - piece.start
             # Two rows to a block; a tile begins on one.
             codes = views.codes[piece.start // _ROW : 2 * blocks_of(piece.stop)]
             starts = views.starts[piece.start // SECTION : sections_of(piece.stop)]
-            nibbles = _row("nibbles", codes.numel() * 2, torch.uint8).view(-1, 2, _ROW // 2)
-            torch.bitwise_and(codes, 15, out=nibbles[:, 0])
-            torch.bitwise_right_shift(codes, 4, out=nibbles[:, 1])
-            # (code ^ 8) - 8 is the code with its sign. Marks are overwritten by what escaped.
-            difference = _row("differences", codes.numel() * 2, torch.int16)
-            difference.copy_(nibbles.view(-1)).bitwise_xor_(8).sub_(8)
-            marks8, marks16 = _marks(codes)
-            difference[_elements(marks8)] = _take(views.room8, starts[:, 0], marks8).to(torch.int16)
+            nibbles = _row("nibbles", codes.numel() * 2, torch.uint8)
+            lower, upper = _halves(nibbles)
+            torch.bitwise_and(codes, 15, out=lower)
+            torch.bitwise_right_shift(codes, 4, out=upper)
+            to8, to16 = nibbles == _TO_8, nibbles == _TO_16
+            # (code ^ 8) - 8 is the code with its sign. Marks are overwritten by what escaped, or below.
+            small = nibbles.bitwise_xor_(8).sub_(8).view(torch.int8)
+            small.masked_scatter_(to8, _take(views.room8, starts[:, 0], to8))
+            difference = _row("differences", small.numel(), torch.int16)
+            for half, lies in zip(_halves(small), difference.view(-1, 2, _ROW // 2).unbind(1), strict=True):
+                lies.copy_(half)
             # In scratch, not in ``out``: that may be the reference.
-            bits = _turn_(_keys(held[piece], "keys").add_(difference[:numel]))
-            # With the end of the last block, where a message from elsewhere may have marks, too.
-            _row("keys", codes.numel() * 2, torch.int16)[_elements(marks16)] = _take(
-                views.room16, starts[:, 1], marks16
-            )
+            keys = _keys(held[piece], "keys")
+            bits = _turn_(keys.add_(difference[: keys.numel()]))
+            # With the end of the last block, where a message that no sender made may have marks, too.
+            padded = _row("keys", small.numel(), torch.int16)
+            padded[_elements(to16.nonzero().squeeze(1))] = _take(views.room16, starts[:, 1], to16)
             target[piece].view(torch.int16).copy_(bits)
