@@ -198,37 +198,37 @@ def delta_apply(numel: int, device: str) -> Twin:
 
 
 def _stepped(numel: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights after a step, before it, and places for escapes."""
+    """Weights after a step, before it, and room for the starts of escapes."""
     held = values(numel, device)
     noise = values(numel, device, torch.float32).roll(1)
     new = (held.float() + 0.004 * noise * held.float()).bfloat16()
-    return new, held, torch.empty(2, -(-numel // 256) + 1, dtype=torch.int64, device=device)
+    return new, held, torch.empty(2, lossless_layout(numel, 0, 0).sections + 1, dtype=torch.int64, device=device)
 
 
 def lossless_encode(numel: int, device: str) -> Twin:
-    new, held, offsets = _stepped(numel, device)
-    kernels.lossless_count_(new, held, offsets)
-    rooms = {"room8": int(offsets[0, -1]), "room16": int(offsets[1, -1])}
+    new, held, starts = _stepped(numel, device)
+    kernels.lossless_count_(new, held, starts)
+    rooms = {"room8": int(starts[0, -1]), "room16": int(starts[1, -1])}
     message = torch.empty(lossless_layout(numel, **rooms).nbytes, dtype=torch.uint8, device=device)
 
     def ours() -> Sequence[Tensor]:
-        kernels.lossless_count_(new, held, offsets)
-        kernels.lossless_encode_(new, held, offsets, message, **rooms)
+        kernels.lossless_count_(new, held, starts)
+        kernels.lossless_encode_(new, held, starts, message, **rooms)
         return [message]
 
     return Twin(ours)
 
 
 def lossless_decode(numel: int, device: str) -> Twin:
-    new, held, offsets = _stepped(numel, device)
-    kernels.lossless_count_(new, held, offsets)
-    rooms = {"room8": int(offsets[0, -1]), "room16": int(offsets[1, -1])}
+    new, held, starts = _stepped(numel, device)
+    kernels.lossless_count_(new, held, starts)
+    rooms = {"room8": int(starts[0, -1]), "room16": int(starts[1, -1])}
     message = torch.empty(lossless_layout(numel, **rooms).nbytes, dtype=torch.uint8, device=device)
-    kernels.lossless_encode_(new, held, offsets, message, **rooms)
+    kernels.lossless_encode_(new, held, starts, message, **rooms)
     out = torch.empty_like(held)
 
     def ours() -> Sequence[Tensor]:
-        kernels.lossless_decode_(message, held, out, offsets[None], **rooms)
+        kernels.lossless_decode_(message, held, out, **rooms)
         return [out]
 
     return Twin(ours)

@@ -20,9 +20,10 @@ from .ops import (
 )
 from .table import BlockTable, block_table
 from .version import __version__
-from .wire import LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
+from .wire import MOST_ESCAPES, LosslessLayout, MessageLayout, lossless_layout, message_layout, state_layout
 
 __all__ = [
+    "MOST_ESCAPES",
     "BlockTable",
     "LosslessLayout",
     "MessageLayout",

@@ -13,7 +13,16 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from .wire import BLOCK, GROUPS, MessageLayout, blocks_of, lossless_layout, message_layout, state_layout
+from .wire import (
+    BLOCK,
+    GROUPS,
+    MessageLayout,
+    blocks_of,
+    lossless_layout,
+    message_layout,
+    sections_of,
+    state_layout,
+)
 
 __all__ = [
     "FLOATS",
@@ -27,6 +36,7 @@ __all__ = [
     "check_lossless",
     "check_messages",
     "check_scale",
+    "check_starts",
     "check_stats",
     "check_table",
 ]
@@ -194,8 +204,17 @@ def check_stats(norms: Tensor | None, flag: Tensor | None, numel: int) -> None:
         check_flat("flag", flag, (torch.int32,), 1)
 
 
-def check_lossless(messages: Tensor, name: str, numel: int, count: int, room8: int, room16: int) -> int:
-    """Bytes for exactly ``count`` messages; returns their blocks."""
+def check_starts(starts: Tensor, numel: int) -> None:
+    """int64 [2, sections + 1]."""
+    if starts.dtype != torch.int64:
+        raise TypeError(f"starts is {_names([starts.dtype])}; expected int64")
+    shape = (2, sections_of(numel) + 1)
+    if tuple(starts.shape) != shape or not starts.is_contiguous():
+        raise ValueError(f"starts has shape {tuple(starts.shape)}; expected {shape}, contiguous")
+
+
+def check_lossless(messages: Tensor, name: str, numel: int, count: int, room8: int, room16: int) -> None:
+    """Bytes for exactly ``count`` messages."""
     layout = lossless_layout(numel, room8, room16)
     check_flat(name, messages, (torch.uint8,))
     if messages.numel() != layout.nbytes * count:
@@ -203,7 +222,6 @@ def check_lossless(messages: Tensor, name: str, numel: int, count: int, room8: i
             f"{name} has {messages.numel()} bytes; expected {layout.nbytes * count}: {count} x {layout.nbytes} for "
             f"{numel} elements, room8={room8} and room16={room16} (zeropp_kernels.lossless_layout tells)"
         )
-    return layout.blocks
 
 
 class Memory:

@@ -27,11 +27,12 @@ from .checks import (
     check_lossless,
     check_messages,
     check_scale,
+    check_starts,
     check_stats,
     check_table,
 )
 from .version import __version__
-from .wire import blocks_of, message_layout
+from .wire import message_layout
 
 __all__ = ["NAMESPACE"]
 
@@ -133,38 +134,27 @@ def _delta_apply(messages: Tensor, reference: Tensor, count: int) -> Memory:
     return Memory({"messages": messages, "reference": reference}, ("messages",))
 
 
-def _check_offset_table(offsets: Tensor, shape: tuple[int, ...]) -> None:
-    if offsets.dtype != torch.int64:
-        raise TypeError(f"offsets is {offsets.dtype}; expected int64")
-    if tuple(offsets.shape) != shape or not offsets.is_contiguous():
-        raise ValueError(f"offsets has shape {tuple(offsets.shape)}; expected {shape}, contiguous")
-
-
-def _lossless_count(values: Tensor, reference: Tensor, offsets: Tensor) -> Memory:
+def _lossless_count(values: Tensor, reference: Tensor, starts: Tensor) -> Memory:
     check_flat("values", values, (torch.float32, torch.bfloat16))
     check_flat("reference", reference, (torch.bfloat16,), values.numel())
-    _check_offset_table(offsets, (2, blocks_of(values.numel()) + 1))
-    return Memory({"values": values, "reference": reference, "offsets": offsets})
+    check_starts(starts, values.numel())
+    return Memory({"values": values, "reference": reference, "starts": starts})
 
 
 def _lossless_encode(
-    values: Tensor, reference: Tensor, offsets: Tensor, message: Tensor, room8: int, room16: int
+    values: Tensor, reference: Tensor, starts: Tensor, message: Tensor, room8: int, room16: int
 ) -> Memory:
-    tensors = _lossless_count(values, reference, offsets).tensors
+    tensors = _lossless_count(values, reference, starts).tensors
     check_lossless(message, "message", values.numel(), 1, room8, room16)
     return Memory({**tensors, "message": message}, ("message",))
 
 
-def _lossless_decode(
-    messages: Tensor, reference: Tensor, out: Tensor, offsets: Tensor, count: int, room8: int, room16: int
-) -> Memory:
+def _lossless_decode(messages: Tensor, reference: Tensor, out: Tensor, count: int, room8: int, room16: int) -> Memory:
     check_flat("out", out, (torch.bfloat16,))
     check_flat("reference", reference, (torch.bfloat16,), out.numel())
     numel = check_count("count", count, out.numel(), "out")
-    blocks = check_lossless(messages, "messages", numel, count, room8, room16)
-    _check_offset_table(offsets, (count, 2, blocks + 1))
-    memory = {"messages": messages, "reference": reference, "out": out, "offsets": offsets}
-    return Memory(memory, ("messages",))
+    check_lossless(messages, "messages", numel, count, room8, room16)
+    return Memory({"messages": messages, "reference": reference, "out": out}, ("messages",))
 
 
 def _gather(
@@ -315,15 +305,15 @@ _register(
     _delta_encode,
 )
 _register("delta_apply_", "Tensor messages, Tensor(a!) reference, SymInt count", _delta_apply)
-_register("lossless_count_", "Tensor values, Tensor reference, Tensor(a!) offsets", _lossless_count)
+_register("lossless_count_", "Tensor values, Tensor reference, Tensor(a!) starts", _lossless_count)
 _register(
     "lossless_encode_",
-    "Tensor values, Tensor reference, Tensor offsets, Tensor(a!) message, SymInt room8, SymInt room16",
+    "Tensor values, Tensor reference, Tensor starts, Tensor(a!) message, SymInt room8, SymInt room16",
     _lossless_encode,
 )
 _register(
     "lossless_decode_",
-    "Tensor messages, Tensor reference, Tensor(a!) out, Tensor(b!) offsets, SymInt count, SymInt room8, SymInt room16",
+    "Tensor messages, Tensor reference, Tensor(a!) out, SymInt count, SymInt room8, SymInt room16",
     _lossless_decode,
 )
 _register(

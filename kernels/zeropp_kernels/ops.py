@@ -220,52 +220,48 @@ def delta_apply_(messages: Tensor, reference: Tensor, *, count: int = 1) -> None
     torch.ops.zeropp.delta_apply_(messages, reference, count)
 
 
-def lossless_count_(values: Tensor, reference: Tensor, offsets: Tensor) -> None:
-    """Count what will not fit 4 bits, and 8 bits: the sizes of a message's two tiers of escapes.
+def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> None:
+    """Count what 4 bits cannot hold: the sizes of a message's two kinds of escapes.
 
-    Differences are those of bfloat16 encodings under an order-preserving key (b, or b ^ 0x7fff for b < 0).
+    Differences are those of bfloat16 encodings under an order-preserving key (b, or b ^ 0x7fff for b < 0). Those of -7
+    to 6 are 4-bit codes, others of -128 to 127 escape to 8 bits, and for the rest the value itself is sent.
 
     Args:
         values: bfloat16 [numel], or float32, which is rounded to bfloat16.
         reference: bfloat16 [numel].
-        offsets: int64 [2, blocks + 1] for blocks of 256, written in full: where the escapes of each block begin,
-            for 8-bit codes and for 16-bit values; the totals come last.
+        starts: int64 [2, sections + 1] for sections of 2048, written in full: where the escapes of each section begin,
+            8-bit codes and 16-bit values; the totals come last.
     """
-    torch.ops.zeropp.lossless_count_(values, reference, offsets)
+    torch.ops.zeropp.lossless_count_(values, reference, starts)
 
 
 def lossless_encode_(
-    values: Tensor, reference: Tensor, offsets: Tensor, message: Tensor, *, room8: int, room16: int
+    values: Tensor, reference: Tensor, starts: Tensor, message: Tensor, *, room8: int, room16: int
 ) -> None:
     """Encode bfloat16 values exactly, as differences against the reference: about 4.6 bits each between two steps.
 
     Args:
-        values, reference, offsets: as :func:`lossless_count_` had and wrote them.
+        values, reference, starts: as :func:`lossless_count_` had and wrote them.
         message: uint8 [lossless_layout(numel, room8, room16).nbytes], written in full.
-        room8, room16: escapes that find room. More than that are left out: compare the totals before you send.
+        room8, room16: escapes that find room, at most ``MOST_ESCAPES``. More than that are left out: compare the
+            totals before you send.
     """
-    torch.ops.zeropp.lossless_encode_(values, reference, offsets, message, room8, room16)
+    torch.ops.zeropp.lossless_encode_(values, reference, starts, message, room8, room16)
 
 
 def lossless_decode_(
-    messages: Tensor,
-    reference: Tensor,
-    out: Tensor,
-    offsets: Tensor,
-    *,
-    count: int = 1,
-    room8: int,
-    room16: int,
+    messages: Tensor, reference: Tensor, out: Tensor, *, count: int = 1, room8: int, room16: int
 ) -> None:
     """Decode ``count`` messages; bit-identical to the encoded values for every pattern of 16 bits.
+
+    Whatever bytes a message has, nothing outside it is read; escapes that lie past the rooms count as zeros.
 
     Args:
         messages: uint8 [count * lossless_layout(numel, room8, room16).nbytes].
         reference: bfloat16 [count * numel], the same bits as the sender's.
         out: bfloat16 [count * numel]; may be the reference itself.
-        offsets: int64 [count, 2, blocks + 1], room to work in; holds the escapes' places afterwards.
     """
-    torch.ops.zeropp.lossless_decode_(messages, reference, out, offsets, count, room8, room16)
+    torch.ops.zeropp.lossless_decode_(messages, reference, out, count, room8, room16)
 
 
 def gather_(

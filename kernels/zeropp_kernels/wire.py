@@ -3,7 +3,12 @@
 A message holds the codes of its elements, block by block, and after them everything that the blocks share::
 
     quantized | codes, padded to 16 bytes | one bfloat16 scale a group | zeros to 128 bytes |
-    lossless  | 4-bit codes | 8-bit codes of escapes, padded to 16 bytes | 16-bit values | zeros to 128 bytes |
+    lossless  | 4-bit codes | starts | 8-bit codes, padded to 16 bytes | 16-bit values | zeros to 128 bytes |
+
+A lossless message has differences of -7 to 6 in 4 bits. Two codes are marks that say where a difference escapes to: -8
+to an 8-bit code, 7 to the value's own 16 bits. Both kinds of escapes lie in the order of their marks in the message's
+bytes, the low half of a byte first. Starts are two int32 for each section of 2048 elements: how many 8-bit codes and
+how many 16-bit values lie before its own, so that a section is decoded without a look at those before it.
 
 Scales come last and not beside their group, since 130-byte groups would break the 16-byte alignment that wide loads
 need. n messages of one hop follow each other in the order of their destinations.
@@ -21,12 +26,15 @@ __all__ = [
     "CODES_ALIGNMENT",
     "GROUPS",
     "MESSAGE_ALIGNMENT",
+    "MOST_ESCAPES",
+    "SECTION",
     "LosslessLayout",
     "MessageLayout",
     "blocks_of",
     "ceil_div",
     "lossless_layout",
     "message_layout",
+    "sections_of",
     "state_layout",
 ]
 
@@ -39,6 +47,11 @@ MESSAGE_ALIGNMENT = 128
 SCALE_NBYTES = 2  # bfloat16
 # Bits of a code -> elements that share a scale. Both divide a block, so a group has elements of one tensor only.
 GROUPS = {8: 256, 4: 128}
+# Elements of a lossless message that a pair of starts serves: eight blocks, so starts take 1/32 bit an element.
+SECTION = 2048
+# Of a kind in one message. Places of escapes are int32: the first of a section, and up to 2047 more.
+MOST_ESCAPES = (1 << 31) - SECTION
+_START_NBYTES = 4  # int32
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -67,6 +80,12 @@ def blocks_of(numel: int) -> int:
     """Blocks of 256 that ``numel`` elements take, the last perhaps partly filled."""
     _check_numel(numel)
     return ceil_div(numel, BLOCK)
+
+
+def sections_of(numel: int) -> int:
+    """Sections of 2048 that ``numel`` elements take, the last perhaps partly filled."""
+    _check_numel(numel)
+    return ceil_div(numel, SECTION)
 
 
 @dataclass(frozen=True)
@@ -148,14 +167,24 @@ class LosslessLayout:
         return blocks_of(self.numel)
 
     @property
+    def sections(self) -> int:
+        """Sections of 2048, the last of which may be partly filled."""
+        return sections_of(self.numel)
+
+    @property
     def codes_nbytes(self) -> int:
         # Half a byte an element, in whole blocks.
         return self.blocks * BLOCK // 2
 
     @property
+    def starts_offset(self) -> int:
+        """Bytes to the first section's pair of int32."""
+        return self.codes_nbytes
+
+    @property
     def room8_offset(self) -> int:
         """Bytes to the first 8-bit code."""
-        return self.codes_nbytes
+        return self.starts_offset + 2 * _START_NBYTES * self.sections
 
     @property
     def room16_offset(self) -> int:
@@ -170,10 +199,18 @@ class LosslessLayout:
 
 
 def lossless_layout(numel: int, room8: int, room16: int) -> LosslessLayout:
-    """Layout of ``numel`` differences with room for ``room8`` escapes from 4 bits and ``room16`` escapes from 8."""
+    """Layout of ``numel`` differences with room for ``room8`` escapes to 8 bits and ``room16`` escapes to 16.
+
+    Raises:
+        TypeError: a size that is no integer.
+        ValueError: a size below 0, or a room of more than ``MOST_ESCAPES``.
+    """
     _check_numel(numel)
-    _check_integer("room8", room8)
-    _check_integer("room16", room16)
-    if room8 < 0 or room16 < 0:
-        raise ValueError(f"room8 is {room8} and room16 is {room16}; room for escapes is 0 or more elements")
+    for name, room in (("room8", room8), ("room16", room16)):
+        _check_integer(name, room)
+        if not 0 <= room <= MOST_ESCAPES:
+            raise ValueError(
+                f"{name} is {room}; expected 0 to {MOST_ESCAPES} escapes, whose places are int32: cut a larger buffer "
+                "into several messages"
+            )
     return LosslessLayout(numel, room8, room16)

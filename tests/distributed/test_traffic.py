@@ -139,11 +139,11 @@ def test_a_plan_as_printed() -> None:
 
 
 def test_exact_differences_are_estimated_at_4_9_bits() -> None:
-    """In place of 16, which a refresh takes otherwise; it is the mean of a long training (docs/convergence.md)."""
+    """Where a refresh takes 16 otherwise: the mean of a long training (docs/convergence.md), and starts."""
     plans = [zeropp.plan.traffic(Square(), make_config(**BF16, **HPZ, **codec), 4, 2) for codec in ({}, LOSSLESS)]
     plain, lossless = (sum(row.nbytes for row in plan.rows if row.way.kind == "refresh") for plan in plans)
     assert plain == 2 * 2**20 // 4
-    assert lossless == pytest.approx(plain * 4.9 / 16, rel=1e-5)
+    assert 0 <= lossless - plain * (4.87 + 1 / 32) / 16 < 128, "messages end at 128 bytes"
 
 
 def test_tokens_that_hide_frozen_weights() -> None:

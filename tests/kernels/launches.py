@@ -1,14 +1,17 @@
 """Which configurations the operations launch, found without a GPU: what Triton's launcher would compile is noted.
 
-Run as a program, with Triton's interpreter off; prints those that `zeropp_kernels.aot` does not know, and how many of
-those that it knows were seen.
+Run as a program, with Triton's interpreter off; prints those that `zeropp_kernels.aot` does not know, how many of
+those that it knows were seen, and what decoding lossless messages takes.
 """
 
 from __future__ import annotations
 
 import itertools
 import sys
+from unittest import mock
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import jit
@@ -16,7 +19,7 @@ from triton.runtime import jit
 from tests.kernels import agreement
 from tests.kernels.cases import BITS, DTYPES
 from tests.kernels.fast import device
-from zeropp_kernels import reference
+from zeropp_kernels import lossless_layout, reference
 from zeropp_kernels.aot.cases import Case, cases
 from zeropp_kernels.device.blocks import launch_options
 
@@ -80,10 +83,33 @@ def launch_everything() -> set[Configuration]:
     return found
 
 
+class Calls(TorchDispatchMode):
+    """Counts torch operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.number += 1
+        return function(*args, **(kwargs or {}))
+
+
+def calls_of_lossless_decoding(count: int) -> int:
+    """What decoding ``count`` messages has a GPU do."""
+    numel, room = 5000, 100
+    messages = torch.empty(count * lossless_layout(numel, room, room).nbytes, dtype=torch.uint8)
+    held = torch.empty(count * numel, dtype=torch.bfloat16)
+    with Calls() as calls, mock.patch.object(jit.JITFunction, "run") as run:
+        device.lossless_decode_(messages, held, held, count, room, room)
+    return calls.number + run.call_count
+
+
 def main() -> int:
     launched, every = launch_everything(), {known(case) for case in cases("all")}
     for configuration in sorted(launched - every, key=str):
         print("not compiled ahead of time:", *configuration)
+    print("calls that decode 1, 2 and 64 lossless messages:", *map(calls_of_lossless_decoding, (1, 2, 64)))
     print(f"{len(launched)} configurations launched, {len(launched - every)} unknown, {len(every)} known")
     return 1 if launched - every or not launched else 0
 

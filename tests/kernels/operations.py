@@ -35,8 +35,8 @@ def samples() -> dict[str, tuple[object, ...]]:
     x = values(NUMEL, torch.bfloat16)
     state = torch.zeros(state_layout(NUMEL, 4).nbytes, dtype=torch.uint8)
     held = values(NUMEL, torch.bfloat16, 1)
-    offsets = torch.zeros(2, 4, dtype=torch.int64)
-    kernels.lossless_count_(x, held, offsets)
+    starts = torch.zeros(2, 2, dtype=torch.int64)
+    kernels.lossless_count_(x, held, starts)
     lossless = torch.zeros(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
     tensors, table = [values(100, torch.float32), values(300, torch.float32)], block_table([100, 300], [0, 256], NUMEL)
     places = (table.host, table.entries, table.owners)
@@ -57,9 +57,9 @@ def samples() -> dict[str, tuple[object, ...]]:
         "sum_": (torch.cat([x, held]), torch.zeros(NUMEL), 2, 1.0, True, *stats(), torch.tensor([0.5])),
         "delta_encode_": (shard, held.clone(), messages_for(NUMEL, 4), True),
         "delta_apply_": (real_messages(NUMEL, 4), held.clone(), 1),
-        "lossless_count_": (x, held, torch.zeros_like(offsets)),
-        "lossless_encode_": (x, held, offsets, lossless, NUMEL, NUMEL),
-        "lossless_decode_": (lossless, held, torch.zeros_like(held), offsets[None].clone(), 1, NUMEL, NUMEL),
+        "lossless_count_": (x, held, torch.zeros_like(starts)),
+        "lossless_encode_": (x, held, starts, lossless, NUMEL, NUMEL),
+        "lossless_decode_": (lossless, held, torch.full_like(held, 9.0), 1, NUMEL, NUMEL),
         "gather_": (tensors, *places, flat, 1.0, *stats(), False, torch.tensor(3.0)),
         "scatter_": (shard, [tensor.clone() for tensor in tensors], *places, 2.0, None, None, None),
     }  # fmt: skip

@@ -102,3 +102,45 @@ def key(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
     """An integer for each bfloat16 that grows with the number."""
     signed = bits.view(np.int16)
     return np.where(signed < 0, signed ^ 0x7FFF, signed).astype(np.int64)
+
+
+def differences(
+    new: npt.NDArray[np.uint16], old: npt.NDArray[np.uint16]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Differences of keys in [-32768, 32767], and which of them escape to 8 bits and which to 16."""
+    found = (key(new) - key(old) + 2**15) % 2**16 - 2**15
+    to16 = (found < -128) | (found > 127)
+    return found, ((found < -7) | (found > 6)) & ~to16, to16
+
+
+def lossless_sizes(numel: int, room8: int, room16: int) -> list[int]:
+    """Bytes of a lossless message's parts: 4-bit codes, starts, 8-bit codes, gap, 16-bit values, gap."""
+    sizes = [-(-numel // 256) * 128, -(-numel // 2048) * 8, room8]
+    sizes += [-sum(sizes) % 16, 2 * room16]
+    return [*sizes, -sum(sizes) % 128]
+
+
+def in_bytes(x: npt.NDArray[np.generic]) -> npt.NDArray[np.int64]:
+    """What belongs to elements, zeros to the end of a block, in the order of 4-bit codes: j, j + 64, j + 1, ..."""
+    padded = np.pad(x.astype(np.int64), (0, -len(x) % 256))
+    return padded.reshape(-1, 2, 64).transpose(0, 2, 1).reshape(-1)
+
+
+def lossless_values(
+    codes: npt.NDArray[np.uint8],
+    bytes8: npt.NDArray[np.int8],
+    words: npt.NDArray[np.uint16],
+    old: npt.NDArray[np.uint16],
+) -> npt.NDArray[np.uint16]:
+    """Bits of the values that a message of no more room than it needs stands for."""
+    marks = np.stack([codes & 15, codes >> 4], axis=1).reshape(-1).astype(np.int64)
+    change = np.where(marks > 7, marks - 16, marks)
+    change[marks == 8] = bytes8
+    exact = np.zeros_like(change)
+    exact[marks == 7] = words
+
+    def by_element(x: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return x.reshape(-1, 64, 2).transpose(0, 2, 1).reshape(-1)[: len(old)]
+
+    near = unkey(key(old) + by_element(change))
+    return np.where(by_element(marks) == 7, by_element(exact), near).astype(np.uint16)

@@ -79,12 +79,12 @@ def test_empty_inputs(dtype: torch.dtype, bits: int) -> None:
     kernels.gather_([nothing], block_table([0], [0], 300), flat := torch.ones(300, dtype=dtype))
     assert (flat == 0).all()
     kernels.scatter_(nothing, [nothing], block_table([0], [0], 0))
-    offsets = torch.full((2, 1), 5)
+    starts = torch.full((2, 1), 5)
     if dtype == torch.bfloat16:
-        kernels.lossless_count_(nothing, nothing, offsets)
-        kernels.lossless_encode_(nothing, nothing, offsets, messages_for(0, 4), room8=0, room16=0)
-        kernels.lossless_decode_(messages_for(0, 4), nothing, nothing, offsets[None], room8=0, room16=0)
-        assert (offsets == 0).all()
+        kernels.lossless_count_(nothing, nothing, starts)
+        kernels.lossless_encode_(nothing, nothing, starts, messages_for(0, 4), room8=0, room16=0)
+        kernels.lossless_decode_(messages_for(0, 4), nothing, nothing, room8=0, room16=0)
+        assert (starts == 0).all()
         kernels.delta_encode_(torch.empty(0), nothing, messages_for(0, 4))
         kernels.delta_apply_(messages_for(0, 4), nothing)
 

@@ -12,7 +12,7 @@ import torch
 import zeropp_kernels as kernels
 from tests.kernels.cases import values
 from tests.kernels.operations import NAMES, NUMEL, messages_for, samples, written
-from zeropp_kernels import block_table, lossless_layout, message_layout
+from zeropp_kernels import MOST_ESCAPES, block_table, lossless_layout, message_layout
 
 
 def quantize(**changes: object) -> Callable[[], None]:
@@ -116,15 +116,24 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "flag": (gather(flag=torch.ones(1)), "flag is float32; expected int32"),
     "shard": (lambda: kernels.delta_encode_(BF16, BF16.clone(), messages_for(NUMEL, 4)), "shard is bfloat16"),
     "reference": (lambda: kernels.delta_apply_(messages_for(NUMEL, 4), torch.ones(NUMEL)), "reference is float32"),
-    "offsets": (
+    "starts": (
         lambda: kernels.lossless_count_(BF16, BF16, torch.zeros(2, 3, dtype=torch.int64)),
-        r"offsets has shape \(2, 3\); expected \(2, 4\)",
+        r"starts has shape \(2, 3\); expected \(2, 2\)",
+    ),
+    "dtype of starts": (lambda: kernels.lossless_count_(BF16, BF16, torch.zeros(2, 2)), "starts is float32; .*int64"),
+    "room that places do not reach": (
+        lambda: lossless_layout(1 << 40, MOST_ESCAPES + 1, 0),
+        f"room8 is {MOST_ESCAPES + 1}; expected 0 to {MOST_ESCAPES} escapes",
+    ),
+    "room that decoding does not reach": (
+        lambda: kernels.lossless_decode_(messages_for(NUMEL, 4), BF16, BF16, room8=0, room16=1 << 31),
+        "room16 is 2147483648; expected 0 to",
     ),
     "room": (
         lambda: kernels.lossless_encode_(
-            BF16, BF16, torch.zeros(2, 4, dtype=torch.int64), messages_for(NUMEL, 8), **ROOMS
+            BF16, BF16, torch.zeros(2, 2, dtype=torch.int64), messages_for(NUMEL, 8), **ROOMS
         ),
-        "message has 896 bytes; expected 384.*room8=0",
+        "message has 896 bytes; expected 512.*room8=0",
     ),
 }
 
@@ -161,8 +170,8 @@ def test_outputs_that_autograd_watches_are_refused(name: str) -> None:
         output.requires_grad_(False)
 
 
-def test_offsets_of_other_values_are_refused() -> None:
+def test_starts_of_other_values_are_refused() -> None:
     x, reference = values(NUMEL, torch.bfloat16), values(NUMEL, torch.bfloat16, 1)
     message = torch.empty(lossless_layout(NUMEL, NUMEL, NUMEL).nbytes, dtype=torch.uint8)
     with pytest.raises(ValueError, match="call lossless_count_ with the same values"):
-        kernels.lossless_encode_(x, reference, torch.zeros(2, 4, dtype=torch.int64), message, room8=NUMEL, room16=NUMEL)
+        kernels.lossless_encode_(x, reference, torch.zeros(2, 2, dtype=torch.int64), message, room8=NUMEL, room16=NUMEL)

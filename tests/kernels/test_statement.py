@@ -146,34 +146,34 @@ def test_lossless() -> None:
     new = (held.float() * (1 + 0.05 * noise)).bfloat16()
     new[::50] = -new[::50]
     patterns = [tensor.view(torch.int16).numpy().view(np.uint16) for tensor in (new, held)]
-    difference = statement.key(patterns[0]) - statement.key(patterns[1])
-    difference = (difference + 2**15) % 2**16 - 2**15
-    far, farther = np.abs(difference) > 7, np.abs(difference) > 127
-    offsets = torch.empty(2, -(-NUMEL // 256) + 1, dtype=torch.int64)
-    lossless_count_(new, held, offsets)
-    for row, escapes in zip(offsets.numpy(), (far, farther), strict=True):
-        np.testing.assert_array_equal(np.diff(row), statement.grouped(escapes.astype(float), 256).sum(axis=1))
-    rooms = {"room8": int(far.sum()), "room16": int(farther.sum())}
+    limits = np.array([-32768, -129, -128, -8, -7, 6, 7, 127, 128, 32767])
+    patterns[0][3000:3010] = statement.unkey(statement.key(patterns[1][3000:3010]) + limits)
+    difference, to8, to16 = statement.differences(*patterns)
+    np.testing.assert_array_equal(difference[3000:3010], limits)
+    rooms = {"room8": int(to8.sum()), "room16": int(to16.sum())}
+    counts = np.stack([statement.grouped(each.astype(float), 2048).sum(axis=1) for each in (to8, to16)])
+    starts = torch.empty(2, -(-NUMEL // 2048) + 1, dtype=torch.int64)
+    lossless_count_(new, held, starts)
+    np.testing.assert_array_equal(np.diff(starts.numpy()), counts)
+    np.testing.assert_array_equal(starts.numpy()[:, -1], list(rooms.values()))
     layout = lossless_layout(NUMEL, **rooms)
     message = torch.empty(layout.nbytes, dtype=torch.uint8)
-    lossless_encode_(new, held, offsets, message, **rooms)
-    raw = message.numpy()
-    pairs = raw[: layout.codes_nbytes].reshape(-1, 64)
-    nibbles = np.concatenate([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:NUMEL]
-    np.testing.assert_array_equal(nibbles, np.where(far, 8, difference & 15))
-    bytes8 = raw[layout.room8_offset :][: rooms["room8"]]
-    np.testing.assert_array_equal(bytes8, np.where(farther, 128, difference & 255)[far])
-    words = raw[layout.room16_offset :][: 2 * rooms["room16"]].view(np.uint16)
-    np.testing.assert_array_equal(words, patterns[0][farther])
+    lossless_encode_(new, held, starts, message, **rooms)
+    parts = np.split(message.numpy(), np.cumsum(statement.lossless_sizes(NUMEL, **rooms))[:-1])
+    codes, pairs, bytes8, gap, words, end = parts
+    expected = np.where(to16, 7, np.where(to8, 8, difference & 15))
+    np.testing.assert_array_equal(np.stack([codes & 15, codes >> 4], axis=1).reshape(-1), statement.in_bytes(expected))
+    np.testing.assert_array_equal(pairs.view(np.int32).reshape(-1, 2), (np.cumsum(counts, axis=1) - counts).T)
+    # Escapes lie in the order of their marks in the bytes, not in that of the elements.
+    ordered8, ordered16 = statement.in_bytes(to8).astype(bool), statement.in_bytes(to16).astype(bool)
+    np.testing.assert_array_equal(bytes8, statement.in_bytes(difference & 255)[ordered8])
+    np.testing.assert_array_equal(words.view(np.uint16), statement.in_bytes(patterns[0])[ordered16])
+    assert not gap.any() and not end.any()
     # And back, from the bytes that were just looked at.
-    kept = nibbles.astype(np.int64)
-    kept = np.where(kept > 7, kept - 16, kept)
-    kept[far] = bytes8.view(np.int8)
-    back = statement.unkey(statement.key(patterns[1]) + kept)
-    back[farther] = words
+    back = statement.lossless_values(codes, bytes8.view(np.int8), words.view(np.uint16), patterns[1])
     np.testing.assert_array_equal(back, patterns[0])
     out = torch.zeros_like(held)
-    lossless_decode_(message, held, out, torch.empty(1, *offsets.shape, dtype=torch.int64), **rooms)
+    lossless_decode_(message, held, out, **rooms)
     np.testing.assert_array_equal(out.view(torch.int16).numpy().view(np.uint16), back)
 
 

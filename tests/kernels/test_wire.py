@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeropp_kernels import MessageLayout, lossless_layout, message_layout, state_layout
-from zeropp_kernels.wire import BLOCK, GROUPS
+from zeropp_kernels.wire import BLOCK, GROUPS, SECTION
 
 numels = st.integers(0, 1 << 34)
 bits = st.sampled_from(sorted(GROUPS))
@@ -48,7 +48,8 @@ def test_state_has_a_byte_an_element_in_the_message_s_groups(numel: int, bits: i
 def test_lossless_parts_follow_each_other_aligned(numel: int, room8: int, room16: int) -> None:
     layout = lossless_layout(numel, room8, room16)
     assert layout.codes_nbytes == layout.blocks * 128 and layout.blocks == -(-numel // BLOCK)
-    assert layout.room8_offset == layout.codes_nbytes
+    assert layout.starts_offset == layout.codes_nbytes and layout.sections == -(-numel // SECTION)
+    assert layout.room8_offset == layout.starts_offset + 8 * layout.sections
     end8 = layout.room8_offset + room8
     assert end8 <= layout.room16_offset < end8 + 16 and layout.room16_offset % 16 == 0
     end = layout.room16_offset + 2 * room16

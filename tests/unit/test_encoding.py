@@ -14,7 +14,7 @@ from zeropp.partition.levels import HopSpec
 from zeropp.wire.codecs import BlockCodec, PlainCodec
 from zeropp.wire.differences import Lossless
 from zeropp.wire.encoding import Encoding, choose_encoding
-from zeropp_kernels import block_table
+from zeropp_kernels import MOST_ESCAPES, block_table
 
 INSIDE, BETWEEN = HopSpec(1, 2, (0, 1), "local"), HopSpec(2, 4, (0, 2), "cross")
 LONE = HopSpec(1, 4, (0, 1, 2, 3), "local")
@@ -139,3 +139,9 @@ def test_differences_that_take_as_many_bytes_as_weights_are_not_taken() -> None:
     codec.take_room((0, 0), 1024, 1)
     nbytes = codec.nbytes(1024)
     assert [codec.take_room((0, 0), 1024, most) for most in (nbytes - 1, nbytes, nbytes + 1)] == [False, False, True]
+
+
+def test_differences_with_more_escapes_than_a_message_holds_are_not_taken() -> None:
+    codec, numel = Lossless(), 1 << 40
+    rooms = [(MOST_ESCAPES, 0), (MOST_ESCAPES + 1, 0), (0, MOST_ESCAPES + 1)]
+    assert [codec.take_room(room, numel, 2 * numel) for room in rooms] == [True, False, False]

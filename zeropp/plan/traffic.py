@@ -15,13 +15,13 @@ from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement
 from zeropp.plan.outline import outline
 from zeropp.wire.codecs import Codec, PlainCodec
-from zeropp.wire.differences import make_difference_codec
+from zeropp.wire.differences import Lossless, make_difference_codec
 from zeropp.wire.encoding import Encoding
 
 __all__ = ["TrafficPlan", "TrafficRow", "traffic"]
 
-# An element, the mean over 1500 steps (docs/convergence.md); the size depends on the weights.
-_LOSSLESS_BITS = 4.9
+# Of an element, beside its 4: the mean over 1500 steps (docs/convergence.md). How many escape depends on the weights.
+_ESCAPED_BITS = 0.87
 # What a device really achieves, and what a node can send: the examples of the README, and one between them.
 _FLOPS = 4e14
 _BANDWIDTHS = (12.5e9, 50e9, 350e9)
@@ -39,7 +39,7 @@ class TrafficRow:
 
 @dataclass(frozen=True)
 class TrafficPlan:
-    """What each rank sends in an optimizer step; messages of "lossless" are estimated.
+    """What each rank sends in an optimizer step; escapes of "lossless" are estimated.
 
     Every unit is counted once in forward and once in backward: reuse between them saves a gather, and a unit that is
     used again after it was released takes one more.
@@ -139,11 +139,10 @@ def _weights(
     name, nbytes = codec.name, codec.nbytes(piece)
     # Only what a step changes is refreshed.
     if cached is not None and key.trainable:
-        if encoding.differences == "lossless":
-            yield from _hops(unit, "refresh", "lossless", placement.gather_path(states, cached), states,
-                             int(piece * _LOSSLESS_BITS / 8), 1)  # fmt: skip
-        elif encoding.differences is not None:
+        if encoding.differences is not None:
             difference = make_difference_codec(encoding.differences)
+            if isinstance(difference, Lossless):
+                difference.room = int(piece * _ESCAPED_BITS / 8), 0
             yield from _hops(unit, "refresh", difference.name, placement.gather_path(states, cached), states,
                              difference.nbytes(piece), 1)  # fmt: skip
         else:

@@ -81,7 +81,7 @@ class Lossless:
     def __init__(self) -> None:
         # Ranks must send messages of one size, whatever their values: room is for the rank that needs most.
         self.room = (0, 0)
-        self._offsets: Tensor | None = None
+        self._starts: Tensor | None = None
 
     def nbytes(self, numel: int) -> int:
         """See :class:`DifferenceCodec`."""
@@ -89,40 +89,36 @@ class Lossless:
 
     def count(self, values: Tensor, base: Tensor) -> Tensor:
         """int64 [2]: how many differences need 8 bits, and 16; :meth:`encode_` must follow with the same values."""
-        # [2, blocks + 1]: where each block's escapes begin, of 8 and of 16 bits. Encoding needs the same.
-        self._offsets = _offsets(1, values.numel(), values.device)[0]
-        kernels.lossless_count_(values, base, self._offsets)
-        return self._offsets[:, -1]
+        # Where each section's escapes begin, of 8 and of 16 bits. Encoding needs the same.
+        sections = kernels.lossless_layout(values.numel(), 0, 0).sections
+        self._starts = torch.empty(2, sections + 1, dtype=torch.int64, device=values.device)
+        kernels.lossless_count_(values, base, self._starts)
+        return self._starts[:, -1]
 
     def encode_(self, message: Tensor, values: Tensor, base: Tensor) -> None:
         """See :class:`DifferenceCodec`."""
-        assert self._offsets is not None
+        assert self._starts is not None
         # Counted on the lane between nodes, where ranks agree; a refresh inside a node encodes on the other.
-        used_here(self._offsets)
+        used_here(self._starts)
         room8, room16 = self.room
-        kernels.lossless_encode_(values, base, self._offsets, message, room8=room8, room16=room16)
-        self._offsets = None
+        kernels.lossless_encode_(values, base, self._starts, message, room8=room8, room16=room16)
+        self._starts = None
 
     def decode_(self, messages: Tensor, base: Tensor, *, count: int) -> None:
         """See :class:`DifferenceCodec`."""
         room8, room16 = self.room
-        offsets = _offsets(count, base.numel() // count, base.device)
         # In place, base and result in one: what is cached needs no second copy.
-        kernels.lossless_decode_(messages, base, base, offsets, count=count, room8=room8, room16=room16)
+        kernels.lossless_decode_(messages, base, base, count=count, room8=room8, room16=room16)
 
     def take_room(self, room: tuple[int, int], numel: int, most: int) -> bool:
         """Set the room for differences of 8 and 16 bits; whether a message of [numel] has fewer than ``most`` bytes."""
         self.room = room
-        if self.nbytes(numel) < most:
+        # No message holds more escapes than that.
+        if max(room) <= kernels.MOST_ESCAPES and self.nbytes(numel) < most:
             return True
         # Whole weights are sent, and no message encoded: the counts would otherwise stay in memory until the next step.
-        self._offsets = None
+        self._starts = None
         return False
-
-
-def _offsets(count: int, numel: int, device: torch.device) -> Tensor:
-    blocks = kernels.lossless_layout(numel, 0, 0).blocks
-    return torch.empty(count, 2, blocks + 1, dtype=torch.int64, device=device)
 
 
 def make_difference_codec(name: str) -> DifferenceCodec:

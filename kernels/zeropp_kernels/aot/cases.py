@@ -20,8 +20,7 @@ __all__ = ["Case", "cases"]
 # Pointers of one dtype. Those to bytes are aligned, which every operation checks.
 _POINTERS = {
     "messages": "u8", "message": "u8", "sources": "u8", "state": "u8", "entries": "i64", "owners": "i32",
-    "norms": "fp32", "flag": "i32", "offsets": "i64", "offsets8": "i64", "offsets16": "i64", "counts8": "i64",
-    "counts16": "i64", "device_scale": "fp32",
+    "norms": "fp32", "flag": "i32", "starts": "i64", "device_scale": "fp32",
 }  # fmt: skip
 _STATS = ("norms", "flag")
 _OPTIONAL = ("device_scale", *_STATS)
@@ -132,15 +131,13 @@ def _delta() -> Iterator[Case]:
 
 
 def _lossless() -> Iterator[Case]:
-    tile = {"TILE": lossless.TILE}
     for even in _BOTH:
+        row = {"EVEN": even, "TILE": lossless.TILE}
         for dtype in ("fp32", "bf16"):
             pointers = {"values": dtype, "reference": "bf16"}
-            yield Case(lossless.lossless_count_kernel, {"EVEN": even, **tile}, pointers)
-            yield Case(lossless.lossless_encode_kernel, {"EVEN": even, "TILE": lossless.ENCODE_TILE}, pointers)
-        yield Case(lossless.lossless_decode_kernel, {"EVEN": even, **tile}, {"reference": "bf16", "out": "bf16"})
-    yield Case(lossless.lossless_count4_kernel, tile, {})
-    yield Case(lossless.lossless_count8_kernel, tile, {})
+            yield Case(lossless.lossless_count_kernel, row, pointers)
+            yield Case(lossless.lossless_encode_kernel, row, pointers)
+        yield Case(lossless.lossless_decode_kernel, row, {"reference": "bf16", "out": "bf16"})
 
 
 def _copy() -> Iterator[Case]:
