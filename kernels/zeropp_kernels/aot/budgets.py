@@ -33,13 +33,14 @@ def _quantize_moves(case: Case, name: str) -> tuple[int, int]:
 
 
 def _requantize_moves(case: Case) -> tuple[int, int]:
-    # The first message is decoded before the loop, the others in it: two loads in the code.
+    # The first message is loaded before the loop, in it the one after that which is added.
     return 2 * _codes(case, "SOURCE_BITS") + _error(case), _codes(case) + _error(case)
 
 
 def _reduce_moves(case: Case) -> tuple[int, int]:
     values = _values(case, "out")
-    return 2 * _codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
+    messages = 1 if case.constants["SINGLE"] else 2
+    return messages * _codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
 
 
 def _sum_moves(case: Case) -> tuple[int, int]:
@@ -108,8 +109,8 @@ def check(case: Case, facts: Facts, backend: str) -> list[str]:
     bound = REGISTERS[case.even and (case.name, backend) != ("sum", "hip")]
     if facts.registers > bound:
         wrong.append(f"{facts.registers} registers, more than {bound}")
-    # One for each element in the loop's body; the first message opens the sum without.
-    fused = _ELEMENTS if case.name in _SUMS else 0
+    # One for each element in the loop's body.
+    fused = _ELEMENTS if case.name in _SUMS and not case.constants.get("SINGLE") else 0
     if facts.fused != fused:
         wrong.append(f"{facts.fused} fused multiply-adds, not {fused}")
     if case.even and case.name in _MOVED:

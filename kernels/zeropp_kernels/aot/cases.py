@@ -109,11 +109,13 @@ def _quantize() -> Iterator[Case]:
 
 
 def _reduce() -> Iterator[Case]:
-    for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
+    shapes = {"BITS": tuple(GROUPS), "ROTATE": _BOTH, "EVEN": _BOTH}
+    for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH, SINGLE=_BOTH, **shapes):
         dtype = row.pop("dtype")
-        # 16-bit outputs are refused where sums are added to or measured: see dispatch.
-        for stats in _stats() if dtype == "fp32" else [dict.fromkeys(_OPTIONAL)]:
-            if dtype == "fp32" or not row["ACCUMULATE"]:
+        # 16-bit outputs are refused where sums are added to or measured: see dispatch. Nor is a single message.
+        plain = dtype != "fp32" or row["SINGLE"]
+        for stats in [dict.fromkeys(_OPTIONAL)] if plain else _stats():
+            if not plain or not row["ACCUMULATE"]:
                 yield Case(reduce.reduce_kernel, {**row, **stats, "TILE": _tile(row["BITS"])}, {"out": dtype})
     for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH, EVEN=_BOTH):
         pointers = {"messages": row.pop("dtype"), "out": "fp32"}

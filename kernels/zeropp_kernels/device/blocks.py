@@ -31,6 +31,7 @@ __all__ = [
     "launch_options",
     "launched",
     "load_codes",
+    "load_packed",
     "load_pair",
     "rotate",
     "saturate",
@@ -39,6 +40,7 @@ __all__ = [
     "store_codes",
     "store_pair",
     "store_scales",
+    "unpack",
     "value_pair",
     "whole",
     "widen",
@@ -261,7 +263,7 @@ def _code_value(code, BITS: tl.constexpr):
 
 @triton.jit
 def code_values(lower, upper, scale, BITS: tl.constexpr):
-    """The float32 values of both halves of codes as :func:`load_codes` has them, and the scale of each.
+    """The float32 values of both halves of codes as :func:`unpack` has them, and the scale of each.
 
     An upper int4 code stays where it is, 16 times its value, under a sixteenth of the scale: a shift less, and exact.
     """
@@ -276,7 +278,7 @@ def code_values(lower, upper, scale, BITS: tl.constexpr):
 
 @triton.jit
 def value_pair(lower, upper, scale, BITS: tl.constexpr):
-    """Values of a tile of codes as :func:`load_codes` has them, under ``scale``, which broadcasts to [TILE, K, 64].
+    """Values of a tile of codes as :func:`unpack` has them, under ``scale``, which broadcasts to [TILE, K, 64].
 
     Exact: a scale has 8 significant bits and a code at most 7, so a product that a compiler fuses into a sum changes
     nothing.
@@ -301,22 +303,36 @@ def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Read a tile's codes at ``base``, zeros where ``live`` (broadcast to [TILE, K, 64]) is false.
+def load_packed(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Read the bytes of a tile's codes at ``base``, zeros where ``live`` (broadcast to [TILE, K, 64]) is false.
 
-    int4: upper codes stay in the high half of their byte.
+    Those of both halves; int4 has both in one byte, and gives that twice.
     """
     at = half_rows(16 * BITS, TILE, K)
+    lower = tl.load(base + at, mask=live, other=0)
     if BITS == 8:
-        lower = tl.load(base + at, mask=live, other=0).to(tl.int32)
-        upper = tl.load(base + at + 64, mask=live, other=0).to(tl.int32)
+        return lower, tl.load(base + at + 64, mask=live, other=0)
     else:
         tl.static_assert(BITS == 4)
-        packed = tl.load(base + at, mask=live, other=0).to(tl.int32)
-        lower = packed & 15
+        return lower, lower
+
+
+@triton.jit
+def unpack(lower, upper, BITS: tl.constexpr):
+    """The codes (int32) in bytes as :func:`load_packed` has them; int4: upper codes stay in the high half of theirs."""
+    if BITS == 8:
+        return lower.to(tl.int32), upper.to(tl.int32)
+    else:
+        tl.static_assert(BITS == 4)
         # Not shifted down: see code_values.
-        upper = packed & 0xF0
-    return lower, upper
+        return lower.to(tl.int32) & 15, upper.to(tl.int32) & 0xF0
+
+
+@triton.jit
+def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Read a tile's codes at ``base``, zeros where ``live`` (broadcast to [TILE, K, 64]) is false."""
+    lower, upper = load_packed(base, live, BITS, TILE, K)
+    return unpack(lower, upper, BITS)
 
 
 @triton.jit

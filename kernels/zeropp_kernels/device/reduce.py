@@ -13,12 +13,13 @@ from .blocks import (
     code_values,
     half_rows,
     launched,
-    load_codes,
+    load_packed,
     load_pair,
     rotate,
     saturate,
     scale_value,
     store_pair,
+    unpack,
     whole,
     widen,
 )
@@ -31,48 +32,62 @@ SUM_TILE = ROWS * 128 // BLOCK // 2
 
 
 @triton.jit
-def _message_pair(
-    message, scales_offset, row, groups, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr,
-    K: tl.constexpr,
-):  # fmt: skip
-    """As :func:`code_values`, of TILE * K rows of one message from row ``row`` on, with scales [TILE, K, 1].
+def _load_message(
+    message, scales_offset, row, group, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
+):
+    """Bytes of TILE * K rows of one message from row ``row`` on, see :func:`load_packed`, and scale bits [TILE, K].
 
-    The message's groups have GROUP_ROWS rows each, which need not be K.
+    ``group`` [TILE, K] is that of each row; zeros from ``groups`` on.
     """
-    rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
-    # By row, since these groups can be twice or half as long as those of the tile.
-    group = rows // GROUP_ROWS
     live = group < groups
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
-    scale = scale_value(tl.load(scales + group, mask=live, other=0))
+    bits = tl.load(scales + group, mask=live, other=0)
     # A row of 128 codes takes 16 * BITS bytes.
-    lower, upper = load_codes(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
-    return code_values(lower, upper, scale[:, :, None], BITS)
+    lower, upper = load_packed(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
+    return lower, upper, bits
+
+
+@triton.jit
+def _message_values(lower, upper, bits, BITS: tl.constexpr):
+    """As :func:`code_values`, of what :func:`_load_message` gives; scales are [TILE, K, 1]."""
+    lower, upper = unpack(lower, upper, BITS)
+    return code_values(lower, upper, scale_value(bits)[:, :, None], BITS)
 
 
 @triton.jit
 def sum_pair(
     messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    TILE: tl.constexpr, K: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on.
 
+    Groups have GROUP_ROWS rows each, which need not be K. If SINGLE there is one message, and ``count`` is not read.
     Products are exact (8 significant bits times at most 7), so a fused multiply-add rounds as a sum does.
     """
-    lower, upper, lower_scale, upper_scale = _message_pair(
-        messages, scales_offset, row, groups, BITS, GROUP_ROWS, TILE, K
-    )
-    lower *= lower_scale
-    upper *= upper_scale
-    # In this order on every machine, since float32 sums depend on it.
-    for _ in range(1, count):
-        messages += whole(nbytes, 128)
-        lower_code, upper_code, lower_scale, upper_scale = _message_pair(
-            messages, scales_offset, row, groups, BITS, GROUP_ROWS, TILE, K
-        )
-        # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
-        lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
-        upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
+    rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
+    # By row, since these groups can be twice or half as long as those of the tile.
+    group = rows // GROUP_ROWS
+    next_lower, next_upper, next_bits = _load_message(messages, scales_offset, row, group, groups, BITS, TILE, K)
+    if SINGLE:
+        lower, upper, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
+        lower *= lower_scale
+        upper *= upper_scale
+    else:
+        # No product is -0, since codes of 0 are +0 and scales are not below zero; so 0 plus the first is the first.
+        lower = tl.zeros([TILE, K, 64], tl.float32)
+        upper = tl.zeros([TILE, K, 64], tl.float32)
+        # In this order on every machine, since float32 sums depend on it.
+        for index in range(1, count + 1):
+            messages += whole(nbytes, 128)
+            # One message ahead, in the bytes that it has in memory: a load need not wait for the sums before it.
+            ahead_lower, ahead_upper, ahead_bits = _load_message(
+                messages, scales_offset, row, group, tl.where(index < count, groups, 0), BITS, TILE, K
+            )
+            lower_code, upper_code, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
+            # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
+            lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
+            upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
+            next_lower, next_upper, next_bits = ahead_lower, ahead_upper, ahead_bits
     return lower, upper
 
 
@@ -87,7 +102,8 @@ def _spoil_infinite(x):
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     scale: tl.float32, norms, flag,
-    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, SINGLE: tl.constexpr, EVEN: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
     K: tl.constexpr = TILE_ROWS // TILE
@@ -97,7 +113,7 @@ def reduce_kernel(
     live = first + tl.arange(0, TILE) < groups
     # ``parts`` of out have ``count`` messages each, part by part.
     messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
-    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K)
+    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K, SINGLE)
     # Before the way back, and once: the reference does it in this order.
     lower *= scale
     upper *= scale
@@ -181,7 +197,7 @@ def sum_kernel(
 
 def _launch(
     messages: Tensor, out: Tensor, parts: int, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
-    norms: Tensor | None = None, flag: Tensor | None = None,
+    norms: Tensor | None, flag: Tensor | None, *, single: bool,
 ) -> None:  # fmt: skip
     numel = out.numel() // parts
     layout = message_layout(numel, bits)
@@ -191,15 +207,15 @@ def _launch(
     tile = ROWS * 128 // layout.group
     reduce_kernel[triton.cdiv(layout.groups, tile), parts](
         messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0, TILE=tile,
-        **reduce_kernel.options,
+        norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, SINGLE=single, EVEN=numel % layout.group == 0,
+        TILE=tile, **reduce_kernel.options,
     )  # fmt: skip
 
 
 def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
     """See :func:`zeropp_kernels.dequantize_`."""
-    # Each message is a sum of one.
-    _launch(messages, out, count, 1, bits, rotate, 1.0, False)
+    # Each message is a sum of one, compiled without a loop.
+    _launch(messages, out, count, 1, bits, rotate, 1.0, False, None, None, single=True)
 
 
 def reduce_(
@@ -207,7 +223,7 @@ def reduce_(
     norms: Tensor | None, flag: Tensor | None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_`."""
-    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag)
+    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag, single=False)
 
 
 def sum_(
