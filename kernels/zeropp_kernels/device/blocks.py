@@ -68,14 +68,15 @@ def launch_options(backend: str, registers: int) -> dict[str, Any]:
     return {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": registers}
 
 
-def launched(*scattered: str, registers: int = 168) -> Callable[[Callable[..., None]], Any]:
+def launched(*untold: str, registers: int = 168) -> Callable[[Callable[..., None]], Any]:
     """A kernel that the host launches, compiled once for each set of its constants and of aligned pointers.
 
     Triton would compile anew for integers that are 1 or multiples of 16, and for each width that a value needs; here a
     parameter's annotation says how wide it is, and the kernels say themselves what is a multiple of what.
 
     Args:
-        scattered: pointers that are read or written one value at a time, whose alignment makes no difference.
+        untold: pointers whose alignment the compiler is not told: those that are read or written one value at a time,
+            and those of which the kernel itself looks at the address.
         registers: that a thread may have. With 168 a multiprocessor holds three programs, with 128 four. Without a
             bound ptxas chooses one, and has spilled at 96 what fits into 114.
 
@@ -86,7 +87,7 @@ def launched(*scattered: str, registers: int = 168) -> Callable[[Callable[..., N
     def decorate(function: Callable[..., None]) -> Any:
         # Annotations are postponed in these files, so they are text.
         integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
-        kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(scattered))
+        kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(untold))
         kernel.registers, kernel.options = registers, launch_options(_BACKEND, registers)
         return kernel
 
@@ -136,17 +137,47 @@ def widen(x):
 
 
 @triton.jit
-def load_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """A tile of values in float32; zeros where ``live`` [TILE] is false, or from element ``left`` on if not EVEN."""
+def wide(pointer, left, SIZE: tl.constexpr):
+    """Whether SIZE elements from ``pointer`` (scalar) on are all there, and begin at a multiple of 16 bytes.
+
+    The same for all of a program, so that choosing by it is one branch, and only tiles at an end have narrow access.
+    """
+    return (pointer.to(tl.int64) % 16 == 0) & (left >= SIZE)
+
+
+@triton.jit
+def aligned(pointer, at):
+    """``pointer + at`` [TILE, K, 64] where :func:`wide` holds, in a form that shows it to the compiler."""
+    # Only ever inside the branch: a promise sticks to the value that it is made of.
+    return tl.max_contiguous(tl.multiple_of(pointer + at, (1, 1, 16)), (1, 1, 64))
+
+
+@triton.jit
+def within(left, SIZE: tl.constexpr):
+    """int32: how many of a tile's SIZE elements are there, of ``left`` (int64, of any sign) from its start on."""
+    # In 32 bits, since masks compare it with every element.
+    return tl.minimum(tl.maximum(left, 0), SIZE).to(tl.int32)
+
+
+@triton.jit
+def load_raw(source, left, TILE: tl.constexpr, K: tl.constexpr):
+    """A tile of values in the dtype they have in memory, zeros from element ``left`` on."""
     at = half_rows(128, TILE, K)
-    live = live[:, None, None]
-    # One mask for a whole row leaves the 16 elements of a thread in one access; a comparison with ``left`` splits it.
-    if EVEN:
-        lower = tl.load(source + at, mask=live, other=0.0)
-        upper = tl.load(source + at + 64, mask=live, other=0.0)
+    SIZE: tl.constexpr = TILE * K * 128
+    if wide(source, left, SIZE):
+        lower = tl.load(aligned(source, at))
+        upper = tl.load(aligned(source, at + 64))
     else:
-        lower = tl.load(source + at, mask=live & (at < left), other=0.0)
-        upper = tl.load(source + at + 64, mask=live & (at + 64 < left), other=0.0)
+        there = within(left, SIZE)
+        lower = tl.load(source + at, mask=at < there, other=0.0)
+        upper = tl.load(source + at + 64, mask=at + 64 < there, other=0.0)
+    return lower, upper
+
+
+@triton.jit
+def load_pair(source, left, TILE: tl.constexpr, K: tl.constexpr):
+    """As :func:`load_raw`, in float32."""
+    lower, upper = load_raw(source, left, TILE, K)
     return widen(lower), widen(upper)
 
 
@@ -185,18 +216,19 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_pair(target, lower, upper, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+def store_pair(target, lower, upper, left, TILE: tl.constexpr, K: tl.constexpr):
     """Write a tile of float32 values in the dtype of ``target``; the mirror of :func:`load_pair`."""
     at = half_rows(128, TILE, K)
-    live = live[:, None, None]
+    SIZE: tl.constexpr = TILE * K * 128
     lower = cast(lower, target.dtype.element_ty)
     upper = cast(upper, target.dtype.element_ty)
-    if EVEN:
-        tl.store(target + at, lower, mask=live)
-        tl.store(target + at + 64, upper, mask=live)
+    if wide(target, left, SIZE):
+        tl.store(aligned(target, at), lower)
+        tl.store(aligned(target, at + 64), upper)
     else:
-        tl.store(target + at, lower, mask=live & (at < left))
-        tl.store(target + at + 64, upper, mask=live & (at + 64 < left))
+        there = within(left, SIZE)
+        tl.store(target + at, lower, mask=at < there)
+        tl.store(target + at + 64, upper, mask=at + 64 < there)
 
 
 @triton.jit

@@ -20,41 +20,41 @@ __all__ = ["gather_", "scatter_"]
 _TILE = ROWS * 128 // BLOCK
 
 
-@launched("entries", "owners", "norms", "flag")
+@launched("entries", "owners", "flat", "norms", "flag", registers=80)
 def gather_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
     # Blocks fit 32 bits, elements need not: 2**31 blocks are 2**39 elements.
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
-    lower, upper = load_blocks(entries, size, owners, start, live, scale, DTYPE, EVEN, TILE, 2)
+    lower, upper = load_blocks(entries, size, owners, start, blocks - first, scale, DTYPE, TILE, 2)
     if ACCUMULATE:
-        old_lower, old_upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
+        old_lower, old_upper = load_pair(flat + start, numel - start, TILE, 2)
         lower += old_lower
         upper += old_upper
     # The flag is that of the dtype that is written, here and below: 70000 is Inf in float16 only.
     report(lower, upper, norms, flag, first, live, flat.dtype.element_ty, TILE)
-    store_pair(flat + start, lower, upper, numel - start, live, FLAT_EVEN, TILE, 2)
+    store_pair(flat + start, lower, upper, numel - start, TILE, 2)
 
 
-@launched("entries", "owners", "norms", "flag")
+@launched("entries", "owners", "flat", "norms", "flag", registers=80)
 def scatter_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, FLAT_EVEN: tl.constexpr, TILE: tl.constexpr,
+    DTYPE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of blocks: flat buffer -> tensors. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
     # ``flat`` is read where no tensor lies, too: norms and flag are those of all of it.
-    lower, upper = load_pair(flat + start, numel - start, live, FLAT_EVEN, TILE, 2)
+    lower, upper = load_pair(flat + start, numel - start, TILE, 2)
     lower *= scale
     upper *= scale
     report(lower, upper, norms, flag, first, live, DTYPE, TILE)
-    store_blocks(entries, size, owners, start, live, lower, upper, DTYPE, EVEN, TILE, 2)
+    store_blocks(entries, size, owners, start, blocks - first, lower, upper, DTYPE, TILE, 2)
 
 
 def _launch(
@@ -72,12 +72,11 @@ def _launch(
     blocks = blocks_of(flat.numel())
     if blocks == 0:
         return
+    # Addresses are sent on this stream, so the kernel finds them.
+    locate(tensors, host, entries)
     kernel[(triton.cdiv(blocks, _TILE),)](
         entries, len(tensors), owners, flat, flat.numel(), blocks, scale, norms, flag,
-        # locate sends addresses on this stream, so the kernel finds them. FLAT_EVEN: the buffer ends with a block, and
-        # masks need not look at elements.
-        DTYPE=triton_dtype(tensors), EVEN=locate(tensors, host, entries), FLAT_EVEN=flat.numel() % BLOCK == 0,
-        TILE=_TILE, **constants, **kernel.options,
+        DTYPE=triton_dtype(tensors), TILE=_TILE, **constants, **kernel.options,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from ..wire import BLOCK, blocks_of, message_layout
 from .blocks import (
     ROWS,
     TILE_ROWS,
+    aligned,
     code_values,
     half_rows,
     launched,
@@ -21,7 +22,9 @@ from .blocks import (
     store_pair,
     unpack,
     whole,
+    wide,
     widen,
+    within,
 )
 from .stats import report
 
@@ -98,19 +101,17 @@ def _spoil_infinite(x):
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
-@launched("norms", "flag")
+@launched("out", "norms", "flag", registers=128)
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     scale: tl.float32, norms, flag,
-    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, SINGLE: tl.constexpr, EVEN: tl.constexpr,
-    TILE: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, SINGLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128
-    live = first + tl.arange(0, TILE) < groups
     # ``parts`` of out have ``count`` messages each, part by part.
     messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
     lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K, SINGLE)
@@ -122,21 +123,22 @@ def reduce_kernel(
         # Rotating twice is 2**-5 times the input.
         lower *= 32.0
         upper *= 32.0
-    target = out + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + row * 128)
+    target = out + (tl.program_id(1).to(tl.int64) * numel + row * 128)
     # A single value that is not rotated is finite in float32, and a sum that is not must show as Inf.
     if ROTATE or out.dtype.element_ty != tl.float32:
         lower = saturate(lower, out.dtype.element_ty)
         upper = saturate(upper, out.dtype.element_ty)
     if ACCUMULATE:
-        old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, K)
+        old_lower, old_upper = load_pair(target, left, TILE, K)
         lower += old_lower
         upper += old_upper
     if norms is not None or flag is not None:
-        if not EVEN:
+        if left < TILE_ROWS * 128:
             # Behind the end lies what the rotation has spread there.
+            there = within(left, TILE_ROWS * 128)
             at = half_rows(128, TILE, K)
-            lower = tl.where(at < left, lower, 0.0)
-            upper = tl.where(at + 64 < left, upper, 0.0)
+            lower = tl.where(at < there, lower, 0.0)
+            upper = tl.where(at + 64 < there, upper, 0.0)
         # A block is two rows, whatever a group is.
         BLOCKS: tl.constexpr = TILE_ROWS // 2
         block = row // 2
@@ -144,55 +146,70 @@ def reduce_kernel(
             tl.reshape(lower, [BLOCKS, 2, 64]), tl.reshape(upper, [BLOCKS, 2, 64]), norms, flag, block,
             block + tl.arange(0, BLOCKS) < tl.cdiv(numel, 256), tl.float32, BLOCKS,
         )  # fmt: skip
-    store_pair(target, lower, upper, left, live, EVEN, TILE, K)
+    store_pair(target, lower, upper, left, TILE, K)
 
 
 @triton.jit
-def _raw_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr):
-    """Two tensors [TILE, 2, 64] of a tile of blocks, in the dtype that they have in memory."""
+def _sum_wide(source, stride, count, TILE: tl.constexpr):
+    """Float32 sum of ``count`` tiles of blocks, ``stride`` elements apart, all of them :func:`wide`."""
     at = half_rows(128, TILE, 2)
-    live = live[:, None, None]
-    if not EVEN:
-        return tl.load(source + at, mask=live & (at < left), other=0.0), tl.load(
-            source + at + 64, mask=live & (at + 64 < left), other=0.0
-        )
-    return tl.load(source + at, mask=live, other=0.0), tl.load(source + at + 64, mask=live, other=0.0)
-
-
-@launched("norms", "flag")
-def sum_kernel(
-    messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """A tile of blocks: out[i] = scale * sum of ``count`` messages [numel]. Grid: (tiles,)."""
-    first = tl.program_id(0) * TILE
-    place = first + tl.arange(0, TILE)
-    live = place < blocks
-    start = first.to(tl.int64) * 256
-    left = numel - start
-    stride = whole(numel, 256 if EVEN else 1)
-    source = messages + start
-    lower, upper = _raw_pair(source, left, live, EVEN, TILE)
-    lower, upper = widen(lower), widen(upper)
+    lower = widen(tl.load(aligned(source, at)))
+    upper = widen(tl.load(aligned(source, at + 64)))
     source += stride
     # One message ahead: loads of a message need not wait for the additions of the one before.
-    next_lower, next_upper = _raw_pair(source, left, place < tl.where(count > 1, blocks, 0), EVEN, TILE)
+    more = tl.full([TILE, 2, 64], 1, tl.int1) & (count > 1)
+    next_lower = tl.load(aligned(source, at), mask=more, other=0.0)
+    next_upper = tl.load(aligned(source, at + 64), mask=more, other=0.0)
     for index in range(1, count):
         source += stride
-        ahead = place < tl.where(index + 1 < count, blocks, 0)
-        ahead_lower, ahead_upper = _raw_pair(source, left, ahead, EVEN, TILE)
+        more = tl.full([TILE, 2, 64], 1, tl.int1) & (index + 1 < count)
+        ahead_lower = tl.load(aligned(source, at), mask=more, other=0.0)
+        ahead_upper = tl.load(aligned(source, at + 64), mask=more, other=0.0)
         lower += widen(next_lower)
         upper += widen(next_upper)
         next_lower, next_upper = ahead_lower, ahead_upper
+    return lower, upper
+
+
+@triton.jit
+def _sum_narrow(source, stride, count, left, TILE: tl.constexpr):
+    """The same wherever they lie, of the elements before ``left``."""
+    at = half_rows(128, TILE, 2)
+    there = within(left, TILE * 256)
+    # None ahead: at an end speed is worth less than the registers, which all programs would have to have.
+    lower = widen(tl.load(source + at, mask=at < there, other=0.0))
+    upper = widen(tl.load(source + at + 64, mask=at + 64 < there, other=0.0))
+    for _ in range(1, count):
+        source += stride
+        lower += widen(tl.load(source + at, mask=at < there, other=0.0))
+        upper += widen(tl.load(source + at + 64, mask=at + 64 < there, other=0.0))
+    return lower, upper
+
+
+@launched("messages", "out", "norms", "flag", registers=72)
+def sum_kernel(
+    messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks: out[i] = scale * sum of ``count`` messages [numel]. Grid: (tiles,)."""
+    first = tl.program_id(0) * TILE
+    start = first.to(tl.int64) * 256
+    left = numel - start
+    source = messages + start
+    # The second message tells of all: strides are the same.
+    if wide(source, left, TILE * 256) & ((count == 1) | wide(source + numel, left, TILE * 256)):
+        lower, upper = _sum_wide(source, numel, count, TILE)
+    else:
+        lower, upper = _sum_narrow(source, numel, count, left, TILE)
     lower *= scale
     upper *= scale
     target = out + start
     if ACCUMULATE:
-        old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, 2)
+        old_lower, old_upper = load_pair(target, left, TILE, 2)
         lower += old_lower
         upper += old_upper
-    report(lower, upper, norms, flag, first, live, tl.float32, TILE)
-    store_pair(target, lower, upper, left, live, EVEN, TILE, 2)
+    report(lower, upper, norms, flag, first, first + tl.arange(0, TILE) < blocks, tl.float32, TILE)
+    store_pair(target, lower, upper, left, TILE, 2)
 
 
 def _launch(
@@ -207,8 +224,8 @@ def _launch(
     tile = ROWS * 128 // layout.group
     reduce_kernel[triton.cdiv(layout.groups, tile), parts](
         messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, SINGLE=single, EVEN=numel % layout.group == 0,
-        TILE=tile, **reduce_kernel.options,
+        norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, SINGLE=single, TILE=tile,
+        **reduce_kernel.options,
     )  # fmt: skip
 
 
@@ -237,5 +254,5 @@ def sum_(
         return
     sum_kernel[(triton.cdiv(blocks, SUM_TILE),)](
         messages, count, out, numel, blocks, scale, norms, flag,
-        ACCUMULATE=accumulate, EVEN=numel % BLOCK == 0, TILE=SUM_TILE, **sum_kernel.options,
+        ACCUMULATE=accumulate, TILE=SUM_TILE, **sum_kernel.options,
     )  # fmt: skip
