@@ -12,6 +12,8 @@ __all__ = ["REGISTERS", "check"]
 
 # For each thread: with so many, four programs fit a multiprocessor; three where the tile is not even.
 REGISTERS = {True: 128, False: 168}
+# Of these a multiprocessor has one program at most, which wait for the bus.
+_ALONE = {"gather_pinned": 256, "scatter_pinned": 256}
 # For each thread: 128 threads share ROWS rows of 128.
 _ELEMENTS = ROWS
 
@@ -79,7 +81,9 @@ _MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
     "delta_encode": _delta_moves,
     "delta_apply": lambda case: (_values(case, "reference") + _ELEMENTS // 2, _values(case, "reference")),
     "gather": _gather_moves,
+    "gather_pinned": _gather_moves,
     "scatter": lambda case: (_values(case, "flat"), _values(case, "")),
+    "scatter_pinned": lambda case: (_values(case, "flat"), _values(case, "")),
     "lossless_count": lambda case: (_block_values(case, "values") + _block_values(case, "reference"), 0),
     "lossless_decode": lambda case: (_block_values(case, "reference"), _block_values(case, "out")),
 }
@@ -93,7 +97,9 @@ _ONE_BY_ONE: dict[str, tuple[str | None, str | None]] = {
     "delta_encode": ("reference", "reference"),
     "delta_apply": ("reference", "reference"),
     "gather": ("", "flat"),
+    "gather_pinned": ("", "flat"),
     "scatter": ("flat", ""),
+    "scatter_pinned": ("flat", ""),
 }
 # Looked up one by one by a thread, whose places in a message depend on the data. Encoding has half the tile of the
 # others, and so half of their widths.
@@ -123,13 +129,19 @@ def _narrow(case: Case) -> tuple[int, int]:
     return loads + again, stores
 
 
+def _most_registers(case: Case, backend: str) -> int:
+    if case.name in _ALONE:
+        return _ALONE[case.name]
+    # AMD's compiler takes no bound: unrolled, several messages are in registers, and masks of many stores.
+    return REGISTERS[case.even and (backend != "hip" or case.name not in ("sum", "scatter"))]
+
+
 def check(case: Case, facts: Facts, backend: str) -> list[str]:
     """What is wrong with the machine code that Triton's ``backend``, "cuda" or "hip", has made."""
     wrong = []
     if facts.spilled:
         wrong.append(f"{facts.spilled} spilled or on the stack")
-    # Unrolled, several messages are in registers.
-    bound = REGISTERS[case.even and (case.name, backend) != ("sum", "hip")]
+    bound = _most_registers(case, backend)
     if facts.registers > bound:
         wrong.append(f"{facts.registers} registers, more than {bound}")
     # One for each element in the loop's body.

@@ -149,8 +149,10 @@ def _copy() -> Iterator[Case]:
         row.update(row.pop("stats"), DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
         pointers = {"": dtype, "flat": flat}
         for accumulate in _BOTH if flat == "fp32" else (False,):
-            yield Case(copy.gather_kernel, {**row, "ACCUMULATE": accumulate}, pointers)
+            for kernel in (copy.gather_kernel, copy.gather_pinned_kernel):
+                yield Case(kernel, {**row, "ACCUMULATE": accumulate}, pointers)
         yield Case(copy.scatter_kernel, row, pointers)
+        yield Case(copy.scatter_pinned_kernel, row, pointers)
 
 
 def _alignments(case: Case) -> Iterator[Case]:

@@ -148,8 +148,10 @@ def wide(pointer, left, SIZE: tl.constexpr):
 @triton.jit
 def aligned(pointer, at):
     """``pointer + at`` [TILE, K, 64] where :func:`wide` holds, in a form that shows it to the compiler."""
-    # Only ever inside the branch: a promise sticks to the value that it is made of.
-    return tl.max_contiguous(tl.multiple_of(pointer + at, (1, 1, 16)), (1, 1, 64))
+    # Made anew from an integer, here inside the branch: a promise sticks to the value that it is made of, and AMD's
+    # compiler takes apart what it knows to come from an argument, and drops what was said of it.
+    base = whole(pointer.to(tl.int64), 16).to(pointer.dtype)
+    return tl.multiple_of(base, 16) + at
 
 
 @triton.jit

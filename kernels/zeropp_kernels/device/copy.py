@@ -18,16 +18,18 @@ __all__ = ["gather_", "scatter_"]
 
 # Blocks; one is two rows.
 _TILE = ROWS * 128 // BLOCK
+# Programs that read or write pinned host memory at a time. Each waits for the bus with 8 to 16 KiB of its own on the
+# way, of which a few hundred KiB fill it; more programs would only keep others from the multiprocessors meanwhile.
+_PINNED_PROGRAMS = 32
 
 
-@launched("entries", "owners", "flat", "norms", "flag", registers=80)
-def gather_kernel(
-    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
+@triton.jit
+def _gather_tile(
+    tile, entries, size, owners, flat, numel, blocks, scale, norms, flag, DTYPE: tl.constexpr, TILE: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
     # Blocks fit 32 bits, elements need not: 2**31 blocks are 2**39 elements.
-    first = tl.program_id(0) * TILE
+    first = tile * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
     lower, upper = load_blocks(entries, size, owners, start, blocks - first, scale, DTYPE, TILE, 2)
@@ -40,13 +42,11 @@ def gather_kernel(
     store_pair(flat + start, lower, upper, numel - start, TILE, 2)
 
 
-@launched("entries", "owners", "flat", "norms", "flag", registers=80)
-def scatter_kernel(
-    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
-    DTYPE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """A tile of blocks: flat buffer -> tensors. Grid: (tiles,)."""
-    first = tl.program_id(0) * TILE
+@triton.jit
+def _scatter_tile(
+    tile, entries, size, owners, flat, numel, blocks, scale, norms, flag, DTYPE: tl.constexpr, TILE: tl.constexpr
+):
+    first = tile * TILE
     live = first + tl.arange(0, TILE) < blocks
     start = first.to(tl.int64) * 256
     # ``flat`` is read where no tensor lies, too: norms and flag are those of all of it.
@@ -57,8 +57,52 @@ def scatter_kernel(
     store_blocks(entries, size, owners, start, blocks - first, lower, upper, DTYPE, TILE, 2)
 
 
+@launched("entries", "owners", "flat", "norms", "flag", registers=80)
+def gather_kernel(
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks: tensors -> flat buffer. Grid: (tiles,)."""
+    tile = tl.program_id(0)
+    _gather_tile(tile, entries, size, owners, flat, numel, blocks, scale, norms, flag, DTYPE, TILE, ACCUMULATE)
+
+
+@launched("entries", "owners", "flat", "norms", "flag")
+def gather_pinned_kernel(
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """The same by programs that take turns. Grid: (as many as there are to be,)."""
+    for tile in tl.range(tl.program_id(0), tl.cdiv(blocks, TILE), tl.num_programs(0), num_stages=1, disable_licm=True):
+        _gather_tile(tile, entries, size, owners, flat, numel, blocks, scale, norms, flag, DTYPE, TILE, ACCUMULATE)
+
+
+@launched("entries", "owners", "flat", "norms", "flag", registers=80)
+def scatter_kernel(
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    DTYPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks: flat buffer -> tensors. Grid: (tiles,)."""
+    _scatter_tile(tl.program_id(0), entries, size, owners, flat, numel, blocks, scale, norms, flag, DTYPE, TILE)
+
+
+@launched("entries", "owners", "flat", "norms", "flag")
+def scatter_pinned_kernel(
+    entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, norms, flag,
+    DTYPE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The same by programs that take turns. Grid: (as many as there are to be,)."""
+    for tile in tl.range(tl.program_id(0), tl.cdiv(blocks, TILE), tl.num_programs(0), num_stages=1, disable_licm=True):
+        _scatter_tile(tile, entries, size, owners, flat, numel, blocks, scale, norms, flag, DTYPE, TILE)
+
+
+def is_pinned(flat: Tensor, entries: Tensor) -> bool:
+    """Whether ``flat`` is in the host's memory, and the table is not."""
+    return flat.device != entries.device
+
+
 def _launch(
-    kernel: triton.runtime.KernelInterface,
+    kernels: tuple[triton.runtime.KernelInterface, triton.runtime.KernelInterface],
     tensors: Sequence[Tensor],
     host: Tensor,
     entries: Tensor,
@@ -69,12 +113,15 @@ def _launch(
     flag: Tensor | None,
     **constants: bool,
 ) -> None:
+    """Launch the first of ``kernels``, or the second where ``flat`` is in pinned memory."""
     blocks = blocks_of(flat.numel())
     if blocks == 0:
         return
     # Addresses are sent on this stream, so the kernel finds them.
     locate(tensors, host, entries)
-    kernel[(triton.cdiv(blocks, _TILE),)](
+    tiles, pinned = triton.cdiv(blocks, _TILE), is_pinned(flat, entries)
+    kernel = kernels[pinned]
+    kernel[(min(tiles, _PINNED_PROGRAMS) if pinned else tiles,)](
         entries, len(tensors), owners, flat, flat.numel(), blocks, scale, norms, flag,
         DTYPE=triton_dtype(tensors), TILE=_TILE, **constants, **kernel.options,
     )  # fmt: skip
@@ -85,7 +132,8 @@ def gather_(
     norms: Tensor | None, flag: Tensor | None, accumulate: bool,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.gather_`."""
-    _launch(gather_kernel, tensors, host, entries, owners, flat, scale, norms, flag, ACCUMULATE=accumulate)
+    kernels = gather_kernel, gather_pinned_kernel
+    _launch(kernels, tensors, host, entries, owners, flat, scale, norms, flag, ACCUMULATE=accumulate)
 
 
 def scatter_(
@@ -93,4 +141,5 @@ def scatter_(
     norms: Tensor | None, flag: Tensor | None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.scatter_`."""
-    _launch(scatter_kernel, tensors, host, entries, owners, flat, scale, norms, flag)
+    kernels = scatter_kernel, scatter_pinned_kernel
+    _launch(kernels, tensors, host, entries, owners, flat, scale, norms, flag)

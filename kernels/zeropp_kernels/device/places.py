@@ -112,9 +112,10 @@ def store_blocks(
         tl.store(aligned(target, at), lower)
         tl.store(aligned(target, at + 64), upper)
     else:
-        # One tensor after the other. A pointer and a bound for each row would take half as many registers again.
+        # One tensor after the other. A pointer and a bound for each row would take half as many registers again; so
+        # would what the loop's invariants are, if they were computed before it.
         first, behind = _several(owners, start, blocks, TILE * K // 2)
-        for owner in range(first, behind):
+        for owner in tl.range(first, behind, disable_licm=True):
             target, begin, end = _part(entries, size, owner, start, DTYPE, SIZE)
             tl.store(target + at, lower, mask=(at >= begin) & (at < end))
             tl.store(target + at + 64, upper, mask=(at + 64 >= begin) & (at + 64 < end))
