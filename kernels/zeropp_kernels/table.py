@@ -107,16 +107,15 @@ def block_table(
         return BlockTable(numel, host, host.to(device, copy=True), owners.to(device))
 
 
-def locate(tensors: Sequence[Tensor], host: Tensor, entries: Tensor) -> bool:
-    """Make ``entries`` hold the addresses of the tensors; returns whether all of them suit 128-bit access.
+def locate(tensors: Sequence[Tensor], host: Tensor, entries: Tensor) -> None:
+    """Make ``entries`` hold the addresses of the tensors.
 
-    That is so where each is a multiple of 64 elements at a multiple of 16 bytes. The host does not wait: what is sent
-    lies in pinned memory that torch keeps until it has arrived.
+    The host does not wait: what is sent lies in pinned memory that torch keeps until it has arrived.
 
     Raises:
         RuntimeError: a CUDA graph is being captured and addresses have changed; it would send stale ones when replayed.
     """
-    known, numels, _ = host.tolist()
+    known = host[0].tolist()
     addresses = [tensor.data_ptr() for tensor in tensors]
     # Compared on the host, so that nothing is sent while tensors stay where they are.
     if addresses != known:
@@ -130,5 +129,3 @@ def locate(tensors: Sequence[Tensor], host: Tensor, entries: Tensor) -> bool:
         staged = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=entries.is_cuda)
         entries[0].copy_(staged, non_blocking=True)
         host[0].copy_(staged)
-    # 64 elements are half a row, which is what one mask covers.
-    return all(address % 16 == 0 and count % 64 == 0 for address, count in zip(addresses, numels, strict=True))

@@ -145,6 +145,8 @@ SHAPES = {
     "even": [(64, 3), (1024,), (64,), (8, 640)],
     "odd": [(7, 3), (0,), (1000,), (1,), (513,)],
     "misaligned": [(64, 3), (1024,), (64,), (8, 640)],
+    # Tiles that lie in one tensor, in several, and at an end, whatever their size; the last tensor is misaligned.
+    "large": [(70_000,), (7, 3), (65_536,), (40_001,)],
 }
 
 
@@ -154,7 +156,8 @@ def laid_out(kind: str, dtype: torch.dtype) -> tuple[list[Tensor], BlockTable]:
     numels = [torch.Size(shape).numel() for shape in shapes]
     tensors = [values(n, dtype, i).view(shape) for i, (n, shape) in enumerate(zip(numels, shapes, strict=True))]
     if kind != "misaligned":
-        tensors = [tensor.clone() for tensor in tensors]
+        kept = len(tensors) - (kind == "large")
+        tensors = [tensor.clone() for tensor in tensors[:kept]] + tensors[kept:]
     offsets, end = [], 256
     for index, tensor in enumerate(tensors):
         offsets.append(end)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.cases import DEVICE
 from tests.kernels.fast import device
-from zeropp_kernels import BlockTable, block_table, table
+from zeropp_kernels import BlockTable, block_table
 
 NUMELS, OFFSETS, NUMEL = [300, 64, 7], [0, 512, 768], 1024
 
@@ -52,18 +52,6 @@ def test_addresses_are_sent_when_they_change(places: BlockTable) -> None:
     assert (places.host._version, places.entries._version) == versions
     gathered(tensors(2), places)
     assert places.host._version > versions[0] and places.entries._version > versions[1]
-
-
-def test_wide_access_needs_even_sizes_and_addresses(places: BlockTable) -> None:
-    def wide(given: list[Tensor]) -> bool:
-        own = block_table([each.numel() for each in given], range(0, 256 * len(given), 256), 256 * len(given))
-        return table.locate(given, own.host, own.entries)
-
-    room = torch.zeros(300)
-    assert wide([room[:64], room[64:192]])
-    assert not wide([room[:64], room[64:164]])
-    assert not wide([room[:64], room[65:129]])
-    assert wide([])
 
 
 def test_made_in_inference_mode_used_outside() -> None:

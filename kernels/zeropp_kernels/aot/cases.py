@@ -53,7 +53,7 @@ class Case:
     @property
     def even(self) -> bool:
         """Whether wide loads and stores are possible throughout."""
-        return not self.misaligned and all(self.constants.get(key, True) for key in ("EVEN", "FLAT_EVEN"))
+        return not self.misaligned and bool(self.constants.get("EVEN", True))
 
     def source(self, target: GPUTarget) -> ASTSource:
         """The source for triton.compile, with the signature and the attributes that the launcher would find."""
@@ -98,7 +98,7 @@ def _tile(bits: int) -> int:
 
 
 def _quantize() -> Iterator[Case]:
-    for row in _product(dtype=tuple(_DTYPES), EVEN=_BOTH, **_ENCODING):
+    for row in _product(dtype=tuple(_DTYPES), **_ENCODING):
         dtype = row.pop("dtype")
         row["TILE"] = _tile(row["BITS"])
         yield Case(quantize.quantize_kernel, row, {"x": dtype})
@@ -110,24 +110,25 @@ def _quantize() -> Iterator[Case]:
 
 
 def _reduce() -> Iterator[Case]:
-    for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH, ACCUMULATE=_BOTH, EVEN=_BOTH):
+    for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH, ACCUMULATE=_BOTH, SINGLE=_BOTH):
         dtype = row.pop("dtype")
-        # 16-bit outputs are refused where sums are added to or measured: see dispatch.
+        # 16-bit outputs are refused where sums are added to or measured: see dispatch. Nor is a single message.
         for optional in _left_out():
-            if dtype == "fp32" or (not row["ACCUMULATE"] and optional.keys() >= set(_STATS)):
+            plain = not row["ACCUMULATE"] and optional.keys() >= set(_OPTIONAL if row["SINGLE"] else _STATS)
+            if plain or (dtype == "fp32" and not row["SINGLE"]):
                 yield Case(reduce.reduce_kernel, {**row, **optional, "TILE": _tile(row["BITS"])}, {"out": dtype})
-    for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH, EVEN=_BOTH):
+    for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH):
         pointers = {"messages": row.pop("dtype"), "out": "fp32"}
         for optional in _left_out():
             yield Case(reduce.sum_kernel, {**row, **optional, "TILE": reduce.SUM_TILE}, pointers)
 
 
 def _delta() -> Iterator[Case]:
-    for row in _product(dtype=("bf16", "fp16"), UPDATE=_BOTH, EVEN=_BOTH):
+    for row in _product(dtype=("bf16", "fp16"), UPDATE=_BOTH):
         pointers = {"reference": row.pop("dtype")}
         yield Case(delta.delta_encode_kernel, {**row, "TILE": ROWS}, {"shard": "fp32", **pointers})
         if row["UPDATE"]:
-            yield Case(delta.delta_apply_kernel, {"EVEN": row["EVEN"], "TILE": ROWS}, pointers)
+            yield Case(delta.delta_apply_kernel, {"TILE": ROWS}, pointers)
 
 
 def _lossless() -> Iterator[Case]:
@@ -142,18 +143,21 @@ def _lossless() -> Iterator[Case]:
 
 def _copy() -> Iterator[Case]:
     dtypes = tuple(_DTYPES)
-    for row in _product(dtype=dtypes, flat=dtypes, EVEN=_BOTH, FLAT_EVEN=_BOTH, optional=tuple(_left_out())):
+    for row in _product(dtype=dtypes, flat=dtypes, optional=tuple(_left_out())):
         dtype, flat = row.pop("dtype"), row.pop("flat")
         row.update(row.pop("optional"), DTYPE=_DTYPES[dtype], TILE=ROWS // 2)
         pointers = {"": dtype, "flat": flat}
         for accumulate in _BOTH if flat == "fp32" else (False,):
-            yield Case(copy.gather_kernel, {**row, "ACCUMULATE": accumulate}, pointers)
+            for kernel in (copy.gather_kernel, copy.gather_pinned_kernel):
+                yield Case(kernel, {**row, "ACCUMULATE": accumulate}, pointers)
         yield Case(copy.scatter_kernel, row, pointers)
+        yield Case(copy.scatter_pinned_kernel, row, pointers)
 
 
 def _alignments(case: Case) -> Iterator[Case]:
-    """The case with each set of the callers' tensors misaligned."""
-    names = [name for name in case.pointers if name in case.kernel.arg_names]
+    """The case with each set of the callers' tensors misaligned, of those whose alignment the compiler is told."""
+    told = {each.name for each in case.kernel.params if not each.do_not_specialize_on_alignment}
+    names = [name for name in case.pointers if name in told]
     for size in range(len(names) + 1):
         for chosen in itertools.combinations(names, size):
             yield replace(case, misaligned=chosen)

@@ -31,6 +31,7 @@ __all__ = [
     "launch_options",
     "launched",
     "load_codes",
+    "load_packed",
     "load_pair",
     "loop_end",
     "rotate",
@@ -40,6 +41,7 @@ __all__ = [
     "store_codes",
     "store_pair",
     "store_scales",
+    "unpack",
     "value_pair",
     "whole",
     "widen",
@@ -67,14 +69,15 @@ def launch_options(backend: str, registers: int) -> dict[str, Any]:
     return {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": registers}
 
 
-def launched(*scattered: str, registers: int = 168) -> Callable[[Callable[..., None]], Any]:
+def launched(*untold: str, registers: int = 168) -> Callable[[Callable[..., None]], Any]:
     """A kernel that the host launches, compiled once for each set of its constants and of aligned pointers.
 
     Triton would compile anew for integers that are 1 or multiples of 16, and for each width that a value needs; here a
     parameter's annotation says how wide it is, and the kernels say themselves what is a multiple of what.
 
     Args:
-        scattered: pointers that are read or written one value at a time, whose alignment makes no difference.
+        untold: pointers whose alignment the compiler is not told: those that are read or written one value at a time,
+            and those of which the kernel itself looks at the address.
         registers: that a thread may have. With 168 a multiprocessor holds three programs, with 128 four. Without a
             bound ptxas chooses one, and has spilled at 96 what fits into 114.
 
@@ -85,7 +88,7 @@ def launched(*scattered: str, registers: int = 168) -> Callable[[Callable[..., N
     def decorate(function: Callable[..., None]) -> Any:
         # Annotations are postponed in these files, so they are text.
         integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
-        kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(scattered))
+        kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(untold))
         kernel.registers, kernel.options = registers, launch_options(_BACKEND, registers)
         return kernel
 
@@ -144,17 +147,49 @@ def widen(x):
 
 
 @triton.jit
-def load_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """A tile of values in float32; zeros where ``live`` [TILE] is false, or from element ``left`` on if not EVEN."""
+def wide(pointer, left, SIZE: tl.constexpr):
+    """Whether SIZE elements from ``pointer`` (scalar) on are all there, and begin at a multiple of 16 bytes.
+
+    The same for all of a program, so that choosing by it is one branch, and only tiles at an end have narrow access.
+    """
+    return (pointer.to(tl.int64) % 16 == 0) & (left >= SIZE)
+
+
+@triton.jit
+def aligned(pointer, at):
+    """``pointer + at`` [TILE, K, 64] where :func:`wide` holds, in a form that shows it to the compiler."""
+    # Made anew from an integer, here inside the branch: a promise sticks to the value that it is made of, and AMD's
+    # compiler takes apart what it knows to come from an argument, and drops what was said of it.
+    base = whole(pointer.to(tl.int64), 16).to(pointer.dtype)
+    return tl.multiple_of(base, 16) + at
+
+
+@triton.jit
+def within(left, SIZE: tl.constexpr):
+    """int32: how many of a tile's SIZE elements are there, of ``left`` (int64, of any sign) from its start on."""
+    # In 32 bits, since masks compare it with every element.
+    return tl.minimum(tl.maximum(left, 0), SIZE).to(tl.int32)
+
+
+@triton.jit
+def load_raw(source, left, TILE: tl.constexpr, K: tl.constexpr):
+    """A tile of values in the dtype they have in memory, zeros from element ``left`` on."""
     at = half_rows(128, TILE, K)
-    live = live[:, None, None]
-    # One mask for a whole row leaves the 16 elements of a thread in one access; a comparison with ``left`` splits it.
-    if EVEN:
-        lower = tl.load(source + at, mask=live, other=0.0)
-        upper = tl.load(source + at + 64, mask=live, other=0.0)
+    SIZE: tl.constexpr = TILE * K * 128
+    if wide(source, left, SIZE):
+        lower = tl.load(aligned(source, at))
+        upper = tl.load(aligned(source, at + 64))
     else:
-        lower = tl.load(source + at, mask=live & (at < left), other=0.0)
-        upper = tl.load(source + at + 64, mask=live & (at + 64 < left), other=0.0)
+        there = within(left, SIZE)
+        lower = tl.load(source + at, mask=at < there, other=0.0)
+        upper = tl.load(source + at + 64, mask=at + 64 < there, other=0.0)
+    return lower, upper
+
+
+@triton.jit
+def load_pair(source, left, TILE: tl.constexpr, K: tl.constexpr):
+    """As :func:`load_raw`, in float32."""
+    lower, upper = load_raw(source, left, TILE, K)
     return widen(lower), widen(upper)
 
 
@@ -193,18 +228,19 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_pair(target, lower, upper, left, live, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+def store_pair(target, lower, upper, left, TILE: tl.constexpr, K: tl.constexpr):
     """Write a tile of float32 values in the dtype of ``target``; the mirror of :func:`load_pair`."""
     at = half_rows(128, TILE, K)
-    live = live[:, None, None]
+    SIZE: tl.constexpr = TILE * K * 128
     lower = cast(lower, target.dtype.element_ty)
     upper = cast(upper, target.dtype.element_ty)
-    if EVEN:
-        tl.store(target + at, lower, mask=live)
-        tl.store(target + at + 64, upper, mask=live)
+    if wide(target, left, SIZE):
+        tl.store(aligned(target, at), lower)
+        tl.store(aligned(target, at + 64), upper)
     else:
-        tl.store(target + at, lower, mask=live & (at < left))
-        tl.store(target + at + 64, upper, mask=live & (at + 64 < left))
+        there = within(left, SIZE)
+        tl.store(target + at, lower, mask=at < there)
+        tl.store(target + at + 64, upper, mask=at + 64 < there)
 
 
 @triton.jit
@@ -271,7 +307,7 @@ def _code_value(code, BITS: tl.constexpr):
 
 @triton.jit
 def code_values(lower, upper, scale, BITS: tl.constexpr):
-    """The float32 values of both halves of codes as :func:`load_codes` has them, and the scale of each.
+    """The float32 values of both halves of codes as :func:`unpack` has them, and the scale of each.
 
     An upper int4 code stays where it is, 16 times its value, under a sixteenth of the scale: a shift less, and exact.
     """
@@ -286,7 +322,7 @@ def code_values(lower, upper, scale, BITS: tl.constexpr):
 
 @triton.jit
 def value_pair(lower, upper, scale, BITS: tl.constexpr):
-    """Values of a tile of codes as :func:`load_codes` has them, under ``scale``, which broadcasts to [TILE, K, 64].
+    """Values of a tile of codes as :func:`unpack` has them, under ``scale``, which broadcasts to [TILE, K, 64].
 
     Exact: a scale has 8 significant bits and a code at most 7, so a product that a compiler fuses into a sum changes
     nothing.
@@ -311,22 +347,36 @@ def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr
 
 
 @triton.jit
-def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Read a tile's codes at ``base``, zeros where ``live`` (broadcast to [TILE, K, 64]) is false.
+def load_packed(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Read the bytes of a tile's codes at ``base``, zeros where ``live`` (broadcast to [TILE, K, 64]) is false.
 
-    int4: upper codes stay in the high half of their byte.
+    Those of both halves; int4 has both in one byte, and gives that twice.
     """
     at = half_rows(16 * BITS, TILE, K)
+    lower = tl.load(base + at, mask=live, other=0)
     if BITS == 8:
-        lower = tl.load(base + at, mask=live, other=0).to(tl.int32)
-        upper = tl.load(base + at + 64, mask=live, other=0).to(tl.int32)
+        return lower, tl.load(base + at + 64, mask=live, other=0)
     else:
         tl.static_assert(BITS == 4)
-        packed = tl.load(base + at, mask=live, other=0).to(tl.int32)
-        lower = packed & 15
+        return lower, lower
+
+
+@triton.jit
+def unpack(lower, upper, BITS: tl.constexpr):
+    """The codes (int32) in bytes as :func:`load_packed` has them; int4: upper codes stay in the high half of theirs."""
+    if BITS == 8:
+        return lower.to(tl.int32), upper.to(tl.int32)
+    else:
+        tl.static_assert(BITS == 4)
         # Not shifted down: see code_values.
-        upper = packed & 0xF0
-    return lower, upper
+        return lower.to(tl.int32) & 15, upper.to(tl.int32) & 0xF0
+
+
+@triton.jit
+def load_codes(base, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """Read a tile's codes at ``base``, zeros where ``live`` (broadcast to [TILE, K, 64]) is false."""
+    lower, upper = load_packed(base, live, BITS, TILE, K)
+    return unpack(lower, upper, BITS)
 
 
 @triton.jit

@@ -28,21 +28,19 @@ __all__ = ["delta_apply_", "delta_encode_"]
 
 
 @triton.jit
-def _advance(
-    reference, lower, upper, lower_value, upper_value, left, live, EVEN: tl.constexpr, TILE: tl.constexpr
-):
+def _advance(reference, lower, upper, lower_value, upper_value, left, TILE: tl.constexpr):
     """Add a tile of decoded differences to the reference; owner and receivers run these same lines."""
     dtype: tl.constexpr = reference.dtype.element_ty
     # One sum, rounded once, then the cast: the value is an exact product already, wherever it was made.
     lower = saturate(lower + lower_value, dtype)
     upper = saturate(upper + upper_value, dtype)
-    store_pair(reference, lower, upper, left, live, EVEN, TILE, 1)
+    store_pair(reference, lower, upper, left, TILE, 1)
 
 
-@launched()
+@launched("shard", "reference", registers=128)
 def delta_encode_kernel(
     shard, reference, message, numel: tl.int64, groups: tl.int32, slots: tl.int32, scales_offset: tl.int64,
-    UPDATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+    UPDATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one shard. Grid: (tiles,)."""
     first = tl.program_id(0) * TILE
@@ -51,8 +49,8 @@ def delta_encode_kernel(
     left = numel - start
     live = first + tl.arange(0, TILE) < groups
     # Missing elements are zeros in both, and so is their difference.
-    lower, upper = load_pair(shard + start, left, live, EVEN, TILE, 1)
-    old_lower, old_upper = load_pair(reference + start, left, live, EVEN, TILE, 1)
+    lower, upper = load_pair(shard + start, left, TILE, 1)
+    old_lower, old_upper = load_pair(reference + start, left, TILE, 1)
     lower -= old_lower
     upper -= old_upper
     bits, inverse, mask = scale_of(group_peak(lower, upper), 4)
@@ -63,15 +61,13 @@ def delta_encode_kernel(
     # of any code here as it does there.
     if UPDATE:
         scale = scale_value(bits)[:, None, None]
-        _advance(
-            reference + start, old_lower, old_upper, lower_value * scale, upper_value * scale, left, live, EVEN, TILE
-        )
+        _advance(reference + start, old_lower, old_upper, lower_value * scale, upper_value * scale, left, TILE)
 
 
-@launched()
+@launched("reference", registers=72)
 def delta_apply_kernel(
     messages, reference, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
-    EVEN: tl.constexpr, TILE: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of one message. Grid: (tiles of a message, messages)."""
     first = tl.program_id(0) * TILE
@@ -80,14 +76,14 @@ def delta_apply_kernel(
     live = first + tl.arange(0, TILE) < groups
     # In 64 bits: the product of two numbers that fit 32 need not fit.
     message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
-    target = reference + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + start)
+    target = reference + (tl.program_id(1).to(tl.int64) * numel + start)
     # In place: a program reads and writes its own tile alone.
-    lower, upper = load_pair(target, left, live, EVEN, TILE, 1)
+    lower, upper = load_pair(target, left, TILE, 1)
     lower_code, upper_code = load_codes(message + first.to(tl.int64) * 64, live[:, None, None], 4, TILE, 1)
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16)) + first
     scale = scale_value(tl.load(scales + tl.arange(0, TILE), mask=live, other=0))
     lower_value, upper_value = value_pair(lower_code, upper_code, scale[:, None, None], 4)
-    _advance(target, lower, upper, lower_value, upper_value, left, live, EVEN, TILE)
+    _advance(target, lower, upper, lower_value, upper_value, left, TILE)
 
 
 def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: bool) -> None:
@@ -98,7 +94,7 @@ def delta_encode_(shard: Tensor, reference: Tensor, message: Tensor, update: boo
     # Slots, not groups: the zeros behind the last scale may take a tile of their own.
     delta_encode_kernel[(ceil_div(layout.slots, ROWS),)](
         shard, reference, message, layout.numel, layout.groups, layout.slots, layout.scales_offset,
-        UPDATE=update, EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_encode_kernel.options,
+        UPDATE=update, TILE=ROWS, **delta_encode_kernel.options,
     )  # fmt: skip
 
 
@@ -110,5 +106,5 @@ def delta_apply_(messages: Tensor, reference: Tensor, count: int) -> None:
     # Decoding reads no slot behind the last group.
     delta_apply_kernel[ceil_div(layout.groups, ROWS), count](
         messages, reference, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
-        EVEN=layout.numel % layout.group == 0, TILE=ROWS, **delta_apply_kernel.options,
+        TILE=ROWS, **delta_apply_kernel.options,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blocks import cast, widen
+from .blocks import aligned, cast, half_rows, wide, widen, within
 
 __all__ = ["load_blocks", "store_blocks", "triton_dtype"]
 
@@ -22,66 +22,100 @@ def triton_dtype(tensors: Sequence[Tensor]) -> tl.dtype:
 
 
 @triton.jit
-def _places(entries, size, owners, start, live, DTYPE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """(pointers [TILE, K, 1] to the rows of a tile, elements that their tensors have from there on)."""
-    # ``start`` is a multiple of 128. A block is two rows, so a row never has two owners.
-    row = start // 128 + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
-    # -1 where no tensor lies; that row of the table is not read.
-    owner = tl.load(owners + row // 2, mask=live[:, None], other=-1)
-    owned = owner >= 0
+def _sole(entries, size, owners, start, blocks, DTYPE: tl.constexpr, BLOCKS: tl.constexpr):
+    """(pointer to a tile of BLOCKS blocks, elements from there on) in the one tensor that has all of these blocks.
+
+    Where there is no such tensor, no elements. All scalars: a tile is looked up once, not row by row.
+    """
+    place = owners + start // 256
+    owner = tl.load(place, mask=blocks > 0, other=-1)
+    # Tensors lie in order and do not share blocks, so what has the first and the last has those between them.
+    last = tl.load(place + (BLOCKS - 1), mask=blocks >= BLOCKS, other=-1)
+    found = (owner >= 0) & (owner == last)
+    address = tl.load(entries + owner, mask=found, other=0)
     # entries [3, size]: addresses, elements, offsets.
-    address = tl.load(entries + owner, mask=owned, other=0)
-    numel = tl.load(entries + size + owner, mask=owned, other=0)
-    position = row * 128 - tl.load(entries + 2 * size + owner, mask=owned, other=0)
-    # ``position`` is below zero nowhere: a tensor begins on a block.
-    pointers = address.to(tl.pointer_type(DTYPE)) + position
-    return pointers[:, :, None], tl.where(owned, numel - position, 0)[:, :, None]
+    numel = tl.load(entries + size + owner, mask=found, other=0)
+    position = start - tl.load(entries + 2 * size + owner, mask=found, other=0)
+    return address.to(tl.pointer_type(DTYPE)) + position, tl.where(found, numel - position, 0)
 
 
 @triton.jit
-def _half(pointers, EVEN: tl.constexpr):
-    """Pointers to 64 elements of each row."""
-    pointers = pointers + tl.arange(0, 64)[None, None, :]
-    if EVEN:
-        # An address that comes out of memory tells the compiler nothing. ``locate`` has looked: multiples of 16 bytes,
-        # so what it is told here holds.
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, (1, 1, 16)), (1, 1, 64))
-    return pointers
+def _rows(entries, size, owners, start, blocks, DTYPE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """(pointers [TILE, K, 1] to the rows of a tile, elements that their tensors have from there on, at most 128)."""
+    row = tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
+    # ``start`` is a multiple of 128. A block is two rows, so a row never has two owners.
+    block = (start // 128 + row) // 2
+    # -1 where no tensor lies; that row of the table is not read.
+    owner = tl.load(owners + block, mask=block - start // 256 < blocks, other=-1)
+    owned = owner >= 0
+    address = tl.load(entries + owner, mask=owned, other=0)
+    numel = tl.load(entries + size + owner, mask=owned, other=0)
+    # Below zero nowhere: a tensor begins on a block.
+    position = start + row * 128 - tl.load(entries + 2 * size + owner, mask=owned, other=0)
+    left = within(tl.where(owned, numel - position, 0), 128)
+    return (address.to(tl.pointer_type(DTYPE)) + position)[:, :, None], left[:, :, None]
+
+
+@triton.jit
+def _several(owners, start, blocks, BLOCKS: tl.constexpr):
+    """(first, one behind the last) of the tensors that have blocks of a tile; nothing between them if none has."""
+    block = tl.arange(0, BLOCKS)
+    owner = tl.load(owners + start // 256 + block, mask=block < blocks, other=-1)
+    return tl.min(tl.where(owner < 0, 0x7FFFFFFF, owner), axis=0), tl.max(owner, axis=0) + 1
+
+
+@triton.jit
+def _part(entries, size, owner, start, DTYPE: tl.constexpr, SIZE: tl.constexpr):
+    """Where the tile's element 0 would lie in a tensor, and which of its SIZE elements do: from one on, up to one."""
+    offset = tl.load(entries + 2 * size + owner) - start
+    end = offset + tl.load(entries + size + owner)
+    pointer = tl.load(entries + owner).to(tl.pointer_type(DTYPE)) - offset
+    return pointer, within(offset, SIZE), within(end, SIZE)
 
 
 @triton.jit
 def load_blocks(
-    entries, size, owners, start, live, scale,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    entries, size, owners, start, blocks, scale, DTYPE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
+):
     """A tile of values in float32, times ``scale``, from element ``start`` of the flat buffer on.
 
-    Zeros where no tensor lies, under a negative scale too.
+    Zeros where no tensor lies, under a negative scale too, and from the block on that is ``blocks`` after the first.
     """
-    pointers, left = _places(entries, size, owners, start, live, DTYPE, TILE, K)
-    at = tl.arange(0, 64)[None, None, :]
-    # If EVEN, tensors are multiples of 64 elements, and half a row is there or is not.
-    in_lower = left >= 64 if EVEN else at < left
-    in_upper = left >= 128 if EVEN else at + 64 < left
-    lower = tl.load(_half(pointers, EVEN), mask=in_lower, other=0.0)
-    upper = tl.load(_half(pointers + 64, EVEN), mask=in_upper, other=0.0)
-    # Gaps stay +0: 0.0 times a negative scale would be -0.
-    return widen(lower) * tl.where(in_lower, scale, 1.0), widen(upper) * tl.where(in_upper, scale, 1.0)
+    SIZE: tl.constexpr = TILE * K * 128
+    source, left = _sole(entries, size, owners, start, blocks, DTYPE, TILE * K // 2)
+    if wide(source, left, SIZE):
+        at = half_rows(128, TILE, K)
+        lower = widen(tl.load(aligned(source, at))) * scale
+        upper = widen(tl.load(aligned(source, at + 64))) * scale
+    else:
+        pointers, there = _rows(entries, size, owners, start, blocks, DTYPE, TILE, K)
+        column = tl.arange(0, 64)[None, None, :]
+        is_lower = column < there
+        is_upper = column + 64 < there
+        # Gaps stay +0: 0.0 times a negative scale would be -0.
+        lower = widen(tl.load(pointers + column, mask=is_lower, other=0.0)) * tl.where(is_lower, scale, 1.0)
+        upper = widen(tl.load(pointers + (column + 64), mask=is_upper, other=0.0)) * tl.where(is_upper, scale, 1.0)
+    return lower, upper
 
 
 @triton.jit
 def store_blocks(
-    entries, size, owners, start, live, lower, upper,
-    DTYPE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    entries, size, owners, start, blocks, lower, upper, DTYPE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
+):
     """Write a tile of float32 values to the tensors that lie there; the mirror of :func:`load_blocks`."""
-    pointers, left = _places(entries, size, owners, start, live, DTYPE, TILE, K)
-    at = tl.arange(0, 64)[None, None, :]
+    at = half_rows(128, TILE, K)
+    SIZE: tl.constexpr = TILE * K * 128
     lower = cast(lower, DTYPE)
     upper = cast(upper, DTYPE)
-    if EVEN:
-        tl.store(_half(pointers, True), lower, mask=left >= 64)
-        tl.store(_half(pointers + 64, True), upper, mask=left >= 128)
+    target, left = _sole(entries, size, owners, start, blocks, DTYPE, TILE * K // 2)
+    if wide(target, left, SIZE):
+        tl.store(aligned(target, at), lower)
+        tl.store(aligned(target, at + 64), upper)
     else:
-        tl.store(_half(pointers, False), lower, mask=at < left)
-        tl.store(_half(pointers + 64, False), upper, mask=at + 64 < left)
+        # One tensor after the other. A pointer and a bound for each row would take half as many registers again; so
+        # would what the loop's invariants are, if they were computed before it.
+        first, behind = _several(owners, start, blocks, TILE * K // 2)
+        for owner in tl.range(first, behind, disable_licm=True):
+            target, begin, end = _part(entries, size, owner, start, DTYPE, SIZE)
+            tl.store(target + at, lower, mask=(at >= begin) & (at < end))
+            tl.store(target + at + 64, upper, mask=(at + 64 >= begin) & (at + 64 < end))

@@ -64,20 +64,18 @@ def _encode(
         )  # fmt: skip
 
 
-@launched(registers=128)
+@launched("x", registers=128)
 def quantize_kernel(
     x, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     state_nbytes: tl.int64, state_scales_offset: tl.int64, beta: tl.float32, rest: tl.float32, reset: tl.int32,
-    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of a flat buffer. Grid: (tiles of a message, messages)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     start = first.to(tl.int64) * (128 * K)
-    live = first + tl.arange(0, TILE) < groups
-    # Several messages of odd lengths begin anywhere; then nothing may be promised of where.
-    source = tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + start
-    lower, upper = load_pair(x + source, numel - start, live, EVEN, TILE, K)
+    source = x + (tl.program_id(1).to(tl.int64) * numel + start)
+    lower, upper = load_pair(source, numel - start, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
         beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
@@ -88,17 +86,17 @@ def quantize_kernel(
 def quantize_tensors_kernel(
     entries, size: tl.int32, owners, numel: tl.int64, messages, state, groups: tl.int32, slots: tl.int32,
     nbytes: tl.int64, scales_offset: tl.int64, state_nbytes: tl.int64, state_scales_offset: tl.int64,
-    beta: tl.float32, rest: tl.float32, reset: tl.int32, DTYPE: tl.constexpr, EVEN: tl.constexpr,
+    beta: tl.float32, rest: tl.float32, reset: tl.int32, DTYPE: tl.constexpr,
     BITS: tl.constexpr, ROTATE: tl.constexpr, FEEDBACK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of tensors that lie anywhere. Grid: (tiles of a message, messages)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
-    live = first + tl.arange(0, TILE) < groups
     # Elements of the flat buffer that does not exist; each message begins on a block (check_blocks).
-    start = tl.program_id(1).to(tl.int64) * numel + first.to(tl.int64) * (128 * K)
+    begin = first.to(tl.int64) * (128 * K)
+    start = tl.program_id(1).to(tl.int64) * numel + begin
     # Read as the flat buffer would be; the rest of the kernel does not know of tensors.
-    lower, upper = load_blocks(entries, size, owners, start, live, 1.0, DTYPE, EVEN, TILE, K)
+    lower, upper = load_blocks(entries, size, owners, start, tl.cdiv(numel - begin, 256), 1.0, DTYPE, TILE, K)
     _encode(
         lower, upper, first, messages, state, groups, slots, nbytes, scales_offset, state_nbytes, state_scales_offset,
         beta, rest, reset, BITS, ROTATE, FEEDBACK, TILE,
@@ -120,7 +118,7 @@ def reduce_quantize_kernel(
     # Rows, in which both the incoming and the outgoing groups count; outgoing messages begin on a block.
     row = (tl.program_id(1).to(tl.int64) * numel) // 128 + first.to(tl.int64) * K
     lower, upper = sum_pair(
-        sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K
+        sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K, False
     )
     if device_scale is not None:
         scale = tl.load(device_scale)
@@ -166,8 +164,7 @@ def quantize_(
 ) -> None:
     """See :func:`zeropp_kernels.quantize_`."""
     numel = x.numel() // count
-    even = numel % message_layout(numel, bits).group == 0
-    _launch(quantize_kernel, (x, numel), messages, numel, count, bits, rotate, state, beta, reset, EVEN=even)
+    _launch(quantize_kernel, (x, numel), messages, numel, count, bits, rotate, state, beta, reset)
 
 
 def quantize_tensors_(
@@ -175,10 +172,12 @@ def quantize_tensors_(
     bits: int, rotate: bool, state: Tensor | None, beta: float, reset: bool,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.quantize_tensors_`."""
+    # Addresses are sent on this stream, so the kernel finds them.
+    locate(tensors, host, entries)
     source = (entries, len(tensors), owners, numel // count)
     _launch(
         quantize_tensors_kernel, source, messages, numel // count, count, bits, rotate, state, beta, reset,
-        DTYPE=triton_dtype(tensors), EVEN=locate(tensors, host, entries),
+        DTYPE=triton_dtype(tensors),
     )  # fmt: skip
 
 

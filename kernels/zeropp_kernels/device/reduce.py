@@ -10,18 +10,22 @@ from ..wire import BLOCK, blocks_of, ceil_div, message_layout
 from .blocks import (
     ROWS,
     TILE_ROWS,
+    aligned,
     code_values,
     half_rows,
     launched,
-    load_codes,
+    load_packed,
     load_pair,
     loop_end,
     rotate,
     saturate,
     scale_value,
     store_pair,
+    unpack,
     whole,
+    wide,
     widen,
+    within,
 )
 from .stats import report
 
@@ -32,48 +36,62 @@ SUM_TILE = ROWS * 128 // BLOCK // 2
 
 
 @triton.jit
-def _message_pair(
-    message, scales_offset, row, groups, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr, TILE: tl.constexpr,
-    K: tl.constexpr,
-):  # fmt: skip
-    """As :func:`code_values`, of TILE * K rows of one message from row ``row`` on, with scales [TILE, K, 1].
+def _load_message(
+    message, scales_offset, row, group, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
+):
+    """Bytes of TILE * K rows of one message from row ``row`` on, see :func:`load_packed`, and scale bits [TILE, K].
 
-    The message's groups have GROUP_ROWS rows each, which need not be K.
+    ``group`` [TILE, K] is that of each row; zeros from ``groups`` on.
     """
-    rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
-    # By row, since these groups can be twice or half as long as those of the tile.
-    group = rows // GROUP_ROWS
     live = group < groups
     scales = (message + scales_offset).to(tl.pointer_type(tl.int16))
-    scale = scale_value(tl.load(scales + group, mask=live, other=0))
+    bits = tl.load(scales + group, mask=live, other=0)
     # A row of 128 codes takes 16 * BITS bytes.
-    lower, upper = load_codes(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
-    return code_values(lower, upper, scale[:, :, None], BITS)
+    lower, upper = load_packed(message + row * (16 * BITS), live[:, :, None], BITS, TILE, K)
+    return lower, upper, bits
+
+
+@triton.jit
+def _message_values(lower, upper, bits, BITS: tl.constexpr):
+    """As :func:`code_values`, of what :func:`_load_message` gives; scales are [TILE, K, 1]."""
+    lower, upper = unpack(lower, upper, BITS)
+    return code_values(lower, upper, scale_value(bits)[:, :, None], BITS)
 
 
 @triton.jit
 def sum_pair(
     messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    TILE: tl.constexpr, K: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on.
 
+    Groups have GROUP_ROWS rows each, which need not be K. If SINGLE there is one message, and ``count`` is not read.
     Products are exact (8 significant bits times at most 7), so a fused multiply-add rounds as a sum does.
     """
-    lower, upper, lower_scale, upper_scale = _message_pair(
-        messages, scales_offset, row, groups, BITS, GROUP_ROWS, TILE, K
-    )
-    lower *= lower_scale
-    upper *= upper_scale
-    # In this order on every machine, since float32 sums depend on it.
-    for _ in range(1, loop_end(count)):
-        messages += whole(nbytes, 128)
-        lower_code, upper_code, lower_scale, upper_scale = _message_pair(
-            messages, scales_offset, row, groups, BITS, GROUP_ROWS, TILE, K
-        )
-        # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
-        lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
-        upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
+    rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
+    # By row, since these groups can be twice or half as long as those of the tile.
+    group = rows // GROUP_ROWS
+    next_lower, next_upper, next_bits = _load_message(messages, scales_offset, row, group, groups, BITS, TILE, K)
+    if SINGLE:
+        lower, upper, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
+        lower *= lower_scale
+        upper *= upper_scale
+    else:
+        # No product is -0, since codes of 0 are +0 and scales are not below zero; so 0 plus the first is the first.
+        lower = tl.zeros([TILE, K, 64], tl.float32)
+        upper = tl.zeros([TILE, K, 64], tl.float32)
+        # In this order on every machine, since float32 sums depend on it.
+        for index in range(1, loop_end(count) + 1):
+            messages += whole(nbytes, 128)
+            # One message ahead, in the bytes that it has in memory: a load need not wait for the sums before it.
+            ahead_lower, ahead_upper, ahead_bits = _load_message(
+                messages, scales_offset, row, group, tl.where(index < count, groups, 0), BITS, TILE, K
+            )
+            lower_code, upper_code, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
+            # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
+            lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
+            upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
+            next_lower, next_upper, next_bits = ahead_lower, ahead_upper, ahead_bits
     return lower, upper
 
 
@@ -84,21 +102,20 @@ def _spoil_infinite(x):
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
-@launched("device_scale", "norms", "flag")
+@launched("out", "device_scale", "norms", "flag", registers=128)
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     scale: tl.float32, device_scale, norms, flag,
-    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, SINGLE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128
-    live = first + tl.arange(0, TILE) < groups
     # ``parts`` of out have ``count`` messages each, part by part.
     messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
-    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K)
+    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K, SINGLE)
     if device_scale is not None:
         scale = tl.load(device_scale)
     # Before the way back, and once: the reference does it in this order.
@@ -109,21 +126,22 @@ def reduce_kernel(
         # Rotating twice is 2**-5 times the input.
         lower *= 32.0
         upper *= 32.0
-    target = out + (tl.program_id(1).to(tl.int64) * whole(numel, 128 if EVEN else 1) + row * 128)
+    target = out + (tl.program_id(1).to(tl.int64) * numel + row * 128)
     # A single value that is not rotated is finite in float32, and a sum that is not must show as Inf.
     if ROTATE or out.dtype.element_ty != tl.float32:
         lower = saturate(lower, out.dtype.element_ty)
         upper = saturate(upper, out.dtype.element_ty)
     if ACCUMULATE:
-        old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, K)
+        old_lower, old_upper = load_pair(target, left, TILE, K)
         lower += old_lower
         upper += old_upper
     if norms is not None or flag is not None:
-        if not EVEN:
+        if left < TILE_ROWS * 128:
             # Behind the end lies what the rotation has spread there.
+            there = within(left, TILE_ROWS * 128)
             at = half_rows(128, TILE, K)
-            lower = tl.where(at < left, lower, 0.0)
-            upper = tl.where(at + 64 < left, upper, 0.0)
+            lower = tl.where(at < there, lower, 0.0)
+            upper = tl.where(at + 64 < there, upper, 0.0)
         # A block is two rows, whatever a group is.
         BLOCKS: tl.constexpr = TILE_ROWS // 2
         block = row // 2
@@ -131,62 +149,77 @@ def reduce_kernel(
             tl.reshape(lower, [BLOCKS, 2, 64]), tl.reshape(upper, [BLOCKS, 2, 64]), norms, flag, block,
             block + tl.arange(0, BLOCKS) < tl.cdiv(numel, 256), tl.float32, BLOCKS,
         )  # fmt: skip
-    store_pair(target, lower, upper, left, live, EVEN, TILE, K)
+    store_pair(target, lower, upper, left, TILE, K)
 
 
 @triton.jit
-def _raw_pair(source, left, live, EVEN: tl.constexpr, TILE: tl.constexpr):
-    """Two tensors [TILE, 2, 64] of a tile of blocks, in the dtype that they have in memory."""
+def _sum_wide(source, stride, count, TILE: tl.constexpr):
+    """Float32 sum of ``count`` tiles of blocks, ``stride`` elements apart, all of them :func:`wide`."""
     at = half_rows(128, TILE, 2)
-    live = live[:, None, None]
-    if not EVEN:
-        return tl.load(source + at, mask=live & (at < left), other=0.0), tl.load(
-            source + at + 64, mask=live & (at + 64 < left), other=0.0
-        )
-    return tl.load(source + at, mask=live, other=0.0), tl.load(source + at + 64, mask=live, other=0.0)
-
-
-@launched("device_scale", "norms", "flag")
-def sum_kernel(
-    messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
-    flag, ACCUMULATE: tl.constexpr, EVEN: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """A tile of blocks: out[i] = scale * sum of ``count`` messages [numel]. Grid: (tiles,)."""
-    first = tl.program_id(0) * TILE
-    place = first + tl.arange(0, TILE)
-    live = place < blocks
-    start = first.to(tl.int64) * 256
-    left = numel - start
-    stride = whole(numel, 256 if EVEN else 1)
-    source = messages + start
-    lower, upper = _raw_pair(source, left, live, EVEN, TILE)
-    lower, upper = widen(lower), widen(upper)
+    lower = widen(tl.load(aligned(source, at)))
+    upper = widen(tl.load(aligned(source, at + 64)))
     source += stride
     # One message ahead: loads of a message need not wait for the additions of the one before.
-    next_lower, next_upper = _raw_pair(source, left, place < tl.where(count > 1, blocks, 0), EVEN, TILE)
+    more = tl.full([TILE, 2, 64], 1, tl.int1) & (count > 1)
+    next_lower = tl.load(aligned(source, at), mask=more, other=0.0)
+    next_upper = tl.load(aligned(source, at + 64), mask=more, other=0.0)
     for index in range(1, loop_end(count)):
         source += stride
-        ahead = place < tl.where(index + 1 < count, blocks, 0)
-        ahead_lower, ahead_upper = _raw_pair(source, left, ahead, EVEN, TILE)
+        more = tl.full([TILE, 2, 64], 1, tl.int1) & (index + 1 < count)
+        ahead_lower = tl.load(aligned(source, at), mask=more, other=0.0)
+        ahead_upper = tl.load(aligned(source, at + 64), mask=more, other=0.0)
         lower += widen(next_lower)
         upper += widen(next_upper)
         next_lower, next_upper = ahead_lower, ahead_upper
+    return lower, upper
+
+
+@triton.jit
+def _sum_narrow(source, stride, count, left, TILE: tl.constexpr):
+    """The same wherever they lie, of the elements before ``left``."""
+    at = half_rows(128, TILE, 2)
+    there = within(left, TILE * 256)
+    # None ahead: at an end speed is worth less than the registers, which all programs would have to have.
+    lower = widen(tl.load(source + at, mask=at < there, other=0.0))
+    upper = widen(tl.load(source + at + 64, mask=at + 64 < there, other=0.0))
+    for _ in range(1, loop_end(count)):
+        source += stride
+        lower += widen(tl.load(source + at, mask=at < there, other=0.0))
+        upper += widen(tl.load(source + at + 64, mask=at + 64 < there, other=0.0))
+    return lower, upper
+
+
+@launched("messages", "out", "device_scale", "norms", "flag", registers=72)
+def sum_kernel(
+    messages, count: tl.int32, out, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms, flag,
+    ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of blocks: out[i] = scale * sum of ``count`` messages [numel]. Grid: (tiles,)."""
+    first = tl.program_id(0) * TILE
+    start = first.to(tl.int64) * 256
+    left = numel - start
+    source = messages + start
+    # The second message tells of all: strides are the same.
+    if wide(source, left, TILE * 256) & ((count == 1) | wide(source + numel, left, TILE * 256)):
+        lower, upper = _sum_wide(source, numel, count, TILE)
+    else:
+        lower, upper = _sum_narrow(source, numel, count, left, TILE)
     if device_scale is not None:
         scale = tl.load(device_scale)
     lower *= scale
     upper *= scale
     target = out + start
     if ACCUMULATE:
-        old_lower, old_upper = load_pair(target, left, live, EVEN, TILE, 2)
+        old_lower, old_upper = load_pair(target, left, TILE, 2)
         lower += old_lower
         upper += old_upper
-    report(lower, upper, norms, flag, first, live, tl.float32, TILE)
-    store_pair(target, lower, upper, left, live, EVEN, TILE, 2)
+    report(lower, upper, norms, flag, first, first + tl.arange(0, TILE) < blocks, tl.float32, TILE)
+    store_pair(target, lower, upper, left, TILE, 2)
 
 
 def _launch(
     messages: Tensor, out: Tensor, parts: int, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
-    norms: Tensor | None = None, flag: Tensor | None = None, device_scale: Tensor | None = None,
+    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None, *, single: bool,
 ) -> None:  # fmt: skip
     numel = out.numel() // parts
     layout = message_layout(numel, bits)
@@ -196,15 +229,15 @@ def _launch(
     tile = ROWS * 128 // layout.group
     reduce_kernel[ceil_div(layout.groups, tile), parts](
         messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        device_scale, norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, EVEN=numel % layout.group == 0,
-        TILE=tile, **reduce_kernel.options,
+        device_scale, norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, SINGLE=single, TILE=tile,
+        **reduce_kernel.options,
     )  # fmt: skip
 
 
 def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
     """See :func:`zeropp_kernels.dequantize_`."""
-    # Each message is a sum of one.
-    _launch(messages, out, count, 1, bits, rotate, 1.0, False)
+    # Each message is a sum of one, compiled without a loop.
+    _launch(messages, out, count, 1, bits, rotate, 1.0, False, None, None, None, single=True)
 
 
 def reduce_(
@@ -212,7 +245,7 @@ def reduce_(
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_`."""
-    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag, device_scale)
+    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag, device_scale, single=False)
 
 
 def sum_(
@@ -226,5 +259,5 @@ def sum_(
         return
     sum_kernel[(ceil_div(blocks, SUM_TILE),)](
         messages, count, out, numel, blocks, scale, device_scale, norms, flag,
-        ACCUMULATE=accumulate, EVEN=numel % BLOCK == 0, TILE=SUM_TILE, **sum_kernel.options,
+        ACCUMULATE=accumulate, TILE=SUM_TILE, **sum_kernel.options,
     )  # fmt: skip
