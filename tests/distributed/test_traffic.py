@@ -139,7 +139,7 @@ def test_a_plan_as_printed() -> None:
 
 
 def test_exact_differences_are_estimated_at_4_9_bits() -> None:
-    """Where a refresh takes 16 otherwise: the mean of a long training (docs/convergence.md), and starts."""
+    """In place of 16, which a refresh takes otherwise: the mean of docs/convergence.md, and where escapes begin."""
     plans = [zeropp.plan.traffic(Square(), make_config(**BF16, **HPZ, **codec), 4, 2) for codec in ({}, LOSSLESS)]
     plain, lossless = (sum(row.nbytes for row in plan.rows if row.way.kind == "refresh") for plan in plans)
     assert plain == 2 * 2**20 // 4

@@ -107,6 +107,24 @@ def test_only_whole_messages_may_be_unrolled_and_only_on_amd(backend: str, loads
     assert budgets.check(case, replace(LEAN, wide_loads=loads, wide_stores=2), backend) == wrong
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"registers": 97}, ["97 registers, more than 96"]),
+        # Two escapes in one access: their places need not follow each other.
+        ({"narrow_loads": 31}, ["31 loads and 0 stores below 32 bits"]),
+        ({"narrow_stores": 1}, ["32 loads and 1 stores below 32 bits"]),
+    ],
+)
+def test_escapes_are_looked_up_one_by_one(changes: dict[str, int], said: list[str]) -> None:
+    """One section for 128 threads: 16 elements each, with an 8-bit access and a 16-bit one."""
+    kernel = SimpleNamespace(__name__="lossless_decode_kernel")
+    case = Case(kernel, {"EVEN": True, "TILE": 1}, {"reference": "bf16", "out": "bf16"})
+    lean = replace(LEAN, wide_loads=2, wide_stores=2, narrow_loads=32)
+    assert budgets.check(case, replace(lean, **changes), "cuda") == said
+
+
 def test_every_kernel_is_compiled_for_wide_access_too() -> None:
     every = cases("all")
     assert len({(case.name, case.settings) for case in every}) == len(every)

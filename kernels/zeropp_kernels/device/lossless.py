@@ -164,11 +164,13 @@ def _clear(message, end8, room16_offset, end16, nbytes):
     unused8 = room16_offset - end8
     unused = unused8 + nbytes - end16
     # Programs share it. Often there is next to nothing, and all but the first have none of it.
-    step = tl.num_programs(0).to(tl.int64) * _CLEARED
-    for begin in range(tl.program_id(0).to(tl.int64) * _CLEARED, unused, step):
+    begin = tl.program_id(0).to(tl.int64) * _CLEARED
+    # No range: Triton 3.6 makes an int of an array with one dimension for it, which numpy 2.4 refuses.
+    while begin < unused:
         place = begin + tl.arange(0, _CLEARED)
         at = tl.where(place < unused8, end8 + place, end16 - unused8 + place)
         tl.store(message + at, tl.zeros([_CLEARED], tl.uint8), mask=place < unused)
+        begin += tl.num_programs(0).to(tl.int64) * _CLEARED
 
 
 @triton.jit
