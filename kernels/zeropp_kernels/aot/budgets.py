@@ -32,13 +32,18 @@ def _values(case: Case, name: str) -> int:
     return _ELEMENTS * (4 if case.pointers[name] == "fp32" else 2)
 
 
+def _encoded(case: Case) -> int:
+    # Twice in the code: as they are, and as zeros where a group is not finite.
+    return 2 * (_codes(case) + _error(case))
+
+
 def _quantize_moves(case: Case, name: str) -> tuple[int, int]:
-    return _values(case, name) + _error(case), _codes(case) + _error(case)
+    return _values(case, name) + _error(case), _encoded(case)
 
 
 def _requantize_moves(case: Case) -> tuple[int, int]:
     # The first message is loaded before the loop, in it the one after that which is added.
-    return 2 * _codes(case, "SOURCE_BITS") + _error(case), _codes(case) + _error(case)
+    return 2 * _codes(case, "SOURCE_BITS") + _error(case), _encoded(case)
 
 
 def _reduce_moves(case: Case) -> tuple[int, int]:
@@ -61,7 +66,7 @@ def _gather_moves(case: Case) -> tuple[int, int]:
 
 def _delta_moves(case: Case) -> tuple[int, int]:
     held = _values(case, "reference")
-    return _values(case, "shard") + held, _ELEMENTS // 2 + (held if case.constants["UPDATE"] else 0)
+    return _values(case, "shard") + held, _ELEMENTS + (held if case.constants["UPDATE"] else 0)
 
 
 def _block_elements(case: Case) -> int:

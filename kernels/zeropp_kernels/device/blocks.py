@@ -39,6 +39,7 @@ __all__ = [
     "scale_of",
     "scale_value",
     "store_codes",
+    "store_encoded",
     "store_pair",
     "store_scales",
     "unpack",
@@ -259,10 +260,10 @@ def scale_value(bits):
 
 @triton.jit
 def scale_of(peak, BITS: tl.constexpr):
-    """(bfloat16 bits of the scale, its inverse, mask of the low bits that a code keeps), each [TILE].
+    """(bfloat16 bits of the scale, its inverse, whether the group is finite), each [TILE].
 
     The scale is peak / 127 or peak / 7 rounded up to bfloat16, so that no code passes the ends and none is clamped.
-    A group that is not finite gets a NaN scale, and mask 0: its codes are zeros on every machine.
+    A group that is not finite gets a NaN scale, and zeros for codes: see :func:`store_encoded`.
     """
     # ``/`` would be an approximate division on NVIDIA; div_rn is rounded once, like torch's.
     levels: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -276,24 +277,21 @@ def scale_of(peak, BITS: tl.constexpr):
     bits = tl.where(finite, bits, _NAN_SCALE)
     # The inverse of the scale as it is sent: one division a group, a product for each element.
     inverse = tl.div_rn(tl.full(peak.shape, 1.0, tl.float32), scale_value(bits))
-    return bits, inverse, tl.where(finite, (1 << BITS) - 1, 0)
+    return bits, inverse, finite
 
 
 @triton.jit
-def encode_pair(lower, upper, inverse, mask):
-    """Codes (int32, without sign extension) of a tile, and the same as float32 where ``mask`` is not 0.
+def encode_pair(lower, upper, inverse):
+    """Codes of a tile in the low bits of int32, and the same as float32; neither means anything in a group with NaN.
 
     Adding 1.5 * 2**23 rounds to an integer, and the low bits of the sum are its two's complement.
     """
     inverse = inverse[:, None, None]
-    mask = mask[:, None, None]
     # Two roundings, as torch has them: fused into one, some products next to a tie would get another code.
     lower = lower * inverse + _MAGIC
     upper = upper * inverse + _MAGIC
-    lower_code = lower.to(tl.int32, bitcast=True) & mask
-    upper_code = upper.to(tl.int32, bitcast=True) & mask
     # These differences are exact.
-    return lower_code, upper_code, lower - _MAGIC, upper - _MAGIC
+    return lower.to(tl.int32, bitcast=True), upper.to(tl.int32, bitcast=True), lower - _MAGIC, upper - _MAGIC
 
 
 @triton.jit
@@ -333,7 +331,10 @@ def value_pair(lower, upper, scale, BITS: tl.constexpr):
 
 @triton.jit
 def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
-    """Write a tile's codes at ``base``. int4: byte j of a row holds element j, and element j + 64 above it."""
+    """Write the low bits of a tile of int32 as codes at ``base``.
+
+    int4: byte j of a row holds element j, and element j + 64 above it.
+    """
     # A row of 128 codes takes 16 * BITS bytes: two half rows in 8 bits, one in 4.
     at = half_rows(16 * BITS, TILE, K)
     live = live[:, None, None]
@@ -342,8 +343,16 @@ def store_codes(base, lower, upper, live, BITS: tl.constexpr, TILE: tl.constexpr
         tl.store(base + at + 64, upper.to(tl.uint8), mask=live)
     else:
         tl.static_assert(BITS == 4)
-        # Codes come without sign extension, so the two do not overlap.
-        tl.store(base + at, (lower | (upper << 4)).to(tl.uint8), mask=live)
+        tl.store(base + at, ((lower & 15) | (upper << 4)).to(tl.uint8), mask=live)
+
+
+@triton.jit
+def store_encoded(base, lower, upper, live, finite, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
+    """As :func:`store_codes`, and zeros in groups that are not ``finite`` [TILE], on every machine."""
+    store_codes(base, lower, upper, live & finite, BITS, TILE, K)
+    # A second store that is hardly ever made costs less than clearing 32 codes in registers.
+    zeros = tl.zeros([TILE, K, 64], tl.int32)
+    store_codes(base, zeros, zeros, live & ~finite, BITS, TILE, K)
 
 
 @triton.jit

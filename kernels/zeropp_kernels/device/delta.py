@@ -17,7 +17,7 @@ from .blocks import (
     saturate,
     scale_of,
     scale_value,
-    store_codes,
+    store_encoded,
     store_pair,
     store_scales,
     value_pair,
@@ -53,9 +53,9 @@ def delta_encode_kernel(
     old_lower, old_upper = load_pair(reference + start, left, TILE, 1)
     lower -= old_lower
     upper -= old_upper
-    bits, inverse, mask = scale_of(group_peak(lower, upper), 4)
-    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse, mask)
-    store_codes(message + first.to(tl.int64) * 64, lower_code, upper_code, live, 4, TILE, 1)
+    bits, inverse, finite = scale_of(group_peak(lower, upper), 4)
+    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse)
+    store_encoded(message + first.to(tl.int64) * 64, lower_code, upper_code, live, finite, 4, TILE, 1)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     # What receivers will decode, without reading it back. Where a group is not finite the scale is NaN, and makes NaN
     # of any code here as it does there.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import encode_pair, group_peak, load_codes, scale_of, scale_value, store_codes, value_pair
+from .blocks import encode_pair, group_peak, load_codes, scale_of, scale_value, store_encoded, value_pair
 
 __all__ = ["keep_error", "load_error"]
 
@@ -38,11 +38,11 @@ def keep_error(
     # Two products and a sum, each rounded, as in the reference. ``rest`` is 1 - beta, rounded on the host.
     lower = old_lower * beta + lost_lower * rest
     upper = old_upper * beta + lost_upper * rest
-    bits, inverse, mask = scale_of(group_peak(lower, upper), 8)
+    bits, inverse, finite = scale_of(group_peak(lower, upper), 8)
     # No NaN may get into a state, where it would spoil the group for ever.
-    bits = tl.where(mask != 0, bits, 0)
-    lower, upper, _, _ = encode_pair(lower, upper, inverse, mask)
-    store_codes(state + first.to(tl.int64) * (128 * K), lower, upper, live, 8, TILE, K)
+    bits = tl.where(finite, bits, 0)
+    lower, upper, _, _ = encode_pair(lower, upper, inverse)
+    store_encoded(state + first.to(tl.int64) * (128 * K), lower, upper, live, finite, 8, TILE, K)
     # Without the zeros that store_scales writes behind the last group: they are there from the beginning.
     scales = (state + scales_offset).to(tl.pointer_type(tl.int16)) + first
     tl.store(scales + tl.arange(0, TILE), bits.to(tl.int16), mask=live)

@@ -20,7 +20,7 @@ from .blocks import (
     rotate,
     scale_of,
     scale_value,
-    store_codes,
+    store_encoded,
     store_scales,
     whole,
 )
@@ -49,15 +49,16 @@ def _encode(
         old_lower, old_upper = load_error(state, state_scales_offset, first, live, reset, TILE, K)
         lower += old_lower
         upper += old_upper
-    bits, inverse, mask = scale_of(group_peak(lower, upper), BITS)
-    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse, mask)
+    bits, inverse, finite = scale_of(group_peak(lower, upper), BITS)
+    lower_code, upper_code, lower_value, upper_value = encode_pair(lower, upper, inverse)
     # A group has K rows of 16 * BITS bytes.
-    store_codes(message + first.to(tl.int64) * (16 * BITS * K), lower_code, upper_code, live, BITS, TILE, K)
+    codes = message + first.to(tl.int64) * (16 * BITS * K)
+    store_encoded(codes, lower_code, upper_code, live, finite, BITS, TILE, K)
     store_scales(message + scales_offset, bits, first, groups, slots, TILE)
     if FEEDBACK:
         scale = scale_value(bits)[:, None, None]
-        # Where a group is not finite (mask 0) what it lost is not known: the error stays, unless a reset clears it.
-        written = live & ((mask | reset) != 0)
+        # Where a group is not finite what it lost is not known: the error stays, unless a reset clears it.
+        written = live & (tl.where(finite, 1, reset) != 0)
         keep_error(
             state, state_scales_offset, first, written, old_lower, old_upper,
             lower - lower_value * scale, upper - upper_value * scale, beta, rest, TILE, K,
