@@ -68,7 +68,9 @@ def _read_bus(mebibytes: int, ended: Ended) -> Outcome:
     rows = []
     for name, took in found.items():
         rate = took["bytes"] / took["seconds"] / 1e9
-        cells = {"MiB": str(mebibytes), "us": f"{1e6 * took['seconds']:.0f}", "GB/s": f"{rate:.2f}"}
+        # A product beside a way moves nothing over the bus itself.
+        moved = f"{rate:.2f}" if took["bytes"] else "-"
+        cells = {"MiB": str(mebibytes), "us": f"{1e6 * took['seconds']:.0f}", "GB/s": moved}
         rows.append({"operation": name, "by": "bus", **cells})
     return outcome or Outcome(State.MEASURED, rows)
 

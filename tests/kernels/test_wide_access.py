@@ -64,8 +64,8 @@ def test_a_message_is_narrow_that_begins_at_an_odd_address(chosen: list[bool]) -
 
 
 @pytest.mark.parametrize(
-    # Of each of two tiles, half as large here: the first message, the second, and the sum. The second message begins at a
-    # multiple of 16 bytes or not, and no tile at an end is wide.
+    # Of each of two tiles, half as large here: the first message, the second, and the sum. The second message begins at
+    # a multiple of 16 bytes or does not, and no tile at an end is wide.
     ("numel", "wide"),
     [(TILE, [True] * 6), (TILE // 2 + 4, [True] * 3 + [False] * 3), (TILE // 2 + 3, [True, False, True] + [False] * 3)],
 )

@@ -74,9 +74,7 @@ def _part(entries, size, owner, start, DTYPE: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(
-    entries, size, owners, start, blocks, scale, DTYPE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
-):
+def load_blocks(entries, size, owners, start, blocks, scale, DTYPE: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
     """A tile of values in float32, times ``scale``, from element ``start`` of the flat buffer on.
 
     Zeros where no tensor lies, under a negative scale too, and from the block on that is ``blocks`` after the first.

@@ -36,9 +36,7 @@ SUM_TILE = ROWS * 128 // BLOCK // 2
 
 
 @triton.jit
-def _load_message(
-    message, scales_offset, row, group, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr
-):
+def _load_message(message, scales_offset, row, group, groups, BITS: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr):
     """Bytes of TILE * K rows of one message from row ``row`` on, see :func:`load_packed`, and scale bits [TILE, K].
 
     ``group`` [TILE, K] is that of each row; zeros from ``groups`` on.
