@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tests.order.rank import ENDLESS
@@ -41,9 +42,9 @@ class Pass:
         """Units whose modules a rank runs once more."""
         return self.again[rank] if self.again else ()
 
-    def back_on(self, rank: int) -> Uses:
+    def back_on(self, rank: int, frozen: Collection[int]) -> Uses:
         """What a rank's backward asks for: late units stay to its end, and those run again until it comes to them."""
-        way, late = self.back[rank], self.late_on(rank)
+        way, late = self.back[rank], self.late_on(rank).difference(frozen)
         once = (unit for place, unit in enumerate(way) if unit not in late or unit not in way[:place])
         return (*once, *(unit for unit in self.again_on(rank) if unit not in way))
 

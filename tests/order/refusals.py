@@ -54,14 +54,19 @@ class Refusals:
         return False
 
     def _asks_in_vain(self, when: _When, kind: str) -> bool:
-        """Whether ranks differ in this pass, one uses a unit once more than any has before, and nobody listens."""
+        """Whether ranks differ in this pass, one uses a unit once more than when it was learned, and nobody listens.
+
+        Later ones do not count: if all used a unit once more, ranks have asked for it, and listen since then; or all
+        have found it still there, and know nothing of it.
+        """
         ways = {self._way(rank, when, kind) for rank in range(self._program.ranks)}
         if len(ways) == 1 or not self._is_silent(when, kind):
             return False
-        most: Counter[int] = Counter()
-        for way in self._known(when, kind):
-            most |= Counter(way)
-        return any(Counter(way) - most for way in ways)
+        taken = self._taken[self._name(when, kind)]
+        learned: Counter[int] = Counter()
+        for _, way in (each for each in taken if each[0] == taken[0][0]):
+            learned |= Counter(way)
+        return any(Counter(way) - learned for way in ways)
 
     def _is_silent(self, when: _When, kind: str) -> bool:
         """Whether nobody listens at the end of such a pass: of what it may come to, all ranks have always used all."""
@@ -87,13 +92,17 @@ class Refusals:
             way = step.evaluation[rank]
         else:
             part = step.passes[when[1]]
-            way = part.forward[rank] if kind == "forward" else part.back_on(rank)
+            way = part.forward[rank] if kind == "forward" else part.back_on(rank, self._frozen(when[0])[-1])
         return tuple(unit for unit in way if unit not in self._program.persistent)
 
     def _name(self, when: _When, kind: str) -> str:
         """A kind of pass as ranks tell it from others: by what is trained, which is forgotten when that is new."""
-        frozen = [frozenset[int]()]
-        frozen += [frozenset(step.freezes) for step in self._program.steps[: when[0] + 1] if step.freezes is not None]
+        frozen = self._frozen(when[0])
         if kind == "forward":
             return f"{kind}, {len(set(frozen))}"
         return kind if kind == "evaluation" else f"{kind}, {sorted(frozen[-1])}"
+
+    def _frozen(self, step: int) -> list[frozenset[int]]:
+        """Sets of frozen units up to a step, the last of which holds in it."""
+        steps = self._program.steps[: step + 1]
+        return [frozenset(), *(frozenset(each.freezes) for each in steps if each.freezes is not None)]
