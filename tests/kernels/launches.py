@@ -21,7 +21,7 @@ from tests.kernels.cases import BITS, DTYPES
 from tests.kernels.fast import device
 from zeropp_kernels import lossless_layout, reference
 from zeropp_kernels.aot.cases import Case, cases
-from zeropp_kernels.device.blocks import launch_options
+from zeropp_kernels.device.launch import launch_options
 
 TARGET = GPUTarget("cuda", 90, 32)
 Configuration = tuple[object, ...]

@@ -16,7 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..device.blocks import INTERPRETED
+from ..device.launch import INTERPRETED
 from .budgets import check
 from .build import TARGETS, Job, build_all
 from .cases import cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..device.blocks import ROWS
+from ..device.launch import ROWS
 from .binaries import Facts
 from .cases import Case
 

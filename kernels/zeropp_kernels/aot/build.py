@@ -12,7 +12,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ..device.blocks import launch_options
+from ..device.launch import launch_options
 from .binaries import Facts, inspect
 from .cases import Case, cases
 

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ..device import copy, delta, lossless, quantize, reduce
-from ..device.blocks import ROWS
+from ..device.launch import ROWS
 from ..wire import GROUPS
 
 __all__ = ["Case", "cases"]

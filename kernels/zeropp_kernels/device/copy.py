@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..table import locate
 from ..wire import BLOCK, blocks_of, ceil_div
-from .blocks import ROWS, launched, load_pair, loop_end, store_pair
+from .blocks import load_pair, loop_end, store_pair
+from .launch import ROWS, launched
 from .places import load_blocks, store_blocks, triton_dtype
 from .stats import report
 

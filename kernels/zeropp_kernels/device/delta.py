@@ -8,10 +8,8 @@ from torch import Tensor
 
 from ..wire import ceil_div, message_layout
 from .blocks import (
-    ROWS,
     encode_pair,
     group_peak,
-    launched,
     load_codes,
     load_pair,
     saturate,
@@ -23,6 +21,7 @@ from .blocks import (
     value_pair,
     whole,
 )
+from .launch import ROWS, launched
 
 __all__ = ["delta_apply_", "delta_encode_"]
 

@@ -8,7 +8,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .blocks import encode_pair, group_peak, load_codes, scale_of, scale_value, store_encoded, value_pair
+from .blocks import (
+    encode_pair,
+    group_peak,
+    load_codes,
+    scale_of,
+    scale_value,
+    store_encoded,
+    value_pair,
+)
 
 __all__ = ["keep_error", "load_error"]
 

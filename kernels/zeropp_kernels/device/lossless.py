@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..wire import BLOCK, SECTION, lossless_layout
-from .blocks import INTERPRETED, bfloat16_bits, launched, whole
+from .blocks import bfloat16_bits, whole
+from .launch import INTERPRETED, launched
 
 __all__ = ["TILE", "lossless_count_", "lossless_decode_", "lossless_encode_"]
 

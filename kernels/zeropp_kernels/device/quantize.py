@@ -11,11 +11,9 @@ from torch import Tensor
 from ..table import locate
 from ..wire import ceil_div, message_layout, state_layout
 from .blocks import (
-    ROWS,
     TILE_ROWS,
     encode_pair,
     group_peak,
-    launched,
     load_pair,
     rotate,
     scale_of,
@@ -25,6 +23,7 @@ from .blocks import (
     whole,
 )
 from .feedback import keep_error, load_error
+from .launch import ROWS, launched
 from .places import load_blocks, triton_dtype
 from .reduce import sum_pair
 

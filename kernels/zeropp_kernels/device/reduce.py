@@ -8,12 +8,10 @@ from torch import Tensor
 
 from ..wire import BLOCK, blocks_of, ceil_div, message_layout
 from .blocks import (
-    ROWS,
     TILE_ROWS,
     aligned,
     code_values,
     half_rows,
-    launched,
     load_packed,
     load_pair,
     loop_end,
@@ -27,6 +25,7 @@ from .blocks import (
     widen,
     within,
 )
+from .launch import ROWS, launched
 from .stats import report
 
 __all__ = ["SUM_TILE", "dequantize_", "reduce_", "sum_", "sum_pair"]
