@@ -147,7 +147,7 @@ def _narrow(case: Case) -> tuple[int, int]:
     loads, stores = (4 + each for each in values)
     # Triton 3.6 turns the bytes of a single message, not its float32 values, to how they are stored, and looks the
     # scales up again for that: a quarter of the shared memory for eight loads that hit the cache.
-    again = 8 if case.constants.get("SINGLE") and case.pointers["out"] == "fp32" else 0
+    again = 8 if case.constants.get("SINGLE") else 0
     return loads + again, stores
 
 
