@@ -15,8 +15,9 @@ Common arguments:
   zero, whatever the state holds; the state of groups that are not finite becomes zeros then.
 - ``scale``: a number that is finite in float32, or a float32 tensor of one element on the device of the others, which
   the kernel reads: the host waits for nothing, and ``torch.compile`` does not compile anew when it changes. The results
-  are those of a number of that value, to the bit. It must be finite as well, which nobody checks: with Inf or NaN the
-  values become Inf or NaN, the flag is set, and which of both norms become is left open.
+  are those of a number of that value, to the bit. It must be finite as well, which nobody checks: with Inf or NaN,
+  float32 values become Inf or NaN, the flag is set, and which of both norms become is left open; what is written in 16
+  bits or in codes saturates, and has no flag.
 
 Outputs may not overlap inputs, but for ``out`` of :func:`lossless_decode_`, which may be its reference. Arguments that
 do not fit raise ``TypeError`` or ``ValueError`` that names the argument.

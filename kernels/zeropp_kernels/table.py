@@ -91,7 +91,7 @@ def block_table(
     # Negative numbers are refused below, by their index.
     ends = list(accumulate((blocks_of(max(count, 0)) * BLOCK for count in numels), initial=0))
     offsets = ends[:-1] if offsets is None else _integers("offsets", offsets)
-    # Up to the end of the last block, so that the buffer has whole blocks and wide access.
+    # Up to the end of the last block, so that the buffer has whole blocks.
     if numel is None:
         numel = blocks_of(max(offsets[-1] + numels[-1], 0)) * BLOCK if numels and len(offsets) == len(numels) else 0
     (numel,) = _integers("numel", [numel])

@@ -7,7 +7,9 @@ import torch
 
 from tests.kernels import agreement
 from tests.kernels.agreement import SHAPES
-from tests.kernels.cases import BITS, DTYPES, LENGTHS
+from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, same_bits
+from tests.kernels.fast import device
+from zeropp_kernels import message_layout, reference
 
 EVERY = [0, *LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]
 
@@ -70,3 +72,16 @@ def test_delta(numel: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("numel", EVERY)
 def test_lossless(numel: int, dtype: torch.dtype) -> None:
     agreement.lossless(numel, dtype)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_sum_of_negative_zeros_is_one(bits: int) -> None:
+    """Scales below zero, which no encoder writes: the first product opens the sum, whatever its sign."""
+    layout = message_layout(4096, bits)
+    message = torch.zeros(2 * layout.nbytes, dtype=torch.uint8, device=DEVICE)
+    for own in message.view(2, -1):
+        own[layout.scales_offset :].view(torch.bfloat16)[: layout.groups] = -1.0
+    out = torch.ones(4096, device=DEVICE), torch.ones(4096, device=DEVICE)
+    device.reduce_(message, out[0], 2, bits, False, 1.0, False, None, None)
+    reference.reduce_(message, out[1], 2, bits, False, 1.0, False, None, None)
+    assert same_bits(*out) and bool(out[0].signbit().all())

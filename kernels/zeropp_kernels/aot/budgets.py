@@ -10,7 +10,7 @@ from .cases import Case
 
 __all__ = ["REGISTERS", "check"]
 
-# For each thread: with so many, four programs fit a multiprocessor; three where the tile is not even.
+# For each thread: with so many, four programs fit a multiprocessor; three where AMD's compiler takes no bound.
 REGISTERS = {True: 128, False: 168}
 # Of kernels that are leaner: five programs.
 _LEAN = {"lossless_count": 96, "lossless_encode": 96, "lossless_decode": 96}

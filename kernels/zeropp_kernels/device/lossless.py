@@ -182,6 +182,12 @@ def _store_escapes(room8, room16, code, difference, bits, place8, place16, limit
     tl.store(room16 + place16, bits.to(tl.int16), mask=(code == _TO_16) & (place16 < limit16))
 
 
+@triton.jit
+def _in_room(start, limit):
+    """A start that the caller gives, wherever it points, as a place in the room or its end."""
+    return tl.minimum(tl.maximum(start, 0), limit)
+
+
 @launched("starts", registers=96)
 def lossless_encode_kernel(
     values, reference, numel: tl.int64, blocks: tl.int32, starts, message, nbytes: tl.int64, room8_offset: tl.int64,
@@ -199,9 +205,9 @@ def lossless_encode_kernel(
     starts16 = starts + (sections + 1)
     section = first + tl.arange(0, TILE)
     live = section < sections
-    # Past the room nothing is written, and 32 bits hold any place in it.
-    start8 = tl.minimum(tl.load(starts + section, mask=live, other=0), limit8)
-    start16 = tl.minimum(tl.load(starts16 + section, mask=live, other=0), limit16)
+    # Outside of the room nothing is written, and 32 bits hold any place in it.
+    start8 = _in_room(tl.load(starts + section, mask=live, other=0), limit8)
+    start16 = _in_room(tl.load(starts16 + section, mask=live, other=0), limit16)
     # A pair of int32 is one integer. Starts follow the codes, 128 bytes for each block.
     pairs = (message + blocks.to(tl.int64) * 128).to(tl.pointer_type(tl.int64))
     tl.store(pairs + section, start8 | (start16 << 32), mask=live)
@@ -219,8 +225,8 @@ def lossless_encode_kernel(
     place16 += (lower_code == _TO_16).to(tl.int32)
     bits = _transposed(upper_bits, TILE)
     _store_escapes(room8, room16, _codes(upper), upper, bits, place8, place16, limit8, limit16)
-    end8 = room8_offset + tl.minimum(tl.load(starts + sections), limit8)
-    end16 = room16_offset + 2 * tl.minimum(tl.load(starts16 + sections), limit16)
+    end8 = room8_offset + _in_room(tl.load(starts + sections), limit8)
+    end16 = room16_offset + 2 * _in_room(tl.load(starts16 + sections), limit16)
     _clear(message, end8, room16_offset, end16, nbytes)
 
 

@@ -74,9 +74,9 @@ def sum_pair(
         lower *= lower_scale
         upper *= upper_scale
     else:
-        # No product is -0, since codes of 0 are +0 and scales are not below zero; so 0 plus the first is the first.
-        lower = tl.zeros([TILE, K, 64], tl.float32)
-        upper = tl.zeros([TILE, K, 64], tl.float32)
+        # -0 plus the first product is that product, whatever its sign; from +0 a first -0 would be lost.
+        lower = tl.full([TILE, K, 64], -0.0, tl.float32)
+        upper = tl.full([TILE, K, 64], -0.0, tl.float32)
         # In this order on every machine, since float32 sums depend on it.
         for index in range(1, loop_end(count) + 1):
             messages += whole(nbytes, 128)
