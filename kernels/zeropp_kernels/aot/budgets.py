@@ -48,8 +48,7 @@ def _requantize_moves(case: Case) -> tuple[int, int]:
 
 def _reduce_moves(case: Case) -> tuple[int, int]:
     values = _values(case, "out")
-    messages = 1 if case.constants["SINGLE"] else 2
-    return messages * _codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
+    return 2 * _codes(case) + (values if case.constants["ACCUMULATE"] else 0), values
 
 
 def _sum_moves(case: Case) -> tuple[int, int]:
@@ -93,6 +92,8 @@ _MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
     "quantize": lambda case: _quantize_moves(case, "x"),
     "quantize_tensors": lambda case: _quantize_moves(case, ""),
     "reduce_quantize": _requantize_moves,
+    # Decoded in both branches.
+    "dequantize": lambda case: (2 * _codes(case), _values(case, "out")),
     "reduce": _reduce_moves,
     "sum": _sum_moves,
     "delta_encode": _delta_moves,
@@ -109,6 +110,7 @@ _MOVED: dict[str, Callable[[Case], tuple[int, int]]] = {
 _ONE_BY_ONE: dict[str, tuple[str | None, str | None]] = {
     "quantize": ("x", None),
     "quantize_tensors": ("", None),
+    "dequantize": (None, "out"),
     "reduce": (None, "out"),
     # Half of the other tiles, twice: a message before the loop and one in it.
     "sum": ("messages", None),
@@ -145,10 +147,8 @@ def _narrow(case: Case) -> tuple[int, int]:
     values = (0 if name is None or case.pointers[name] == "fp32" else _ELEMENTS for name in names)
     # Scales are 16 bits each: one access of a thread, or of a thread and message.
     loads, stores = (4 + each for each in values)
-    # Triton 3.6 turns the bytes of a single message, not its float32 values, to how they are stored, and looks the
-    # scales up again for that: a quarter of the shared memory for eight loads that hit the cache.
-    again = 8 if case.constants.get("SINGLE") else 0
-    return loads + again, stores
+    # At an end Triton 3.6 looks scales up again, one for each value that a thread then stores.
+    return loads + (16 if case.name == "dequantize" else 0), stores
 
 
 def _most_registers(case: Case, backend: str) -> int:
@@ -167,7 +167,7 @@ def check(case: Case, facts: Facts, backend: str) -> list[str]:
     if facts.registers > bound:
         wrong.append(f"{facts.registers} registers, more than {bound}")
     # One for each element in the loop's body.
-    fused = _ELEMENTS if case.name in _SUMS and not case.constants.get("SINGLE") else 0
+    fused = _ELEMENTS if case.name in _SUMS else 0
     if facts.fused != fused:
         wrong.append(f"{facts.fused} fused multiply-adds, not {fused}")
     if case.even and case.name in _MOVED:

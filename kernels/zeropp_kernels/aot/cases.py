@@ -110,13 +110,15 @@ def _quantize() -> Iterator[Case]:
 
 
 def _reduce() -> Iterator[Case]:
-    for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH, ACCUMULATE=_BOTH, SINGLE=_BOTH):
+    for row in _product(dtype=tuple(_DTYPES), BITS=tuple(GROUPS), ROTATE=_BOTH):
         dtype = row.pop("dtype")
-        # 16-bit outputs are refused where sums are added to or measured: see dispatch. Nor is a single message.
+        row["TILE"] = _tile(row["BITS"])
+        yield Case(reduce.dequantize_kernel, row, {"out": dtype})
+        # 16-bit outputs are refused where sums are added to or measured: see dispatch.
         for optional in _left_out():
-            plain = not row["ACCUMULATE"] and optional.keys() >= set(_OPTIONAL if row["SINGLE"] else _STATS)
-            if plain or (dtype == "fp32" and not row["SINGLE"]):
-                yield Case(reduce.reduce_kernel, {**row, **optional, "TILE": _tile(row["BITS"])}, {"out": dtype})
+            if dtype == "fp32" or optional.keys() >= set(_STATS):
+                for accumulate in _BOTH if dtype == "fp32" else (False,):
+                    yield Case(reduce.reduce_kernel, {**row, **optional, "ACCUMULATE": accumulate}, {"out": dtype})
     for row in _product(dtype=tuple(_DTYPES), ACCUMULATE=_BOTH):
         pointers = {"messages": row.pop("dtype"), "out": "fp32"}
         for optional in _left_out():

@@ -118,7 +118,7 @@ def reduce_quantize_kernel(
     # Rows, in which both the incoming and the outgoing groups count; outgoing messages begin on a block.
     row = (tl.program_id(1).to(tl.int64) * numel) // 128 + first.to(tl.int64) * K
     lower, upper = sum_pair(
-        sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K, False
+        sources, count, row, source_groups, source_nbytes, source_scales_offset, SOURCE_BITS, SOURCE_K, TILE, K
     )
     if device_scale is not None:
         scale = tl.load(device_scale)

@@ -10,6 +10,7 @@ from ..wire import BLOCK, blocks_of, ceil_div, message_layout
 from .blocks import (
     TILE_ROWS,
     aligned,
+    cast,
     code_values,
     half_rows,
     load_packed,
@@ -58,37 +59,32 @@ def _message_values(lower, upper, bits, BITS: tl.constexpr):
 @triton.jit
 def sum_pair(
     messages, count, row, groups, nbytes, scales_offset, BITS: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    TILE: tl.constexpr, K: tl.constexpr, SINGLE: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Float32 sum of ``count`` messages in their order, for TILE * K rows from row ``row`` (int64) on.
 
-    Groups have GROUP_ROWS rows each, which need not be K. If SINGLE there is one message, and ``count`` is not read.
+    Groups have GROUP_ROWS rows each, which need not be K.
     Products are exact (8 significant bits times at most 7), so a fused multiply-add rounds as a sum does.
     """
     rows = row + tl.arange(0, TILE)[:, None] * K + tl.arange(0, K)[None, :]
     # By row, since these groups can be twice or half as long as those of the tile.
     group = rows // GROUP_ROWS
     next_lower, next_upper, next_bits = _load_message(messages, scales_offset, row, group, groups, BITS, TILE, K)
-    if SINGLE:
-        lower, upper, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
-        lower *= lower_scale
-        upper *= upper_scale
-    else:
-        # -0 plus the first product is that product, whatever its sign; from +0 a first -0 would be lost.
-        lower = tl.full([TILE, K, 64], -0.0, tl.float32)
-        upper = tl.full([TILE, K, 64], -0.0, tl.float32)
-        # In this order on every machine, since float32 sums depend on it.
-        for index in range(1, loop_end(count) + 1):
-            messages += whole(nbytes, 128)
-            # One message ahead, in the bytes that it has in memory: a load need not wait for the sums before it.
-            ahead_lower, ahead_upper, ahead_bits = _load_message(
-                messages, scales_offset, row, group, tl.where(index < count, groups, 0), BITS, TILE, K
-            )
-            lower_code, upper_code, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
-            # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
-            lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
-            upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
-            next_lower, next_upper, next_bits = ahead_lower, ahead_upper, ahead_bits
+    # -0 plus the first product is that product, whatever its sign; from +0 a first -0 would be lost.
+    lower = tl.full([TILE, K, 64], -0.0, tl.float32)
+    upper = tl.full([TILE, K, 64], -0.0, tl.float32)
+    # In this order on every machine, since float32 sums depend on it.
+    for index in range(1, loop_end(count) + 1):
+        messages += whole(nbytes, 128)
+        # One message ahead, in the bytes that it has in memory: a load need not wait for the additions before it.
+        ahead_lower, ahead_upper, ahead_bits = _load_message(
+            messages, scales_offset, row, group, tl.where(index < count, groups, 0), BITS, TILE, K
+        )
+        lower_code, upper_code, lower_scale, upper_scale = _message_values(next_lower, next_upper, next_bits, BITS)
+        # Written out, since launches forbid the compiler to fuse. Products are exact, so bits do not depend on it.
+        lower = tl.fma(lower_code, tl.broadcast_to(lower_scale, lower.shape), lower)
+        upper = tl.fma(upper_code, tl.broadcast_to(upper_scale, upper.shape), upper)
+        next_lower, next_upper, next_bits = ahead_lower, ahead_upper, ahead_bits
     return lower, upper
 
 
@@ -99,32 +95,81 @@ def _spoil_infinite(x):
     return tl.where(tl.abs(x) == float("inf"), float("nan"), x)
 
 
+@triton.jit
+def _rotate_back(lower, upper):
+    lower, upper = rotate(_spoil_infinite(lower), _spoil_infinite(upper))
+    # Rotating twice is 2**-5 times the input.
+    return lower * 32.0, upper * 32.0
+
+
+@triton.jit
+def _decoded(
+    message, scales_offset, row, groups, dtype: tl.constexpr, BITS: tl.constexpr, ROTATE: tl.constexpr,
+    TILE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """A tile of one message in ``dtype``."""
+    group = tl.broadcast_to(row // K + tl.arange(0, TILE)[:, None], [TILE, K])
+    lower, upper, bits = _load_message(message, scales_offset, row, group, groups, BITS, TILE, K)
+    lower, upper, lower_scale, upper_scale = _message_values(lower, upper, bits, BITS)
+    lower *= lower_scale
+    upper *= upper_scale
+    if ROTATE:
+        lower, upper = _rotate_back(lower, upper)
+    # A value that is not rotated is finite in float32.
+    if ROTATE or dtype != tl.float32:
+        lower = saturate(lower, dtype)
+        upper = saturate(upper, dtype)
+    return cast(lower, dtype), cast(upper, dtype)
+
+
+@launched("out", registers=128)
+def dequantize_kernel(
+    messages, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of one message. Grid: (tiles of a message, messages)."""
+    K: tl.constexpr = TILE_ROWS // TILE
+    SIZE: tl.constexpr = TILE_ROWS * 128
+    dtype: tl.constexpr = out.dtype.element_ty
+    row = (tl.program_id(0) * TILE).to(tl.int64) * K
+    message = messages + tl.program_id(1).to(tl.int64) * whole(nbytes, 128)
+    target = out + (tl.program_id(1).to(tl.int64) * numel + row * 128)
+    left = numel - row * 128
+    at = half_rows(128, TILE, K)
+    # Decoded in each branch: before them, Triton 3.6 would do it a second time, in the order of narrow stores, in every
+    # program.
+    if wide(target, left, SIZE):
+        lower, upper = _decoded(message, scales_offset, row, groups, dtype, BITS, ROTATE, TILE, K)
+        tl.store(aligned(target, at), lower)
+        tl.store(aligned(target, at + 64), upper)
+    else:
+        there = within(left, SIZE)
+        lower, upper = _decoded(message, scales_offset, row, groups, dtype, BITS, ROTATE, TILE, K)
+        tl.store(target + at, lower, mask=at < there)
+        tl.store(target + at + 64, upper, mask=at + 64 < there)
+
+
 @launched("out", "device_scale", "norms", "flag", registers=128)
 def reduce_kernel(
     messages, count: tl.int32, out, numel: tl.int64, groups: tl.int32, nbytes: tl.int64, scales_offset: tl.int64,
     scale: tl.float32, device_scale, norms, flag,
-    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, SINGLE: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, ROTATE: tl.constexpr, ACCUMULATE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of out[i] = scale * sum of ``count`` messages from i * count on. Grid: (tiles, parts of ``out``)."""
+    """A tile of out[i] = scale * sum of ``count`` messages. Grid: (tiles,)."""
     K: tl.constexpr = TILE_ROWS // TILE
     first = tl.program_id(0) * TILE
     row = first.to(tl.int64) * K
     left = numel - row * 128
-    # ``parts`` of out have ``count`` messages each, part by part.
-    messages += tl.program_id(1).to(tl.int64) * count * whole(nbytes, 128)
-    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K, SINGLE)
+    lower, upper = sum_pair(messages, count, row, groups, nbytes, scales_offset, BITS, K, TILE, K)
     if device_scale is not None:
         scale = tl.load(device_scale)
     # Before the way back, and once: the reference does it in this order.
     lower *= scale
     upper *= scale
     if ROTATE:
-        lower, upper = rotate(_spoil_infinite(lower), _spoil_infinite(upper))
-        # Rotating twice is 2**-5 times the input.
-        lower *= 32.0
-        upper *= 32.0
-    target = out + (tl.program_id(1).to(tl.int64) * numel + row * 128)
-    # A single value that is not rotated is finite in float32, and a sum that is not must show as Inf.
+        lower, upper = _rotate_back(lower, upper)
+    target = out + row * 128
+    # A sum that is not finite in float32 must show as Inf.
     if ROTATE or out.dtype.element_ty != tl.float32:
         lower = saturate(lower, out.dtype.element_ty)
         upper = saturate(upper, out.dtype.element_ty)
@@ -214,27 +259,17 @@ def sum_kernel(
     store_pair(target, lower, upper, left, TILE, 2)
 
 
-def _launch(
-    messages: Tensor, out: Tensor, parts: int, count: int, bits: int, rotate: bool, scale: float, accumulate: bool,
-    norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None, *, single: bool,
-) -> None:  # fmt: skip
-    numel = out.numel() // parts
-    layout = message_layout(numel, bits)
-    # Decoding reads no slots behind the last group, so groups make the grid.
+def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
+    """See :func:`zeropp_kernels.dequantize_`."""
+    layout = message_layout(out.numel() // count, bits)
+    # Decoding reads no slots behind the last group, so groups make the grid, here and below.
     if layout.groups == 0:
         return
     tile = ROWS * 128 // layout.group
-    reduce_kernel[ceil_div(layout.groups, tile), parts](
-        messages, count, out, numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
-        device_scale, norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, SINGLE=single, TILE=tile,
-        **reduce_kernel.options,
+    dequantize_kernel[ceil_div(layout.groups, tile), count](
+        messages, out, layout.numel, layout.groups, layout.nbytes, layout.scales_offset,
+        BITS=bits, ROTATE=rotate, TILE=tile, **dequantize_kernel.options,
     )  # fmt: skip
-
-
-def dequantize_(messages: Tensor, out: Tensor, count: int, bits: int, rotate: bool) -> None:
-    """See :func:`zeropp_kernels.dequantize_`."""
-    # Each message is a sum of one, compiled without a loop.
-    _launch(messages, out, count, 1, bits, rotate, 1.0, False, None, None, None, single=True)
 
 
 def reduce_(
@@ -242,7 +277,14 @@ def reduce_(
     norms: Tensor | None, flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.reduce_`."""
-    _launch(messages, out, 1, count, bits, rotate, scale, accumulate, norms, flag, device_scale, single=False)
+    layout = message_layout(out.numel(), bits)
+    if layout.groups == 0:
+        return
+    tile = ROWS * 128 // layout.group
+    reduce_kernel[(ceil_div(layout.groups, tile),)](
+        messages, count, out, layout.numel, layout.groups, layout.nbytes, layout.scales_offset, scale,
+        device_scale, norms, flag, BITS=bits, ROTATE=rotate, ACCUMULATE=accumulate, TILE=tile, **reduce_kernel.options,
+    )  # fmt: skip
 
 
 def sum_(
