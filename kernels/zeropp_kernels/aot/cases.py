@@ -158,8 +158,7 @@ def _copy() -> Iterator[Case]:
 
 def _alignments(case: Case) -> Iterator[Case]:
     """The case with each set of the callers' tensors misaligned, of those whose alignment the compiler is told."""
-    told = {each.name for each in case.kernel.params if not each.do_not_specialize_on_alignment}
-    names = [name for name in case.pointers if name in told]
+    names = [name for name in case.pointers if name in case.kernel.arg_names and name not in case.kernel.untold]
     for size in range(len(names) + 1):
         for chosen in itertools.combinations(names, size):
             yield replace(case, misaligned=chosen)

@@ -45,14 +45,14 @@ def launched(*untold: str, registers: int = 168) -> Callable[[Callable[..., None
             bound ptxas chooses one, and has spilled at 96 what fits into 114.
 
     Returns:
-        The kernel. ``options`` are how the host launches it, ``registers`` the bound.
+        The kernel. ``options`` are how the host launches it; ``untold`` and ``registers`` are as given.
     """
 
     def decorate(function: Callable[..., None]) -> Any:
         # Annotations are postponed in these files, so they are text.
         integers = [name for name, kind in function.__annotations__.items() if kind in ("tl.int32", "tl.int64")]
         kernel = triton.jit(function, do_not_specialize=integers, do_not_specialize_on_alignment=list(untold))
-        kernel.registers, kernel.options = registers, launch_options(_BACKEND, registers)
+        kernel.untold, kernel.registers, kernel.options = untold, registers, launch_options(_BACKEND, registers)
         return kernel
 
     return decorate
