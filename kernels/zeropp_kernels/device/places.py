@@ -23,15 +23,14 @@ def triton_dtype(tensors: Sequence[Tensor]) -> tl.dtype:
 
 @triton.jit
 def _sole(entries, size, owners, start, blocks, DTYPE: tl.constexpr, BLOCKS: tl.constexpr):
-    """(pointer to a tile of BLOCKS blocks, elements from there on) in the one tensor that has all of these blocks.
+    """(pointer to a tile of BLOCKS blocks, elements from there on) in the tensor that has the first of these blocks.
 
-    Where there is no such tensor, no elements. All scalars: a tile is looked up once, not row by row.
+    No elements where there is no such tensor, or where there are fewer ``blocks``. All scalars: a tile is looked up
+    once, not row by row.
     """
-    place = owners + start // 256
-    owner = tl.load(place, mask=blocks > 0, other=-1)
-    # Tensors lie in order and do not share blocks, so what has the first and the last has those between them.
-    last = tl.load(place + (BLOCKS - 1), mask=blocks >= BLOCKS, other=-1)
-    found = (owner >= 0) & (owner == last)
+    # A tensor has its blocks in a row, so one with so many elements left has all of the tile.
+    owner = tl.load(owners + start // 256, mask=blocks >= BLOCKS, other=-1)
+    found = owner >= 0
     address = tl.load(entries + owner, mask=found, other=0)
     # entries [3, size]: addresses, elements, offsets.
     numel = tl.load(entries + size + owner, mask=found, other=0)
