@@ -77,7 +77,7 @@ def split(messages: Tensor, numel: int, bits: int, *, count: int = 1) -> tuple[T
     # The compiler has no answer to this, and torch itself refuses such a view.
     if not is_compiling() and messages.storage_offset() % 2:
         raise ValueError("messages begins at an odd byte of its storage, and scales are two bytes each; copy it")
-    width = layout.group * bits // 8
+    width = message_layout(layout.group, bits).codes_nbytes
     rows = messages.view(count, layout.nbytes)
     if layout.groups:
         codes = rows[:, : layout.codes_nbytes].view(count, layout.groups, width)
@@ -85,4 +85,4 @@ def split(messages: Tensor, numel: int, bits: int, *, count: int = 1) -> tuple[T
     else:
         # Nothing has nothing to share, and its strides suit no view.
         codes, scales = messages.new_empty(count, 0, width), messages.new_empty(count, 0, dtype=torch.bfloat16)
-    return codes.view(torch.int8) if bits == 8 else codes, scales
+    return codes.view(torch.int8) if width == layout.group else codes, scales

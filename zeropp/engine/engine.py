@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +97,7 @@ class Engine:
         )  # fmt: skip
         self.refresh = Refresh(
             self.units, refresh_lanes, self.schedule, self.agreement, self.issued,
-            partial(comm.largest, kind="refresh"), comm.ledger.note,
+            lambda most: comm.largest(most, "refresh"), comm.ledger.note,
         )  # fmt: skip
         self.note_storages()
         self.input_dtype = input_dtype

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .blocks import aligned, cast, half_rows, wide, widen, within
+from .blocks import aligned, cast, half_rows, loop_end, wide, widen, within
 
 __all__ = ["load_blocks", "store_blocks", "triton_dtype"]
 
@@ -112,7 +112,7 @@ def store_blocks(
         # One tensor after the other. A pointer and a bound for each row would take half as many registers again; so
         # would what the loop's invariants are, if they were computed before it.
         first, behind = _several(owners, start, blocks, TILE * K // 2)
-        for owner in tl.range(first, behind, disable_licm=True):
+        for owner in tl.range(loop_end(first), loop_end(behind), disable_licm=True):
             target, begin, end = _part(entries, size, owner, start, DTYPE, SIZE)
             tl.store(target + at, lower, mask=(at >= begin) & (at < end))
             tl.store(target + at + 64, upper, mask=(at + 64 >= begin) & (at + 64 < end))
