@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -112,20 +113,14 @@ def test_held_gradients_equal_the_plan_and_are_gone_with_the_last_backward(setti
         assert found == [planned, planned, 0] and planned > 0 and after == 0
 
 
-def under_way(small: int) -> int:
-    """Most messages of gradients at one time over a slow network, if ``small`` bytes count as few."""
-    model = Routed(6)
-    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
-    most = 0
-    pack, all_to_all = Gradient.pack, Hop.all_to_all
-
-    def packed(gradient: Gradient, scale: float, *, hold: bool) -> Tensor | None:
-        nonlocal most
-        most = max(most, len(optimizer.engine.reductions._in_flight) + 1)
-        return pack(gradient, scale, hold=hold)
+def backwards_over_slow_links(
+    model: nn.Module, packed: Callable[..., Tensor | None], small: int, links: Sequence[str]
+) -> None:
+    """Two backwards with ``packed`` in place of Gradient.pack, ``small`` bytes counting as few, and slow ``links``."""
+    all_to_all = Hop.all_to_all
 
     def slow(hop: Hop, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.1)
+        time.sleep(0.1 if hop.spec.link in links else 0.0)
         return all_to_all(hop, *args, **kwargs)
 
     with (
@@ -135,6 +130,20 @@ def under_way(small: int) -> int:
     ):
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
+
+
+def under_way(small: int) -> int:
+    """Most messages of gradients at one time over a slow network, if ``small`` bytes count as few."""
+    model = Routed(6)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    most, pack = 0, Gradient.pack
+
+    def packed(gradient: Gradient, scale: float, *, hold: bool) -> Tensor | None:
+        nonlocal most
+        most = max(most, len(optimizer.engine.reductions._in_flight) + 1)
+        return pack(gradient, scale, hold=hold)
+
+    backwards_over_slow_links(model, packed, small, ("local", "cross"))
     optimizer.zero_grad()
     return most
 
@@ -145,15 +154,14 @@ def test_a_slow_network_piles_up_no_more_than_two_large_messages() -> None:
     assert min(run_ranks(2, under_way, 2**26)) == 6
 
 
-def onward(small: int) -> tuple[int, int, float]:
+def onward() -> tuple[int, int, float]:
     """Most reductions, whole messages and bytes under way at one time, in messages of the largest unit.
 
     Links inside a node are fast and those between nodes slow.
     """
     model = Routed(6)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
-    under_way, found = optimizer.engine.reductions, [(0, 0, 0)]
-    pack, all_to_all = Gradient.pack, Hop.all_to_all
+    under_way, found, pack = optimizer.engine.reductions, [(0, 0, 0)], Gradient.pack
 
     def packed(gradient: Gradient, scale: float, *, hold: bool) -> Tensor | None:
         message = pack(gradient, scale, hold=hold)
@@ -163,17 +171,7 @@ def onward(small: int) -> tuple[int, int, float]:
         found.append((len(sent) + 1, whole, sum(each.nbytes for each in sent) + message.nbytes))
         return message
 
-    def slow(hop: Hop, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.1 if hop.spec.link == "cross" else 0.0)
-        return all_to_all(hop, *args, **kwargs)
-
-    with (
-        mock.patch.object(reductions, "_SMALL", small),
-        mock.patch.object(Gradient, "pack", packed),
-        mock.patch.object(Hop, "all_to_all", slow),
-    ):
-        for _ in range(2):
-            model(torch.ones(2, 8)).sum().backward()
+    backwards_over_slow_links(model, packed, 0, ("cross",))
     optimizer.zero_grad()
     reduced, whole, nbytes = (max(column) for column in zip(*found, strict=True))
     return reduced, whole, nbytes / under_way._largest
@@ -181,7 +179,7 @@ def onward(small: int) -> tuple[int, int, float]:
 
 def test_what_goes_on_over_a_slow_link_does_not_hold_up_whole_messages() -> None:
     """A unit's half that waits for the slow link takes half of a message, so three of them and one more fit in two."""
-    for reduced, whole, messages in run_ranks(4, onward, 0, local_world_size=2):
+    for reduced, whole, messages in run_ranks(4, onward, local_world_size=2):
         assert (reduced, whole, messages) == (3, 2, 2.0)
 
 
