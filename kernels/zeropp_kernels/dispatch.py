@@ -329,13 +329,17 @@ _register(
 )
 
 
+_REMEDY = "have one of them on the path, and start Python anew"
+
+
 def _are_defined() -> bool:
     """Whether this process has the operations from another import of the package, whose operations then serve both.
 
     Raises:
         ImportError: it has others of these names, from another version of the package.
     """
-    packets = {name: getattr(getattr(torch.ops, NAMESPACE), name, None) for name in _operations}
+    ours = getattr(torch.ops, NAMESPACE)
+    packets = {name: getattr(ours, name, None) for name in _operations}
     if all(packet is None for packet in packets.values()):
         return False
     for name, (schema, _) in _operations.items():
@@ -345,8 +349,15 @@ def _are_defined() -> bool:
         if found != wanted:
             raise ImportError(
                 f"zeropp_kernels {__version__} in {Path(__file__).parent} needs {wanted}; this process has {found}, "
-                "from another version of zeropp_kernels: have one of them on the path, and start Python anew"
+                f"from another version of zeropp_kernels: {_REMEDY}"
             )
+    there = ours.version() if hasattr(ours, "version") else "an older one"
+    # Equal signatures do not say that what is computed is equal.
+    if there != __version__:
+        raise ImportError(
+            f"zeropp_kernels {__version__} in {Path(__file__).parent} finds the operations of another version, "
+            f"{there}, in this process: {_REMEDY}"
+        )
     return True
 
 
@@ -355,3 +366,5 @@ if not _are_defined():
     _library = torch.library.Library(NAMESPACE, "FRAGMENT")
     for _name, _given in _operations.items():
         _define(_library, _name, *_given)
+    _library.define("version() -> str")
+    _library.impl("version", lambda: __version__, "CompositeExplicitAutograd")

@@ -21,6 +21,7 @@ from tests.kernels.cases import BITS, DTYPES
 from tests.kernels.fast import device
 from zeropp_kernels import lossless_layout, reference
 from zeropp_kernels.aot.cases import Case, cases
+from zeropp_kernels.device import copy
 from zeropp_kernels.device.launch import launch_options
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -72,7 +73,9 @@ def launch_everything() -> set[Configuration]:
         for source_bits in BITS:
             agreement.reduce_quantize(numel, source_bits, bits)
     for shapes, dtype, other in itertools.product(agreement.SHAPES, DTYPES, DTYPES):
-        agreement.copies(shapes, dtype, other)
+        for pinned in (False, True):
+            with mock.patch.object(copy, "is_pinned", lambda *_, pinned=pinned: pinned):
+                agreement.copies(shapes, dtype, other)
         for bits in BITS:
             agreement.quantize_tensors(shapes, dtype, bits)
     for numel in lengths:

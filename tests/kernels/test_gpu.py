@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pytest
@@ -95,18 +95,20 @@ def test_launched_on_the_current_stream() -> None:
     assert bool((out == 127.0).all())
 
 
-def parts() -> list[Tensor]:
-    return [values(numel, torch.float32, index).cuda() for index, numel in enumerate(NUMELS)]
+def parts(numels: Sequence[int] = NUMELS) -> list[Tensor]:
+    return [values(numel, torch.float32, index).cuda() for index, numel in enumerate(numels)]
 
 
 def test_pinned_memory_both_ways() -> None:
-    table, given = block_table(NUMELS, OFFSETS, NUMEL, device="cuda"), parts()
-    flat = torch.full((NUMEL,), float("nan"), pin_memory=True)
+    """147 tiles, for which 32 programs take turns."""
+    numels, offsets, numel = [300, 600_000, 7], [0, 512, 600_576], 600_832
+    table, given = block_table(numels, offsets, numel, device="cuda"), parts(numels)
+    flat = torch.full((numel,), float("nan"), pin_memory=True)
     kernels.gather_(given, table, flat)
     back = [torch.full_like(each, float("nan")) for each in given]
     kernels.scatter_(flat, back, table)
     torch.cuda.synchronize()
-    for tensor, copy, offset in zip(given, back, OFFSETS, strict=True):
+    for tensor, copy, offset in zip(given, back, offsets, strict=True):
         assert same_bits(tensor, copy) and same_bits(flat[offset : offset + tensor.numel()], tensor)
 
 

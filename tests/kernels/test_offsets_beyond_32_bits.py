@@ -184,8 +184,14 @@ def test_delta(numel: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_tensors_that_lie_far_apart(bits: int) -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_tensors_that_lie_far_apart(bits: int, pinned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tensor alone passes 2**32 elements, and its end is in the last tile with the second."""
+    from zeropp_kernels.device import copy
+
+    monkeypatch.setattr(copy, "is_pinned", lambda *_: pinned)
+    # A program for each tile, so that the last one has the last tile alone.
+    monkeypatch.setattr(copy, "_PINNED_PROGRAMS", 1 << 31)
     numel = FAR + 20 * 256
     first, second = values(2 * 256, torch.bfloat16), values(17 * 256, torch.bfloat16, 1)
     tensors = [ending(first, FAR + first.numel()), second.clone()]
@@ -203,18 +209,19 @@ def test_tensors_that_lie_far_apart(bits: int) -> None:
     assert same_bits(back[0][FAR:], first) and same_bits(back[1], second)
 
 
-def test_lossless() -> None:
-    numel = FAR + TAIL
-    held = values(TAIL, torch.bfloat16)
-    new = (held.float() * (1 + 0.02 * values(TAIL, torch.float32, 1, spoilt=False).clamp(-3, 3))).bfloat16()
-    small = torch.empty(2, -(-TAIL // 2048) + 1, dtype=torch.int64)
+@pytest.mark.parametrize("tail", [TAIL, 6 * 2048])  # narrow access throughout, and wide
+def test_lossless(tail: int) -> None:
+    numel = FAR + tail
+    held = values(tail, torch.bfloat16)
+    new = (held.float() * (1 + 0.02 * values(tail, torch.float32, 1, spoilt=False).clamp(-3, 3))).bfloat16()
+    small = torch.empty(2, -(-tail // 2048) + 1, dtype=torch.int64)
     reference.lossless_count_(new, held, small)
     room8, room16 = small[:, -1].tolist()
     starts = torch.zeros(2, -(-numel // 2048) + 1, dtype=torch.int64)
     far_held, far_new = ending(held, numel), ending(new, numel)
     device.lossless_count_(far_new, far_held, starts)
     assert torch.equal(starts[:, FAR // 2048 :], small)
-    layout, own = lossless_layout(numel, room8, room16), lossless_layout(TAIL, room8, room16)
+    layout, own = lossless_layout(numel, room8, room16), lossless_layout(tail, room8, room16)
     message, expected = (reserved(each.nbytes) for each in (layout, own))
     device.lossless_encode_(far_new, far_held, starts, message, room8, room16)
     reference.lossless_encode_(new, held, small, expected, room8, room16)

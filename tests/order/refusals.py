@@ -54,19 +54,17 @@ class Refusals:
         return False
 
     def _asks_in_vain(self, when: _When, kind: str) -> bool:
-        """Whether ranks differ in this pass, one uses a unit once more than when it was learned, and nobody listens.
+        """Whether ranks differ in this pass, one uses a unit once more than ever, and nobody listens.
 
-        Later ones do not count: if all used a unit once more, ranks have asked for it, and listen since then; or all
-        have found it still there, and know nothing of it.
+        Who has used one so before has asked for it, or found it still there and told of it at the boundary.
         """
         ways = {self._way(rank, when, kind) for rank in range(self._program.ranks)}
         if len(ways) == 1 or not self._is_silent(when, kind):
             return False
-        taken = self._taken[self._name(when, kind)]
-        learned: Counter[int] = Counter()
-        for _, way in (each for each in taken if each[0] == taken[0][0]):
-            learned |= Counter(way)
-        return any(Counter(way) - learned for way in ways)
+        known: Counter[int] = Counter()
+        for way in self._known(when, kind):
+            known |= Counter(way)
+        return any(Counter(way) - known for way in ways)
 
     def _is_silent(self, when: _When, kind: str) -> bool:
         """Whether nobody listens at the end of such a pass: of what it may come to, all ranks have always used all."""

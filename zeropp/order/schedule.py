@@ -135,7 +135,8 @@ class Schedule:
             position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
             if position is None:
-                if unit.state is not UnitState.SHARDED:  # gathered for another user: nobody need be asked
+                if unit.state is not UnitState.SHARDED:  # gathered for another use: nobody need be asked, this time
+                    self.passed_over = True
                     return self._wait_and_expose(unit)
                 self._leave(unit)
             elif position < stop:
@@ -180,9 +181,8 @@ class Schedule:
     def in_forward_order(self) -> list[Unit]:
         """All units as the next forward will want them: those used anywhere, then in the order expected of it."""
         order = self.known.expected(self._forward)
-        places: dict[int, int] = {}
-        for place, index in enumerate(order.uses if order is not None else ()):
-            places.setdefault(index, place)
+        uses = order.uses if order is not None else ()
+        places = {index: place for place, index in reversed(list(enumerate(uses)))}  # of the first use
         return sorted(self.units, key=lambda unit: (unit.announced, places.get(unit.index, len(places))))
 
     def end(self) -> None:

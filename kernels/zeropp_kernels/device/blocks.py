@@ -18,6 +18,7 @@ from .launch import INTERPRETED, ROWS
 
 __all__ = [
     "TILE_ROWS",
+    "aligned",
     "bfloat16_bits",
     "cast",
     "code_values",
@@ -27,6 +28,7 @@ __all__ = [
     "load_codes",
     "load_packed",
     "load_pair",
+    "load_raw",
     "loop_end",
     "rotate",
     "saturate",
@@ -39,7 +41,9 @@ __all__ = [
     "unpack",
     "value_pair",
     "whole",
+    "wide",
     "widen",
+    "within",
 ]
 
 # 1.5 * 2**23. Between 2**23 and 2**24 neighbours are 1 apart, so adding it rounds to the nearest integer, halves to
