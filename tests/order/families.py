@@ -61,6 +61,12 @@ CORNERS: dict[str, Program] = {
             EVENTS["all once more"],
             Step((_apart(FULL, FULL, FULL + FULL),)),
         ),
+        "one comes once more to what all have found still there": (
+            _USUAL,
+            _USUAL,
+            Step((alike(3, (1, 1, 3, 3, 0, 2)),)),
+            Step((_apart(FULL, FULL, (1, 2, 3, 0, 3, 1)),)),
+        ),
         "one uses what nobody has used": (EVENTS["all leave one out"], EVENTS["leaves one out"]),
         "one backward comes to more, after forwards have differed": (
             EVENTS["leaves one out"],

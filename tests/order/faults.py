@@ -91,9 +91,10 @@ FAULTS: dict[str, Fault] = {
             "if 0:",
         ),
         each_rank_renews_in_an_order_of_its_own=(
-            "enumerate(order.uses if order is not None else ())",
+            "enumerate(uses)",
             "enumerate(self._own)",
         ),
+        what_is_found_still_there_is_told_nobody=("self.passed_over = True", "pass"),
         forwards_that_gather_nothing_count=(
             'self._ended += not (self._silent and self.key[0] == "forward")',
             "self._ended += 1",
