@@ -111,7 +111,7 @@ DRY = Scale(
         Model("tinier", _model(2, 32, 2, 32, 2)),
     ),
     turns=("--rounds=2", "--discard=1", "--steps=3"),
-    staged=(2, 4),
+    staged=(2,),
     staged_flags=(*_model(1, 192, 2, 16, 2), "--rounds=2", "--discard=1", "--steps=4"),
     bandwidth=(("1 MiB", 1, "(zeropp or eager) and (copy or dequantize)", 40.0),),
     pinned_mebibytes=1,

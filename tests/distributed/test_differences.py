@@ -125,7 +125,7 @@ def both(settings: dict[str, object], steps: int) -> tuple[list[str], dict[str, 
     return wrong, renewed, buffers
 
 
-STEPS = [(name, 40) for name in PLACED]
+STEPS = [(name, 24) for name in PLACED]
 STEPS += [pytest.param(name, 200, marks=pytest.mark.campaign) for name in PLACED]
 
 

@@ -148,7 +148,7 @@ def test_readme_s_ten_lines_end_well(width: int, tmp_path: Path) -> None:
     script = tmp_path / "ten_lines.py"
     script.write_text(f"import torch{setting}{loader}{usage}print('trained', flush=True)\n")
     launch = command(2, tmp_path / "unused")[1:5]
-    for _ in range(3):
+    for _ in range(2):
         output = run([sys.executable, *launch, str(script)], tmp_path)
         assert output.count("trained") == 2
 
