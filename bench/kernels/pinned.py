@@ -72,7 +72,7 @@ def milliseconds(way: Way) -> float:
 
 def milliseconds_of_products(device: str, beside: Way | None) -> float:
     """Median of a chain of matrix products that begins just after ``beside``, which goes on another stream."""
-    # About 2 ms on an H100, where 256 MiB take 5 ms over the bus; on CPU as little as will do.
+    # About 2 ms on an H100, where 256 MiB take 5 ms over the bus, as predicted; on CPU as little as will do.
     size, chain = (4096, 8) if device == "cuda" else (64, 1)
     left, right = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(left)

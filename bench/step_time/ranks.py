@@ -62,11 +62,12 @@ class Race:
             self._note(contestant)
             if self.device.type == "cuda":  # the kernel's figure for a process has what the system before has freed
                 self.systems[name] |= {"peak_bytes": peak, "reserved_bytes": reserved}
-                torch.cuda.empty_cache()  # or the next would begin with it
             if isinstance(contestant.optimizer, zeropp.ZeroOptimizer):
                 contestant.optimizer.close()
             del contestant
             gc.collect()
+            if self.device.type == "cuda":  # last, or the next would begin with what this one has freed
+                torch.cuda.empty_cache()
 
     def _note(self, contestant: Contestant) -> None:
         self.systems[contestant.name] = contestant.measured()

@@ -33,7 +33,8 @@ CHANGES: dict[str, tuple[Callable[[Group], None], str]] = {
     "lr, a little": (on_rank_1(lambda g: g.update(lr=0.1 + 1e-7)), "group 1 lr is"),
     "betas": (on_rank_1(lambda g: g.update(betas=(0.9, 0.95))), r"group 1 betas\[1\] is 0\.999 .*0\.95"),
     "betas in a list": (
-        lambda g: g.update(betas=[0.9, 0.999 - dist.get_rank() / 100]), r"group 1 betas\[1\] is 0\.999 .*0\.989",
+        lambda g: g.update(betas=[0.9, 0.999 - dist.get_rank() / 100]),
+        r"group 1 betas\[1\] is 0\.999 .*0\.989",
     ),
     "a flag": (on_rank_1(lambda g: g.update(amsgrad=True)), "group 1 amsgrad is False on ranks"),
     "a key": (on_rank_1(lambda g: g.update(warmup=3)), r"group 1 warmup is None on ranks \[0\], 3"),

@@ -294,13 +294,69 @@ def _set_rate(optimizer: zeropp.ZeroOptimizer) -> None:
 
 @pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize(
-    ("disturb", "message"), [(_issue, "comparing what was gathered and reduced"), (_set_rate, "group 0 lr is 0.05")]
+    ("disturb", "message"),
+    [(_issue, "comparing what was gathered and reduced"), (_set_rate, "differed between ranks")],
 )
 def test_ranks_out_of_step_change_no_weight_and_raise_at_the_next_read(
     disturb: Callable[[zeropp.ZeroOptimizer], None], message: str, asks: bool
 ) -> None:
     for error, unchanged in run_ranks(2, out_of_step, disturb, asks):
         assert unchanged and message in error and error.startswith("step 2" if asks else "step 3")
+
+
+def asks_alone(_: int) -> str:
+    """Rank 0 alone asks what has become of a step for which the ranks had other settings."""
+    optimizer = wrapped(True, **STATIC)
+    backward(optimizer, 0)
+    if dist.get_rank() == 1:
+        _set_rate(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"differed between ranks at the last step.* group 0 lr is 0.05"):
+            optimizer.grad_norm  # noqa: B018
+        _set_rate(optimizer)
+    # The others are in their next pass by now, and hear of it at their next step.
+    backward(optimizer, 1)
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_one_rank_may_ask_alone() -> None:
+    _, second = run_ranks(2, asks_alone, 0)
+    assert "differed between ranks at the last step" in second and "group 0 lr is 0.01" in second
+
+
+def unfreezes(adds: bool) -> list[float]:
+    """What a step has whose sum is read when there are more trained parameters than when it was made."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    groups = model[2].parameters() if adds else model.parameters()
+    optimizer: Any = zeropp.ZeroOptimizer(torch.optim.AdamW(groups, **ADAM), model, make_config(static_graph=True))
+    optimizer.model = model
+    optimizer.boundary.reads_late = True
+    norms = []
+    for step in range(4):
+        if step == 2:
+            model[0].requires_grad_(True)
+            if adds:
+                optimizer.add_param_group({"params": list(model[0].parameters())})
+        backward(optimizer, step)
+        optimizer.step()
+        if step != 1:  # that one is read after the change
+            norms.append(optimizer.grad_norm)
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["unfrozen", "added"])
+def test_parameters_that_are_unfrozen_before_a_sum_is_read(adds: bool) -> None:
+    assert all(norm > 0 for norms in run_ranks(2, unfreezes, adds) for norm in norms)
+    assert all(norm > 0 for norm in run_ranks(1, unfreezes, adds)[0])
 
 
 def too_large() -> tuple[list[bool], int]:

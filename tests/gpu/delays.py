@@ -22,6 +22,7 @@ from tests.distributed.shapes import make_config
 from zeropp.comm import streams
 from zeropp.comm.streams import CudaStream, Event, Lanes, Stream, ThreadStream
 from zeropp.engine import engine
+from zeropp.params import gradient
 
 __all__ = ["CYCLES", "Delays", "Trained", "sleep", "train"]
 
@@ -133,30 +134,43 @@ class Trained:
         return found + [name for name, value in self.state.items() if not torch.equal(value, other.state[name])]
 
 
-def train(device: str, settings: dict[str, Any], delays: Delays | None = None, micros: int = 2) -> Trained:
-    """A few steps of a small model of five blocks, clipped, each step of several micro-batches; from one seed."""
+def train(
+    device: str, settings: dict[str, Any], delays: Delays | None = None, micros: int = 2, late: bool | None = None
+) -> Trained:
+    """A few steps of a small model of five blocks, clipped, each step of several micro-batches; from one seed.
+
+    With ``late``, false or true, by a fused optimizer whose third step is spoilt: whether the host waits for sums.
+    """
     torch.manual_seed(0)
     width = 256 if device == "cuda" else 16
     model = nn.Sequential(*(Block(width) for _ in range(5))).to(device)
     config = {**make_config(**settings), "gradient_clipping": 0.3, "gradient_accumulation_steps": micros}
     generator = torch.Generator().manual_seed(3)
     batches = torch.randn(STEPS, micros, 8, width, generator=generator).to(device)
-    with delays.in_force() if delays is not None else contextlib.nullcontext():
-        optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), model, config)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=late is not None)
+    # On a lane, as where there are other ranks; alone on a card one kernel would do it without.
+    on_lanes = mock.patch.object(gradient, "summed_by_kernels", lambda out: False)
+    with on_lanes, delays.in_force() if delays is not None else contextlib.nullcontext():
+        optimizer = zeropp.ZeroOptimizer(inner, model, config)
+    if late is not None:
+        optimizer.boundary.reads_late = late
     if delays is not None:
         for block in model:
             block.register_forward_pre_hook(delays.hook)
             block.register_full_backward_pre_hook(delays.hook)
     losses: list[Tensor] = []
     norms: list[float | None] = []
-    for step in batches:
+    for number, step in enumerate(batches):
         for x in step:
             loss = model(x.requires_grad_()).float().square().mean()
-            optimizer.backward(loss)
+            optimizer.backward(loss * float("nan") if late is not None and number == 2 else loss)
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-        norms.append(optimizer.grad_norm)
+        if late is None:
+            norms.append(optimizer.grad_norm)
+    if late is not None:
+        norms += [optimizer.grad_norm, float(optimizer.skipped_steps)]
     found = Trained(torch.stack(losses).tolist(), norms, zeropp.full_state(model))
     optimizer.close()
     return found

@@ -37,6 +37,16 @@ def test_no_bit_changes(device: str, name: str, late: str) -> None:
     assert there <= set(delays.slept), "nothing was late"
 
 
+@pytest.mark.parametrize("name", ["nothing kept", "stage 1 bf16"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_that_no_host_waits_for(device: str, name: str) -> None:
+    """By a fused optimizer: the device alone leaves out the spoilt step, however late it comes to it."""
+    expected = train(device, SETTINGS[name], late=False)
+    assert expected.norms[1] == 1.0
+    for delays in (None, Delays(device, lanes=KINDS, computing=True)):
+        assert expected.differs(train(device, SETTINGS[name], delays, late=True)) == []
+
+
 @pytest.mark.parametrize(
     ("device", "kind", "name"),
     [

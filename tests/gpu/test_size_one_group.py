@@ -69,9 +69,7 @@ def hops(device: str) -> dict[str, list[bool]]:
         (whole,) = hop.all_to_all(given, "a unit", "plain", apart=False)
         found["all_to_all"].append(torch.equal(part, given) and torch.equal(whole, given))
         if dtype != torch.uint8:  # codes are never added
-            total = torch.zeros_like(given)
-            dist.reduce_scatter_tensor(total, given)
-            found["reduce_scatter"].append(torch.equal(total, given))
+            found["reduce_scatter"].append(torch.equal(hop.reduce_scatter(given, "a unit", "plain"), given))
     assert ledger.rows and all(row.bytes == 0 for row in ledger.rows), "a rank alone has sent something"
     return found
 
@@ -90,7 +88,8 @@ def one_member_hops(links: tuple[str, ...]) -> Iterator[None]:
         for spec, codec in zip(specs, codecs, strict=True):
             fed_back = encoding.feeds_back(specs, spec)
             errors = codec.feedback(layout.numel, 1, encoding.beta, device) if fed_back else None
-            hops.append(ReduceHop(comm.hop("reduce", spec), codec, errors))
+            hop = comm.hop("reduce", spec)
+            hops.append(ReduceHop(hop, codec, errors, encoding.sums_by_backend(codec, hop.backend)))
         path = ReducePath(placement, 1, hops, key.wire_dtype)
         return GradientPaths(path, path, path, None)
 

@@ -27,6 +27,7 @@ from zeropp.comm.agreement import SETTINGS
 from zeropp.engine.cache_checksum import CacheChecksum
 from zeropp.engine.engine import Engine
 from zeropp.engine.hash_sums import differ, differ_on_device, spread
+from zeropp.engine.norm import norm_of, rounded
 from zeropp.engine.unread import Unread
 from zeropp.params.gradient import Gradient
 from zeropp.wire.report import Report
@@ -71,7 +72,7 @@ class Settings(Protocol):
         """24 bits of a hash, on the host or on the device."""
         ...
 
-    def disagreement(self) -> RuntimeError:
+    def disagreement(self, *, late: bool = False) -> RuntimeError:
         """The error when hashes differ. Collective."""
         ...
 
@@ -243,11 +244,11 @@ class Boundary:
         unread, self._unread = self._unread, None
         values = unread.read(self.engine.agreement)
         self._check_late(values)
-        return self._interpret(values)
+        return Verdict(norm_of(values[0]), [])  # no flags: parameters may have been unfrozen since
 
     def _check_late(self, values: list[float]) -> None:
         """What a sum says that some rank has not waited for."""
-        unsent = self._unsent_units(values)
+        unsent = self._unsent_units(values, late=True)
         if unsent:
             names = [self.engine.units[index].name for index in unsent]
             doing = f"adding up norms: some ranks alone have gradients of {names} left, which static_graph rules out"
@@ -333,7 +334,7 @@ class Boundary:
     def norm_tensor(self) -> Tensor:
         """The norm as a scalar on the model's device; after :meth:`verdict`."""
         assert self._vector is not None
-        return _rounded(self._vector[0].sqrt())
+        return rounded(self._vector[0].sqrt())
 
     def _measure_doubted(self) -> Tensor:
         """Renew reports; float64 [1], 1 if gradients were changed after the last backward."""
@@ -388,32 +389,26 @@ class Boundary:
         self.reads += 1
         return Unread(vector).read(self.engine.agreement)
 
-    def _unsent_units(self, values: list[float]) -> list[int]:
-        self._check_in_step(values)
+    def _unsent_units(self, values: list[float], *, late: bool = False) -> list[int]:
+        self._check_in_step(values, late=late)
         return [unit.index for unit in self.engine.units if values[self._unsent + unit.index] > 0]
 
-    def _check_in_step(self, values: list[float]) -> None:
+    def _check_in_step(self, values: list[float], *, late: bool = False) -> None:
         if self._disagree(values[_HASH]):
             raise self.engine.agreement.failure(
                 f"comparing what was gathered and reduced, hash {self.engine.issued.value:x}", where="step()"
             )
         if self._disagree(values[_SETTINGS]):
-            raise self._settings.disagreement()
+            raise self._settings.disagreement(late=late)
 
     def _disagree(self, numbers: list[float]) -> bool:
         """Whether numbers of a hash, summed over ranks, come from different hashes. A fake backend does not sum."""
         return differ(numbers, self.engine.comm.world) and self.engine.comm.backend != "fake"
 
     def _interpret(self, values: list[float]) -> Verdict:
-        return Verdict(_rounded(torch.tensor(values[0], dtype=torch.float64).sqrt()).item(), self._flags(values))
+        return Verdict(norm_of(values[0]), self._flags(values))
 
     def _flags(self, values: list[float]) -> list[list[bool]]:
         """For each unit, which parameters any rank has used."""
         flags = iter(values[self._used :])
         return [[next(flags) > 0 for _ in unit_flags] for unit_flags in self.engine.pending.used]
-
-
-def _rounded(norm: Tensor) -> Tensor:
-    """A norm to 40 bits, which no order of summation changes: how units are cut must not show in clipped gradients."""
-    mantissa, exponent = torch.frexp(norm)
-    return torch.ldexp(torch.round(mantissa * 2.0**40) / 2.0**40, exponent)

@@ -53,10 +53,16 @@ class GroupSettings:
         host = zlib.crc32(repr(numbers).encode()) >> (32 - _BITS)
         return fold(host, tensors) if tensors else host
 
-    def disagreement(self) -> RuntimeError:
-        """The error for codes that differ: which setting of which group, and what each rank has. Collective."""
+    def disagreement(self, *, late: bool = False) -> RuntimeError:
+        """The error for codes that differ: which setting of which group, and what each rank has. Collective.
+
+        Of a step that is over, ``late``, it has what this rank has, and is local: one rank alone may ask for it, in the
+        middle of what the others do.
+        """
         # There is an error already, and waiting for the device costs nothing any more.
         own = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in self._numbers()}
+        if late:
+            return self._late_disagreement(own)
         tables = self._agreement.exchange_objects(own, "comparing the settings of parameter groups")
         names = dict.fromkeys(name for table in tables for name in table)
         differing = [name for name in names if len({repr(table.get(name)) for table in tables}) > 1]
@@ -71,6 +77,14 @@ class GroupSettings:
             + "; ".join(f"{name} is {_by_rank(values)}" for name, values in given.items())
             + ("; ..." if differing[3:] else "")
             + ". Every rank must set the same: give schedulers such as ReduceLROnPlateau a loss averaged over the ranks"
+        )
+
+    def _late_disagreement(self, own: dict[str, Any]) -> RuntimeError:
+        shown = ", ".join(f"{name} is {value!r}" for name, value in [*own.items()][:8])
+        return RuntimeError(
+            "parameter groups differed between ranks at the last step, which was left out for it on every rank; rank "
+            f"{self._agreement.comm.rank} has: {shown}{', ...' if len(own) > 8 else ''}. Every rank must set the same: "
+            "give schedulers such as ReduceLROnPlateau a loss averaged over the ranks"
         )
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
