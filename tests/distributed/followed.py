@@ -59,7 +59,7 @@ def _with_a_width() -> None:
 
 def _with_a_placement() -> None:
     pair = _train(torch.float64, replicated_pairs=True)
-    states = sum(part.parameter.numel() for part in pair.optimizer._slices.stepped)
+    states = sum(part.parameter.numel() for part in pair.optimizer.slices.stepped)
     numel = sum(unit.numel for unit in pair.engine.units)
     assert 0 < states <= numel // 2 and all(unit.persistent for unit in pair.engine.units)
     pair.check()

@@ -170,7 +170,7 @@ def edited_by_hand(clipping: float) -> None:
         plain["blocks.0.lin.weight"].grad = None
         plain["blocks.1.lin.weight"].grad.mul_(3)
         plain["blocks.2.lin.bias"].grad.mul_(2)
-        for piece in pair.optimizer._slices.stepped:
+        for piece in pair.optimizer.slices.stepped:
             if piece.name == "blocks.0.lin.weight":
                 piece.parameter.grad = None
             if piece.name == "blocks.1.lin.weight":

@@ -293,7 +293,7 @@ def long_pieces(settings: dict[str, object], kind: type[Any]) -> tuple[dict[str,
         optimizer.zero_grad()
         model(torch.full((2, 64), 1.0 + step + dist.get_rank(), dtype=torch.float64)).square().mean().backward()
         optimizer.step()
-    units = [piece.unit for piece in optimizer._slices.stepped]
+    units = [piece.unit for piece in optimizer.slices.stepped]
     return zeropp.full_state(model), max(units.count(unit) for unit in units)
 
 

@@ -234,6 +234,13 @@ class Comm:
             self._groups[key] = self._make(self.ranks, self.backend, f"{kind} all")
         return self._groups[key]
 
+    def host_group(self, kind: str) -> dist.ProcessGroup:
+        """The group of all ranks for what a thread of its own agrees on. Collective when first asked for."""
+        key = (kind, self.world, -1)
+        if key not in self._groups:
+            self._groups[key] = self._make(self.ranks, "gloo", f"{kind} host")
+        return self._groups[key]
+
     def _note_control(self, unit: str, nbytes: int) -> None:
         self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
 
@@ -299,7 +306,7 @@ class Comm:
         first = self.ranks.index(ranks[0])
         # NCCL kills the process at its timeout; the error that names what every rank waits for must come before.
         timeout = self.timeout if backend == "gloo" else _OUTLASTS * self.timeout
-        device = HOST if description == "control" else self.device
+        device = HOST if backend == "gloo" else self.device
         group = make_group(ranks, backend, timeout, f"{self.job} {description} {first}", device)
         self._made.append(group)
         return group

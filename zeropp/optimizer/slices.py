@@ -71,6 +71,7 @@ class Slices:
     """This rank's slices, in the place of the optimizer's parameters, state included.
 
     Attributes:
+        given: the model's parameters in each group, whose place slices have taken.
         stepped: slices that the optimizer steps; the model may have trainable parameters besides. Never empty.
     """
 
@@ -78,8 +79,7 @@ class Slices:
         self._optimizer = optimizer
         self._units = units
         self._device = device
-        # The model's parameters in each group, whose place slices have taken.
-        self._given: list[list[nn.Parameter]] = []
+        self.given: list[list[nn.Parameter]] = []
         # By the ids of trainable parameters: == on tensors compares elements.
         self._cut: dict[int, list[Slice]] = {}
         self._stand_in: Slice | None = None
@@ -97,19 +97,19 @@ class Slices:
             RuntimeError: a group was taken away.
         """
         groups = self._optimizer.param_groups
-        if len(groups) < len(self._given):
+        if len(groups) < len(self.given):
             raise RuntimeError(
-                f"the optimizer had {len(self._given)} parameter groups and has {len(groups)} now; groups cannot be "
+                f"the optimizer had {len(self.given)} parameter groups and has {len(groups)} now; groups cannot be "
                 "taken away, set their lr to 0 or freeze their parameters with requires_grad_(False)"
             )
         # Groups added since still hold the model's parameters.
-        self._given += [list(group["params"]) for group in groups[len(self._given) :]]
+        self.given += [list(group["params"]) for group in groups[len(self.given) :]]
         for unit in self._units:
             self._cut_unit(unit)
-        for parameter in (parameter for given in self._given for parameter in given):
+        for parameter in (parameter for given in self.given for parameter in given):
             self._move_state(parameter)
         stepped: list[Slice] = []
-        for group, given in zip(groups, self._given, strict=True):
+        for group, given in zip(groups, self.given, strict=True):
             parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
             # In place: schedulers and the user hold the groups.
             group["params"] = [part.parameter for part in parts]
@@ -122,6 +122,11 @@ class Slices:
         if not stepped:
             stepped.append(self._add_stand_in())
         self.stepped = stepped
+
+    @property
+    def cut(self) -> list[Slice]:
+        """This rank's slices of all trainable parameters."""
+        return [part for parts in self._cut.values() for part in parts]
 
     def frozen_states(self) -> dict[str, dict[str, Any]]:
         """States that wait until frozen parameters are trained, by the parameters' names."""
@@ -157,7 +162,7 @@ class Slices:
 
     def in_groups(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""
-        return any(parameter is other for given in self._given for other in given)
+        return any(parameter is other for given in self.given for other in given)
 
     def _cut_unit(self, unit: Unit) -> None:
         position = 0

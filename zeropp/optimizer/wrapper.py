@@ -111,10 +111,10 @@ class ZeroOptimizer(Optimizer):
         self.engine: Engine = build_engine(model, self.config, process_group, self, gradient_scale, device, alike)
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
-        self._slices = Slices(optimizer, self.engine.units, self.engine.device)
+        self.slices = Slices(optimizer, self.engine.units, self.engine.device)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
-        self._carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
+        self.carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
         # Hooks are shared with the wrapped optimizer and run here, once a step.
         for call, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
             name = f"_optimizer_{call}_{when}_hooks"
@@ -159,7 +159,7 @@ class ZeroOptimizer(Optimizer):
             TypeError, ValueError: the group cannot be used; the other ranks raise RuntimeError.
         """
         self.engine.require_idle("add_param_group")
-        add_group(param_group, self.engine, self.inner, self._slices, self._apply_requires_grad)
+        add_group(param_group, self.engine, self.inner, self.slices, self._apply_requires_grad)
         self.boundary.invalidate()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -280,7 +280,7 @@ class ZeroOptimizer(Optimizer):
             return loss
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
-        for part in self._slices.stepped:
+        for part in self.slices.stepped:
             # What any rank has used: slices of one parameter lie on several ranks, and are stepped on all or on none.
             used = part.unit < 0 or verdict.used[part.unit][part.position]
             part.show_gradient(used and not part.removed)
@@ -288,7 +288,7 @@ class ZeroOptimizer(Optimizer):
         self.engine.refresh.wait()
         with clipping(self.engine, self.inner, norm, self.config.gradient_clipping, left_out):
             self._update()
-        self._carried.count_step()
+        self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
         self.outcome.step_was_taken = verdict.finite
@@ -305,7 +305,7 @@ class ZeroOptimizer(Optimizer):
         step = getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)
         later = bool(self._optimizer_step_post_hooks)  # they may edit weights
         step_by_portions(
-            choose_portions(self.engine, self.inner, self._slices.stepped),
+            choose_portions(self.engine, self.inner, self.slices.stepped),
             lambda: step(self.inner),
             lambda buffers: self.engine.weights_changed(buffers, stepped=True, for_now=later),
         )
@@ -339,8 +339,8 @@ class ZeroOptimizer(Optimizer):
             "rank": self.engine.comm.rank,
             "world": self.engine.comm.world,
             "main_weights": main_weights(self.engine),
-            "waiting": self._slices.frozen_states(),
-            "carried": self._carried.state_dict(),
+            "waiting": self.slices.frozen_states(),
+            "carried": self.carried.state_dict(),
             "skipped_steps": self.skipped_steps,
         }
         return state
@@ -359,8 +359,8 @@ class ZeroOptimizer(Optimizer):
         self.engine.refresh.wait()
         load_main_weights(self.engine, saved)
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
-        self._slices.keep_frozen_states(saved["waiting"])
-        load_carried(self.engine, self._carried, saved.get("carried"))
+        self.slices.keep_frozen_states(saved["waiting"])
+        load_carried(self.engine, self.carried, saved.get("carried"))
         self.outcome.load(saved["skipped_steps"])
         self.zero_grad(now=True)
 
@@ -385,7 +385,7 @@ class ZeroOptimizer(Optimizer):
     def backward_begins(self) -> None:
         """Gradients may have been edited since the last one."""
         self._take_edits()
-        self._carried.follow(self.grad_scaler)
+        self.carried.follow(self.grad_scaler)
 
     @torch.no_grad()
     def backward_ended(self) -> None:
@@ -394,7 +394,7 @@ class ZeroOptimizer(Optimizer):
         self.outcome.step_was_taken = False
         if self.engine.reductions.holding:
             return
-        shown = self._slices.show_arrived()
+        shown = self.slices.show_arrived()
         # Whether all is finite is asked where a step may follow: GradScaler is refused where that would do nothing.
         if not self.engine.window.unfinished:
             self.boundary.spread_overflow(shown.gradient, shown.source)
@@ -403,7 +403,7 @@ class ZeroOptimizer(Optimizer):
         """A new window begins, with nothing to show."""
         self.boundary.invalidate()
         self.engine.window.restart()
-        for part in self._slices.stepped:
+        for part in self.slices.stepped:
             part.show_gradient(False)
 
     # Inside.
@@ -411,9 +411,9 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     def _apply_requires_grad(self) -> None:
         if self._trainability.apply():
-            self._slices.put()
+            self.slices.put()
             self.boundary.invalidate()
 
     def _take_edits(self) -> None:
-        if self._slices.take_edits():  # all were removed, as torch's own zero_grad does
+        if self.slices.take_edits():  # all were removed, as torch's own zero_grad does
             self.engine.pending.forget()

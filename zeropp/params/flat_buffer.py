@@ -193,6 +193,10 @@ class FlatBuffer:
         """What is cached is to be renewed from main weights alone."""
         self.cached_version = -1
 
+    def cache_restored(self) -> None:
+        """What is cached was restored with the main weights, by all ranks that cache it."""
+        self.cached_version = self.version
+
     @property
     def counts_escapes(self) -> bool:
         """Whether ranks have to agree on the size of a message of differences."""

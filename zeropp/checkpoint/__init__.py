@@ -1,0 +1,13 @@
+"""Checkpoints: complete directories that load on any number of ranks, each of which reads and writes its own bytes.
+
+Knows engines and optimizers, tensors as boxes, and files; not how values are gathered, which saving never does. Start
+reading at ``parts``, which makes boxes of what a rank has, then ``save`` and ``load``.
+"""
+
+from zeropp.checkpoint.background import wait
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.load import Loaded, load
+from zeropp.checkpoint.save import save
+from zeropp.checkpoint.series import Series
+
+__all__ = ["CheckpointError", "Loaded", "Series", "load", "save", "wait"]

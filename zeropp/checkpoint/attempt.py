@@ -1,0 +1,202 @@
+"""One attempt to write a checkpoint: beside its place, by all ranks; put in place when every file is on the disk.
+
+Nothing that is complete is touched before. A job that ends in the middle, or a disk that fills, leaves a folder with a
+name of its own, which the next save to the same place removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+import zeropp
+from zeropp.checkpoint.checksums import STRETCH, Checksums
+from zeropp.checkpoint.contents import Contents
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.files import Written, write_files
+from zeropp.checkpoint.metadata import (
+    FORMAT,
+    METADATA,
+    BoxEntry,
+    FileEntry,
+    Metadata,
+    TensorEntry,
+    dtype_code,
+    sync_folder,
+)
+
+__all__ = ["Attempt", "Meeting", "check_target"]
+
+_T = TypeVar("_T")
+_BESIDE = ".saving-"
+_EXCHANGE = 2  # of renameat2: both names are there, before and after
+
+
+class Meeting(Protocol):
+    """Where ranks tell each other how it went."""
+
+    rank: int
+    world: int
+
+    def exchange(self, value: _T, doing: str) -> list[_T]:
+        """Every rank's value."""
+        ...
+
+
+@dataclass
+class Attempt:
+    """What a checkpoint is made of, on this rank.
+
+    Attributes:
+        path: where it is to be.
+        token: of this attempt alone, the same on every rank.
+        contents: of this rank; only read.
+        checks: algorithm of checksums.
+        limit: largest size of a file.
+        completed: called on the first rank when the checkpoint is in place.
+    """
+
+    path: Path
+    token: str
+    contents: Contents
+    checks: Checksums
+    limit: int
+    completed: Callable[[], None] | None = None
+
+    @property
+    def beside(self) -> Path:
+        """The folder that is written to."""
+        return self.path.with_name(f".{self.path.name}{_BESIDE}{self.token}")
+
+    def run(self, meeting: Meeting) -> None:
+        """Write it; every rank calls this.
+
+        Raises:
+            CheckpointError: some rank could not; on every rank, with its cause.
+        """
+        first = meeting.rank == 0
+        try:
+            self._together(meeting, "making a folder for a checkpoint", self._make if first else lambda: None)
+            stem = f"rank-{meeting.rank:05d}"
+            parts, own = self.contents.parts, self.contents.own
+            written = self._together(
+                meeting, "writing a checkpoint",
+                lambda: (write_files(self.beside, stem, parts, self.checks, self.limit), own),
+            )  # fmt: skip
+            finish = (lambda: self._finish(written)) if first else (lambda: None)
+            self._together(meeting, "completing a checkpoint", finish)
+        except BaseException:
+            if first:
+                shutil.rmtree(self.beside, ignore_errors=True)
+            raise
+
+    def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
+        """Every rank's result, or an error on every rank if one has failed."""
+        result: _T | None = None
+        error: Exception | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        told = None if error is None else f"{type(error).__name__}: {error}"
+        answers = meeting.exchange((result, told), doing)
+        failed = {rank: told for rank, (_, told) in enumerate(answers) if told is not None}
+        if failed:
+            rank, cause = next(iter(failed.items()))
+            raise CheckpointError(
+                f"{doing} at {str(self.path)!r} failed on rank{'s' if failed.keys() - {rank} else ''} "
+                f"{', '.join(map(str, failed))}: {cause}. Nothing was saved, and what was there before is as it was; "
+                "saving again is possible"
+            ) from error
+        return [result for result, _ in answers]  # type: ignore[misc]
+
+    def _make(self) -> None:
+        check_target(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        for left in self.path.parent.glob(f".{self.path.name}{_BESIDE}*"):
+            # Of a job that ended while it wrote; two jobs that save to one place would not end well anyway.
+            shutil.rmtree(left, ignore_errors=True)
+        self.beside.mkdir()
+
+    def _finish(self, ranks: Iterable[tuple[Written, dict[str, Any]]]) -> None:
+        written, own = zip(*ranks, strict=True)
+        contents = self.contents
+        files, tensors = _merged(written, contents)
+        Metadata(
+            format=FORMAT, zeropp=zeropp.__version__, torch=torch.__version__, world=len(own),
+            algorithm=self.checks.name, stretch=STRETCH, files=tuple(files), tensors=tensors, aliases=contents.aliases,
+            values=contents.values, ranks=tuple(own),
+        ).write(self.beside)  # fmt: skip
+        sync_folder(self.beside)
+        _put_in_place(self.beside, self.path)
+        if self.completed is not None:
+            self.completed()
+
+
+def check_target(path: Path) -> None:
+    """Refuse to write over what is no checkpoint.
+
+    Raises:
+        CheckpointError: something else is there.
+    """
+    if path.exists() and not (path.is_dir() and ((path / METADATA).exists() or not any(path.iterdir()))):
+        raise CheckpointError(
+            f"{str(path)!r} is there, and is no checkpoint of zeropp; it is left as it is. Choose another path"
+        )
+
+
+def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEntry], dict[str, TensorEntry]]:
+    files: list[FileEntry] = []
+    found: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]] = {}
+    for name, (dtype, shape) in contents.shapes.items():
+        found[name] = dtype_code(dtype, name), shape, []
+    for each in written:
+        for name, (code, shape, boxes) in each.tensors.items():
+            entry = found.setdefault(name, (code, shape, []))
+            if entry[:2] != (code, shape):
+                raise CheckpointError(f"ranks have {name!r} as {entry[:2]} and {(code, shape)}; the model is not one")
+            entry[2].extend(box.model_copy(update={"file": len(files) + box.file}) for box in boxes)
+        files += each.files
+    tensors = {n: TensorEntry(dtype=code, shape=shape, boxes=tuple(boxes)) for n, (code, shape, boxes) in found.items()}
+    for name, tensor in tensors.items():
+        there = sum(box.box.numel for box in tensor.boxes)
+        if there != tensor.numel:
+            raise CheckpointError(f"ranks have {there} of {tensor.numel} elements of {name!r}; it would not be whole")
+    return files, tensors
+
+
+def _put_in_place(beside: Path, path: Path) -> None:
+    """Give a finished folder its name; what had it goes afterwards."""
+    if not path.exists():
+        os.rename(beside, path)
+    elif _exchange_names(beside, path):
+        shutil.rmtree(beside)
+    else:
+        # For a moment neither has the name; both are complete, and a reader of the folder finds the older one beside.
+        old = path.with_name(f".{path.name}.replaced")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(path, old)
+        os.rename(beside, path)
+        shutil.rmtree(old)
+    sync_folder(path.parent)
+
+
+def _exchange_names(one: Path, other: Path) -> bool:
+    """Let two folders have each other's name, at once; whether this system can."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_current = -100
+    done = call(at_current, os.fsencode(one), at_current, os.fsencode(other), ctypes.c_uint(_EXCHANGE))
+    if done != 0 and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
+    return bool(done == 0)

@@ -1,0 +1,232 @@
+"""``metadata.json``: what a checkpoint holds, where each part lies, and the checksums of every file.
+
+The file that makes a directory a checkpoint, written last. Its own checksum comes first in it.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from zeropp.checkpoint.boxes import Box
+from zeropp.checkpoint.checksums import Checksums
+from zeropp.checkpoint.errors import CheckpointError
+
+__all__ = ["DTYPES", "FORMAT", "METADATA", "BoxEntry", "FileEntry", "Metadata", "TensorEntry", "dtype_code"]
+
+METADATA = "metadata.json"
+FORMAT = 1
+"""Version of the format; a reader refuses later ones."""
+
+# As safetensors spells them.
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64,
+}  # fmt: skip
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_HEAD = b'{"checksum": "'
+_MIDDLE = b'", "checkpoint": '
+_TAIL = b"}\n"
+
+
+def dtype_code(dtype: torch.dtype, name: str) -> str:
+    """How safetensors spells a dtype.
+
+    Raises:
+        CheckpointError: it has no name for it.
+    """
+    if dtype not in _CODES:
+        raise CheckpointError(
+            f"{name!r} is of {dtype}, which safetensors files cannot hold; they hold {', '.join(map(str, _CODES))}"
+        )
+    return _CODES[dtype]
+
+
+class _Entry(BaseModel):
+    # Strict: a number in quotes is not one, and what is not known was written by something else.
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class FileEntry(_Entry):
+    """One file of tensors: its size in bytes, and a checksum of each stretch of it, packed and in base64."""
+
+    name: str
+    nbytes: int
+    sums: str
+
+    def checksums(self, width: int) -> list[int]:
+        """One for each stretch, of so many bytes each."""
+        packed = base64.b64decode(self.sums, validate=True)
+        return list(struct.unpack(f"<{len(packed) // width}{ {4: 'I', 8: 'Q'}[width] }", packed))
+
+    @staticmethod
+    def pack(sums: Iterable[int], width: int) -> str:
+        """As :meth:`checksums` reads it."""
+        found = list(sums)
+        return base64.b64encode(struct.pack(f"<{len(found)}{ {4: 'I', 8: 'Q'}[width] }", *found)).decode()
+
+
+class BoxEntry(_Entry):
+    """Where a part of a tensor lies: number of the file, first byte in it, offsets and sizes of the box."""
+
+    file: int
+    begin: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def box(self) -> Box:
+        """The part."""
+        return Box(self.offsets, self.sizes)
+
+
+class TensorEntry(_Entry):
+    """One tensor: dtype as safetensors spells it, shape, parts."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    boxes: tuple[BoxEntry, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return math.prod(self.shape)
+
+
+class Metadata(_Entry):
+    """All that a checkpoint says of itself.
+
+    Attributes:
+        format: version of this format.
+        zeropp, torch: versions of what wrote it.
+        world: ranks that wrote it.
+        algorithm: of checksums.
+        stretch: bytes that one checksum covers; the last of a file may be shorter.
+        files, tensors: what is there.
+        aliases: other names of tensors, of tied parameters.
+        values: what is no tensor and one for all ranks, by name; see `zeropp.checkpoint.values`.
+        ranks: what each rank has for itself, likewise.
+    """
+
+    format: int
+    zeropp: str
+    torch: str
+    world: int
+    algorithm: str
+    stretch: int
+    files: tuple[FileEntry, ...]
+    tensors: dict[str, TensorEntry]
+    aliases: dict[str, str]
+    values: dict[str, Any]
+    ranks: tuple[dict[str, Any], ...]
+
+    def write(self, folder: Path) -> None:
+        """Write and sync ``metadata.json`` in ``folder``; it is there whole or not at all."""
+        body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=True).encode()
+        checks = Checksums.of(self.algorithm)
+        text = _HEAD + checks.hexdigest(body).encode() + _MIDDLE + body + _TAIL
+        write_synced(folder / METADATA, text)
+
+    @classmethod
+    def read(cls, folder: Path) -> Metadata:
+        """Read and check what :meth:`write` wrote.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or of a later format.
+        """
+        path = folder / METADATA
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            raise CheckpointError(_why_none(folder)) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        end = text.find(_MIDDLE, len(_HEAD), len(_HEAD) + 40)
+        if not text.startswith(_HEAD) or end < 0 or not text.endswith(_TAIL):
+            raise CheckpointError(
+                f"{path} is damaged, or was not written by zeropp: it does not begin and end as such a file does"
+            )
+        body = text[end + len(_MIDDLE) : -len(_TAIL)]
+        try:
+            found = json.loads(body)
+            version, algorithm = found["format"], found["algorithm"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise CheckpointError(f"{path} is damaged: {error}") from error
+        # Before anything else: a later format may have other checksums, too.
+        if isinstance(version, int) and version > FORMAT:
+            raise CheckpointError(
+                f"{path} is of format {version}, and this version of zeropp reads formats up to {FORMAT}; read it with "
+                f"zeropp {found.get('zeropp')} or later"
+            )
+        checks = Checksums.of(algorithm)
+        if checks.hexdigest(body).encode() != text[len(_HEAD) : end]:
+            raise CheckpointError(f"{path} is damaged: its checksum is not that of its text")
+        try:
+            metadata = cls.model_validate_json(body)
+        except ValidationError as error:
+            raise CheckpointError(f"{path} does not have the form of format {FORMAT}: {error}") from error
+        metadata._check(path)
+        return metadata
+
+    def _check(self, path: Path) -> None:
+        """What the types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""
+        for file in self.files:
+            if Path(file.name).name != file.name or file.name in ("", ".", ".."):
+                raise CheckpointError(f"{path} names a file {file.name!r}, which is no plain name")
+        for name, tensor in self.tensors.items():
+            if tensor.dtype not in DTYPES:
+                raise CheckpointError(f"{path} gives {name!r} the unknown dtype {tensor.dtype!r}")
+            itemsize = DTYPES[tensor.dtype].itemsize
+            for each in tensor.boxes:
+                fits = len(each.offsets) == len(each.sizes) == len(tensor.shape) and each.box.inside(tensor.shape)
+                if not fits or not 0 <= each.file < len(self.files):
+                    raise CheckpointError(f"{path} gives {name!r} of shape {tensor.shape} a part {each} outside of it")
+                if each.begin < 0 or each.begin + each.box.numel * itemsize > self.files[each.file].nbytes:
+                    raise CheckpointError(f"{path} gives {name!r} a part {each} beyond the end of its file")
+            if sum(each.box.numel for each in tensor.boxes) != tensor.numel:
+                raise CheckpointError(
+                    f"{path} has {sum(each.box.numel for each in tensor.boxes)} of {tensor.numel} elements of {name!r}"
+                )
+
+
+def _why_none(folder: Path) -> str:
+    if not folder.exists():
+        return f"there is no checkpoint {str(folder)!r}: nothing of that name is there"
+    names = sorted(each.name for each in folder.iterdir())[:5] if folder.is_dir() else []
+    return (
+        f"{str(folder)!r} is no complete checkpoint: it has no {METADATA}, which is written last"
+        f"{f'; it has {names}' if names else ''}"
+    )
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a small file by way of another name, and see that it is on the disk."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(beside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """See that the names in a folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:
+        pass  # some network file systems sync no folders
+    finally:
+        os.close(descriptor)

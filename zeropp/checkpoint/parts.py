@@ -1,0 +1,103 @@
+"""The parts of tensors that this rank has: main weights, optimizer states, bases of differences, as boxes.
+
+What is spread over few ranks has replicas. A rank saves of it what it would own if it were spread over all: pieces of
+the last level lie inside those of every other, so that everything is written once, by all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from zeropp.checkpoint.boxes import Box, boxes_of_range
+from zeropp.engine.engine import Engine
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.partition.layout import Fragment, Slot
+
+__all__ = ["BASES", "MODEL", "STATE", "Part", "base_parts", "main_parts", "state_parts", "whole"]
+
+MODEL, STATE, BASES = "model.", "optimizer.state.", "zeropp.base."
+"""Prefixes of names: values of the model, states of its optimizer, what differences are taken to."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a named tensor, and its values on this rank: a view, with the sizes of the box."""
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: Tensor
+
+
+def whole(name: str, values: Tensor) -> Part:
+    """All of a tensor as one part."""
+    shape = tuple(values.shape)
+    return Part(name, shape, Box((0,) * len(shape), shape), values)
+
+
+def _parts(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[Part]:
+    """The boxes of a range of a parameter; ``row`` has its elements from ``start`` on, in the order of memory."""
+    for box in boxes_of_range(slot.shape, slot.strides, start, start + row.numel()):
+        # The row is as dense as the parameter, so its strides serve for a part of it, too.
+        place = row.storage_offset() + box.first(slot.strides) - start
+        yield Part(name, slot.shape, box, row.as_strided(box.sizes, slot.strides, place))
+
+
+def _fragments(buffer: FlatBuffer, level: int, *, own: bool) -> Iterator[tuple[Slot, Fragment]]:
+    """Parts of parameters in this rank's slice at a level; of those, if ``own``, in its piece of the last level.
+
+    Offsets count from the beginning of the slice at ``level``.
+    """
+    chain, rank, layout = buffer.placement.chain, buffer.placement.rank, buffer.layout
+    begin, _ = layout.slice_range(chain.slice_index(rank, level), level)
+    taken = chain.world if own else level
+    index = chain.slice_index(rank, taken)
+    shift = layout.slice_range(index, taken)[0] - begin
+    for each in layout.fragments(index, taken):
+        yield layout.slots[each.slot], Fragment(each.slot, each.start, each.stop, each.offset + shift)
+
+
+def _of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, *, own: bool) -> Iterator[Part]:
+    """Parts of what has one element for each of a buffer's, spread over ``level`` ranks."""
+    for slot, each in _fragments(buffer, level, own=own):
+        values = row[each.offset : each.offset + each.stop - each.start]
+        yield from _parts(prefix + slot.name, slot, each.start, values)
+
+
+def main_parts(engine: Engine, *, own: bool) -> Iterator[Part]:
+    """Main weights, and frozen ones as they are; of this rank's shards, or what it saves of them."""
+    for buffer in engine.buffers:
+        if not isinstance(buffer, CodedBuffer):
+            yield from _of_row(buffer, buffer.shard, buffer.placement.mode.states, MODEL, own=own)
+
+
+def base_parts(engine: Engine, *, own: bool) -> Iterator[Part]:
+    """What ranks cache of weights and take differences to, where what is cached is not what a refresh would make."""
+    for buffer in engine.trainable_buffers:
+        base, cached = buffer.base, buffer.placement.mode.cached
+        if base is not None and cached is not None and not buffer.counts_escapes:
+            yield from _of_row(buffer, base, cached, BASES, own=own)
+
+
+def state_parts(engine: Engine, states: Sequence[tuple[str, str, Tensor]], *, own: bool) -> Iterator[Part]:
+    """Optimizer states of one element for each of a slice's.
+
+    Args:
+        engine: of the model.
+        states: (name of a parameter, key, tensor of the slice's shape).
+        own: as in :func:`main_parts`.
+    """
+    by_name: dict[str, list[tuple[str, Tensor]]] = {}
+    for name, key, tensor in states:
+        by_name.setdefault(name, []).append((key, tensor))
+    for buffer in engine.trainable_buffers:
+        level = buffer.placement.mode.states
+        starts = {slot.name: each.start for slot, each in _fragments(buffer, level, own=False)}
+        for slot, each in _fragments(buffer, level, own=own):
+            for key, tensor in by_name.get(slot.name, ()):
+                row = tensor[each.start - starts[slot.name] :][: each.stop - each.start]
+                yield from _parts(f"{STATE}{slot.name}.{key}", slot, each.start, row)

@@ -1,0 +1,51 @@
+"""Random number generators of one rank: torch's on the CPU and the model's device, Python's, and numpy's if in use."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["draw_anew", "random_state", "restore_random_state"]
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """States of all of them, as values a checkpoint can keep; and the seed that torch's began with."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "seed": torch.initial_seed(),
+        "torch": torch.get_rng_state(),
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    # Where nobody has imported it, nobody draws from it.
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = list(numpy.random.get_state())
+    return state
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Go on from states of the same rank."""
+    torch.set_rng_state(state["torch"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state:
+        import numpy
+
+        numpy.random.set_state(tuple(state["numpy"]))
+
+
+def draw_anew(state: dict[str, Any], rank: int, world: int) -> None:
+    """Begin with a seed made of the saved one, the rank and the number of ranks: each rank has another, every time."""
+    seed = (int(state["seed"]) * 1_000_003 + rank * 8191 + world) % 2**63
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

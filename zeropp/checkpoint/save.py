@@ -1,0 +1,170 @@
+"""``save``: make a directory one complete checkpoint."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeropp.access.state import engine_of
+from zeropp.checkpoint.attempt import Attempt
+from zeropp.checkpoint.background import background_of, backgrounds
+from zeropp.checkpoint.checksums import Checksums
+from zeropp.checkpoint.contents import Contents, add_extra, contents
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.engine.engine import Engine
+from zeropp.optimizer.state import layout_id
+from zeropp.optimizer.wrapper import ZeroOptimizer
+
+__all__ = ["Now", "begin", "require_ours", "save"]
+
+_T = TypeVar("_T")
+
+
+class Now:
+    """Where ranks meet between passes, as for any other collective call."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.rank, self.world = engine.comm.rank, engine.comm.world
+        self._engine = engine
+
+    def exchange(self, value: _T, doing: str) -> list[_T]:
+        """Every rank's value."""
+        return self._engine.agreement.exchange_objects(value, doing)
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    asynchronous: bool = False,
+    busy: Literal["wait", "refuse"] = "wait",
+    file_nbytes: int = FILE_NBYTES,
+) -> None:
+    """Make ``path`` one complete checkpoint. Collective: every rank calls it, between optimizer steps.
+
+    Each rank writes its own part, and nothing twice. What ``path`` has before stays until all of the new is on the
+    disk; a save that fails, or is cut off, leaves it as it is.
+
+    Args:
+        path: a directory that all ranks see; made, or replaced if it is a checkpoint.
+        model: wrapped by a ZeroOptimizer.
+        optimizer: that one; without it weights alone are saved.
+        extra: by name, values of JSON, tensors or numpy arrays, or objects with ``state_dict`` and
+            ``load_state_dict``: schedulers, samplers, scalers. Ranks may have different ones.
+        asynchronous: return when all is copied to the host's memory, and write while training goes on;
+            :func:`wait` and the next save raise what goes wrong. Costs one copy of this rank's part in memory.
+        busy: while another is being written, wait for it or raise.
+        file_nbytes: largest size of a file in bytes.
+
+    Raises:
+        CheckpointError: it cannot be saved; on every rank, and nothing has changed.
+        RuntimeError: called inside a pass, or ranks are at different calls.
+        TypeError: the optimizer is none that zeropp has wrapped.
+    """
+    begin(Path(path).absolute(), model, optimizer, extra, asynchronous, busy, file_nbytes)
+
+
+def begin(
+    target: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any] | None,
+    asynchronous: bool,
+    busy: str,
+    file_nbytes: int,
+    completed: Callable[[], None] | None = None,
+) -> None:
+    """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place."""
+    engine = engine_of(model)
+    engine.require_idle("checkpoint.save()")
+    engine.agreement.require_same_call(f"checkpoint.save({str(target)!r}, asynchronous={asynchronous})")
+    background = background_of(engine) if asynchronous else None
+    _wait_for_others(engine, busy)
+    # What is cached of older weights is renewed first: it may be a part of what is saved.
+    engine.finish_load()
+    engine.refresh.start_put_off()
+    engine.refresh.wait()
+    checks, meeting = Checksums.best(), Now(engine)
+    found, token = _prepare(engine, model, optimizer, extra or {}, checks, target, file_nbytes)
+    attempt = Attempt(target, token, found, checks, file_nbytes, completed)
+    if background is None:
+        attempt.run(meeting)
+    else:
+        background.start(attempt)
+
+
+def _wait_for_others(engine: Engine, busy: str) -> None:
+    """The one that is being written comes first; its error is this call's."""
+    if busy not in ("wait", "refuse"):
+        raise ValueError(f'busy is {busy!r}; expected "wait" or "refuse"')
+    background = backgrounds.get(engine)
+    if background is None:
+        return
+    if busy == "refuse" and any(engine.agreement.exchange_objects(background.busy, "looking for a save under way")):
+        raise CheckpointError('a checkpoint is still being written; wait() for it, or save with busy="wait"')
+    background.wait()
+
+
+def _prepare(
+    engine: Engine,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any],
+    checks: Checksums,
+    target: Path,
+    limit: int,
+) -> tuple[Contents, str]:
+    """What this rank has to write, and the attempt's token; fails on all ranks if it fails on any."""
+    found, error = Contents(), None
+    try:
+        if not isinstance(limit, int) or limit < 1 << 16:
+            raise ValueError(f"file_nbytes is {limit!r}; expected a number of bytes, 65536 or more")
+        if engine.window.count:
+            raise CheckpointError(
+                f"gradients of {engine.window.count} micro-batches wait for a step and would be lost; save after "
+                "step(), or discard them with zero_grad(now=True)"
+            )
+        owner = require_ours(engine, optimizer)
+        found = contents(engine, model, owner, extra, checks)
+        found.own["layout"] = layout_id(engine)
+        found.values["config"] = owner.config.model_dump(mode="json") if owner is not None else {}
+    except Exception as caught:
+        error = caught
+    own = (None if error is None else f"{type(error).__name__}: {error}", found.digest, secrets.token_hex(4))
+    accounts = engine.agreement.exchange_objects(own, f"preparing the checkpoint {str(target)!r}")
+    if error is not None:
+        raise error
+    failed = {rank: told for rank, (told, _, _) in enumerate(accounts) if told is not None}
+    if failed:
+        rank, cause = next(iter(failed.items()))
+        raise CheckpointError(f"the checkpoint {str(target)!r} was not begun: rank {rank} has {cause}")
+    _, digest, token = accounts[0]
+    add_extra(found, engine.comm.rank, digest)
+    return found, token
+
+
+def require_ours(engine: Engine, optimizer: Optimizer | None) -> ZeroOptimizer | None:
+    """The optimizer of an engine, as what it is.
+
+    Raises:
+        TypeError: it is none that zeropp has wrapped.
+        ValueError: it is another model's.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, ZeroOptimizer):
+        raise TypeError(
+            f"optimizer is a {type(optimizer).__name__}; expected the ZeroOptimizer around it, or None for weights only"
+        )
+    if optimizer.engine is not engine:
+        raise ValueError("the optimizer and the model do not belong together; give the ZeroOptimizer of this model")
+    return optimizer

@@ -1,0 +1,142 @@
+"""``Series``: the checkpoints of one run, by step: the newest is known, old ones go once a newer one is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeropp.access.state import engine_of
+from zeropp.checkpoint.checksums import Checksums
+from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.checkpoint.load import Loaded, load
+from zeropp.checkpoint.metadata import METADATA, write_synced
+from zeropp.checkpoint.save import begin
+from zeropp.checkpoint.source import Verify
+from zeropp.checkpoint.together import together
+from zeropp.config.base import notify
+
+__all__ = ["Series"]
+
+_LATEST = "latest"
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass(frozen=True)
+class Series:
+    """Checkpoints ``root/step-00000100`` and on, and the file ``root/latest``, which names the newest.
+
+    Attributes:
+        root: a directory that all ranks see; made when something is saved.
+        keep: how many to keep, the newest ones; None for all.
+    """
+
+    root: str | os.PathLike[str]
+    keep: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep is not None and (not isinstance(self.keep, int) or isinstance(self.keep, bool) or self.keep < 1):
+            raise ValueError(
+                f"keep is {self.keep!r}; expected how many checkpoints to keep, 1 or more, or None for all"
+            )
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is."""
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise ValueError(f"step is {step!r}; expected a number of steps, 0 or more")
+        return Path(self.root).absolute() / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps of which there is a complete checkpoint, in order."""
+        root = Path(self.root)
+        found = [_NAME.fullmatch(each.name) for each in root.iterdir()] if root.is_dir() else []
+        steps = [int(match.group(1)) for match in found if match is not None]
+        return sorted(step for step in steps if (self.path(step) / METADATA).is_file())
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint, or None if there is none.
+
+        What ``latest`` names; where that file is damaged or names what is not there, the last of :meth:`steps`.
+        """
+        steps, named = self.steps(), None
+        path = Path(self.root) / _LATEST
+        if path.exists():
+            named = _read_latest(path)
+            if named not in steps:
+                notify(f"{str(path)!r} is damaged or names no complete checkpoint; the newest that is there is taken")
+                named = None
+        return named if named is not None else max(steps, default=None)
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        asynchronous: bool = False,
+        busy: Literal["wait", "refuse"] = "wait",
+        file_nbytes: int = FILE_NBYTES,
+    ) -> Path:
+        """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
+        path = self.path(step)
+        begin(path, model, optimizer, extra, asynchronous, busy, file_nbytes, lambda: self._completed(step))
+        return path
+
+    def load(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
+        strict: bool = True,
+        only: Collection[str] | None = None,
+        verify: Verify = "all",
+    ) -> tuple[int, Loaded] | None:
+        """Restore the newest checkpoint, or that of a step; see :func:`zeropp.checkpoint.load`.
+
+        Returns:
+            The step and what was found; None, on every rank, if there is no checkpoint yet.
+        """
+        engine = engine_of(model)
+        engine.agreement.require_same_call(f"Series({str(self.root)!r}).load()")
+        # The first rank's: others may see an older state of a network's file system.
+        own = together(engine, "looking for the newest checkpoint", lambda: self.latest() if step is None else step,
+                       "nothing was changed")  # fmt: skip
+        chosen = engine.agreement.exchange_objects(own, "looking for the newest checkpoint")[0]
+        if chosen is None:
+            return None
+        return chosen, load(self.path(chosen), model, optimizer, extra, strict=strict, only=only, verify=verify)
+
+    def _completed(self, step: int) -> None:
+        """On the first rank, once a checkpoint is in place: name it, and let old ones go."""
+        root = Path(self.root).absolute()
+        body = json.dumps({"step": step})
+        checks = Checksums.crc32()
+        write_synced(root / _LATEST, json.dumps({"checksum": checks.hexdigest(body.encode()), "latest": body}).encode())
+        if self.keep is None:
+            return
+        for each in [each for each in self.steps() if each != step][: -(self.keep - 1) or None]:
+            # First what makes it one, so that a half-deleted one is none.
+            (self.path(each) / METADATA).unlink()
+            shutil.rmtree(self.path(each), ignore_errors=True)
+
+
+def _read_latest(path: Path) -> int | None:
+    try:
+        found = json.loads(path.read_bytes())
+        body = found["latest"]
+        if Checksums.crc32().hexdigest(body.encode()) != found["checksum"]:
+            return None
+        return int(json.loads(body)["step"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None

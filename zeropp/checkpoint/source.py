@@ -1,0 +1,203 @@
+"""Reading: which bytes of which files a rank's parts are, and how they come to where they belong."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zeropp.checkpoint.boxes import Box, BoxIndex, runs
+from zeropp.checkpoint.checksums import STRETCH, Checksums
+from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.metadata import DTYPES, BoxEntry, Metadata
+from zeropp.checkpoint.parts import Part
+
+__all__ = ["Source", "Verify"]
+
+Verify = Literal["all", "sample", "none"]
+_SAMPLE = 16  # of so many stretches one is verified
+_BATCH_NBYTES = 1 << 28  # of values that cannot be read to where they belong, and wait to be converted
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A part of a stored box, and where its values go: a view of its sizes, of any dtype, strides and device."""
+
+    entry: BoxEntry
+    dtype: torch.dtype
+    part: Box  # counted from the box's first element
+    into: Tensor
+
+    @property
+    def in_place(self) -> bool:
+        """Whether bytes of the file may go there as they are."""
+        return self.into.dtype == self.dtype and self.into.is_contiguous() and self.into.device.type == "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.part.numel * self.dtype.itemsize
+
+
+class Source:
+    """The tensors of one checkpoint.
+
+    Attributes:
+        metadata: of it.
+        nbytes_read: so far, by this rank.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata, verify: Verify) -> None:
+        self.metadata = metadata
+        self.nbytes_read = 0
+        self._folder = folder
+        self._verify = verify
+        self._checks = Checksums.of(metadata.algorithm) if verify != "none" else None
+        if verify != "none" and metadata.stretch != STRETCH:
+            raise CheckpointError(
+                f"{str(folder)!r} has a checksum for each {metadata.stretch} bytes, expected {STRETCH}; read it with "
+                'verify="none"'
+            )
+        self._indices: dict[str, BoxIndex[BoxEntry]] = {}
+        self._verified: defaultdict[int, set[int]] = defaultdict(set)
+        # Where boxes begin in each file, to name what a damaged stretch has.
+        self._begins: dict[int, list[tuple[int, int, str]]] = {}
+
+    def read(self, parts: Iterable[Part]) -> None:
+        """Fill the values of parts, converted to the dtypes they have here.
+
+        Raises:
+            CheckpointError: a tensor is missing or of another shape; a file is missing, damaged or cut short. With
+                their names; some parts may have their values by then.
+        """
+        by_file: defaultdict[int, list[_Request]] = defaultdict(list)
+        for part in parts:
+            for request in self._requests(part):
+                by_file[request.entry.file].append(request)
+        for number, requests in sorted(by_file.items()):
+            for batch in _batches(sorted(requests, key=lambda each: each.entry.begin)):
+                self._read_batch(number, batch)
+
+    def tensor(self, name: str) -> Tensor:
+        """All of one tensor, on the CPU."""
+        entry = self.metadata.tensors.get(name)
+        if entry is None:
+            raise CheckpointError(f"{str(self._folder)!r} has no tensor {name!r}")
+        values = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.read([Part(name, entry.shape, Box((0,) * len(entry.shape), entry.shape), values)])
+        return values
+
+    def verify_rest(self, share: int, shares: int) -> None:
+        """Verify what nobody has read: of each ``shares`` files the one that falls to ``share``.
+
+        Raises:
+            CheckpointError: a file is damaged.
+        """
+        if self._verify != "all":
+            return
+        for number in range(share, len(self.metadata.files), shares):
+            every = range(-(-self.metadata.files[number].nbytes // STRETCH))
+            self._read_file(number, [], set(every) - self._verified[number])
+
+    def _requests(self, part: Part) -> Iterator[_Request]:
+        entry = self.metadata.tensors.get(part.name)
+        if entry is None:
+            raise CheckpointError(f"{str(self._folder)!r} has no tensor {part.name!r}")
+        if entry.shape != part.shape:
+            raise CheckpointError(
+                f"{part.name!r} is of shape {part.shape} here and of shape {entry.shape} in {str(self._folder)!r}; it "
+                "is a checkpoint of another model"
+            )
+        if part.name not in self._indices:
+            self._indices[part.name] = BoxIndex(entry.shape, [(each.box, each) for each in entry.boxes])
+        for common, box, found in self._indices[part.name].meeting(part.box):
+            place = common.within(part.box)
+            into = part.values
+            for dimension, (offset, size) in enumerate(zip(place.offsets, place.sizes, strict=True)):
+                into = into.narrow(dimension, offset, size)
+            yield _Request(found, DTYPES[entry.dtype], common.within(box), into)
+
+    def _read_batch(self, number: int, batch: Sequence[_Request]) -> None:
+        wanted: list[Wanted] = []
+        waiting: list[tuple[Tensor, Tensor]] = []
+        for request in batch:
+            values = request.into
+            if not request.in_place:
+                values = torch.empty(request.part.sizes, dtype=request.dtype)
+                waiting.append((request.into, values))
+            row, size = as_bytes(values), request.dtype.itemsize
+            for there, here, count in runs(request.part, request.entry.sizes):
+                into = row[here * size : (here + count) * size]
+                wanted.append(Wanted(request.entry.begin + there * size, into))
+        self._read_file(number, wanted, self._to_verify(wanted))
+        for into, values in waiting:
+            into.copy_(values)
+
+    def _to_verify(self, wanted: Sequence[Wanted]) -> set[int]:
+        found: set[int] = set()
+        if self._verify != "none":
+            for each in wanted:
+                found.update(range(each.begin // STRETCH, -(-each.end // STRETCH)))
+        if self._verify == "sample":
+            found = {stretch for stretch in found if stretch % _SAMPLE == 0}
+        return found
+
+    def _read_file(self, number: int, wanted: Sequence[Wanted], verified: set[int]) -> None:
+        file = self.metadata.files[number]
+        path = self._folder / file.name
+        try:
+            there = os.stat(path).st_size
+            if there != file.nbytes:
+                raise CheckpointError(
+                    f"{str(path)!r} has {there} bytes, and was written with {file.nbytes}; it was cut short or replaced"
+                )
+            sums = file.checksums(self._checks.width) if self._checks is not None else []
+
+            def verify(stretch: int, memory: memoryview) -> None:
+                assert self._checks is not None
+                if self._checks.of_bytes(memory) != sums[stretch]:
+                    raise CheckpointError(
+                        f"{str(path)!r} is damaged between bytes {stretch * STRETCH} and "
+                        f"{stretch * STRETCH + len(memory)}, where {self._names(number, stretch)} lie: the checksum is "
+                        "another than when it was written"
+                    )
+
+            self.nbytes_read += read_blocks(path, file.nbytes, wanted, verified, verify)
+        except OSError as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+        self._verified[number] |= verified
+
+    def _names(self, number: int, stretch: int) -> str:
+        """What lies in a stretch of a file, in words."""
+        if number not in self._begins:
+            self._begins[number] = sorted(
+                (box.begin, box.box.numel * DTYPES[tensor.dtype].itemsize, name)
+                for name, tensor in self.metadata.tensors.items()
+                for box in tensor.boxes
+                if box.file == number
+            )
+        low, high = stretch * STRETCH, (stretch + 1) * STRETCH
+        names = [name for begin, nbytes, name in self._begins[number] if begin < high and begin + nbytes > low]
+        shown = ", ".join(map(repr, dict.fromkeys(names[:3])))
+        return f"{shown}{' and others' if len(names) > 3 else ''}" if names else "the header and nothing else"
+
+
+def _batches(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
+    batch: list[_Request] = []
+    nbytes = 0
+    for request in requests:
+        more = 0 if request.in_place else request.nbytes
+        if batch and nbytes + more > _BATCH_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(request)
+        nbytes += more
+    if batch:
+        yield batch
