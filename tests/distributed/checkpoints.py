@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,7 @@ class Went:
         moments: of this rank's slices, by parameter: first element, and states.
         losses: of the steps that follow.
         drawn: random numbers.
+        skipped: steps that were not taken.
         found: what the load has found.
     """
 
@@ -60,6 +62,7 @@ class Went:
     moments: dict[str, tuple[int, dict[str, Any]]]
     losses: list[float] = field(default_factory=list)
     drawn: list[float] = field(default_factory=list)
+    skipped: int = 0
     found: checkpoint.Loaded | None = None
 
 
@@ -95,13 +98,17 @@ def moments(optimizer: zeropp.ZeroOptimizer) -> dict[str, tuple[int, dict[str, A
 
 
 def went(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> Went:
-    return Went(zeropp.full_state(model), moments(optimizer), drawn=[torch.rand(()).item()])
+    drawn = [torch.rand(()).item(), random.random()]
+    return Went(zeropp.full_state(model), moments(optimizer), drawn=drawn, skipped=optimizer.skipped_steps)
 
 
 def saves(path: Path, name: str, after: int = 4, asynchronous: bool = False) -> Went:
     """Trains, saves, and goes on for four steps."""
     model, optimizer = wrap(CONFIGS[name])
     train(model, optimizer, range(after))
+    optimizer.backward(model(tokens(0, 0)) * float("inf"))
+    optimizer.step()
+    optimizer.zero_grad()
     checkpoint.save(path, model, optimizer, asynchronous=asynchronous)
     result = went(model, optimizer)
     result.losses = train(model, optimizer, range(after, after + 10))
@@ -113,6 +120,7 @@ def goes_on(path: Path, name: str, after: int = 4, **how: Any) -> Went:
     """Trains something else, loads, and goes on."""
     model, optimizer = wrap(CONFIGS[name])
     train(model, optimizer, range(90, 92))
+    torch.rand(3), random.random()
     found = checkpoint.load(path, model, optimizer, **how)
     result = went(model, optimizer)
     result.losses, result.found = train(model, optimizer, range(after, after + 10)), found

@@ -33,10 +33,12 @@ from zeropp.checkpoint.metadata import (
     sync_folder,
 )
 
-__all__ = ["Attempt", "Meeting", "check_target"]
+__all__ = ["BESIDE", "Attempt", "Meeting", "check_target"]
 
 _T = TypeVar("_T")
-_BESIDE = ".saving-"
+BESIDE = ".saving-"
+"""In the names of folders that are being written."""
+
 _EXCHANGE = 2  # of renameat2: both names are there, before and after
 
 
@@ -74,7 +76,7 @@ class Attempt:
     @property
     def beside(self) -> Path:
         """The folder that is written to."""
-        return self.path.with_name(f".{self.path.name}{_BESIDE}{self.token}")
+        return self.path.with_name(f".{self.path.name}{BESIDE}{self.token}")
 
     def run(self, meeting: Meeting) -> None:
         """Write it; every rank calls this.
@@ -84,15 +86,14 @@ class Attempt:
         """
         first = meeting.rank == 0
         try:
-            self._together(meeting, "making a folder for a checkpoint", self._make if first else lambda: None)
+            self._together(meeting, "making a folder for a checkpoint", self._make if first else _nothing)
             stem = f"rank-{meeting.rank:05d}"
             parts, own = self.contents.parts, self.contents.own
             written = self._together(
                 meeting, "writing a checkpoint",
                 lambda: (write_files(self.beside, stem, parts, self.checks, self.limit), own),
             )  # fmt: skip
-            finish = (lambda: self._finish(written)) if first else (lambda: None)
-            self._together(meeting, "completing a checkpoint", finish)
+            self._together(meeting, "completing a checkpoint", (lambda: self._finish(written)) if first else _nothing)
         except BaseException:
             if first:
                 shutil.rmtree(self.beside, ignore_errors=True)
@@ -106,22 +107,24 @@ class Attempt:
             result = work()
         except Exception as caught:
             error = caught
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        answers = meeting.exchange((result, told), doing)
-        failed = {rank: told for rank, (_, told) in enumerate(answers) if told is not None}
+        cause = error.cause if isinstance(error, _InPlaceError) else error
+        told = None if cause is None else f"{type(cause).__name__}: {cause}"
+        answers = meeting.exchange((result, told, isinstance(error, _InPlaceError)), doing)
+        failed = {rank: told for rank, (_, told, _) in enumerate(answers) if told is not None}
         if failed:
-            rank, cause = next(iter(failed.items()))
+            left = "Nothing was saved, and what was there before is as it was"
+            if any(in_place for _, _, in_place in answers):
+                left = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
             raise CheckpointError(
-                f"{doing} at {str(self.path)!r} failed on rank{'s' if failed.keys() - {rank} else ''} "
-                f"{', '.join(map(str, failed))}: {cause}. Nothing was saved, and what was there before is as it was; "
-                "saving again is possible"
-            ) from error
-        return [result for result, _ in answers]  # type: ignore[misc]
+                f"{doing} at {str(self.path)!r} failed on rank{'s'[: len(failed) - 1]} {', '.join(map(str, failed))}: "
+                f"{next(iter(failed.values()))}. {left}; saving again is possible"
+            ) from cause
+        return [result for result, _, _ in answers]  # type: ignore[misc]
 
     def _make(self) -> None:
         check_target(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.path.parent.glob(f".{self.path.name}{_BESIDE}*"):
+        for left in self.path.parent.glob(f".{self.path.name}{BESIDE}*"):
             # Of a job that ended while it wrote; two jobs that save to one place would not end well anyway.
             shutil.rmtree(left, ignore_errors=True)
         self.beside.mkdir()
@@ -136,9 +139,27 @@ class Attempt:
             values=contents.values, ranks=tuple(own),
         ).write(self.beside)  # fmt: skip
         sync_folder(self.beside)
-        _put_in_place(self.beside, self.path)
-        if self.completed is not None:
-            self.completed()
+        left = _put_in_place(self.beside, self.path)
+        try:
+            sync_folder(self.path.parent)
+            if self.completed is not None:
+                self.completed()
+            if left is not None:
+                shutil.rmtree(left)
+        except Exception as error:
+            raise _InPlaceError(error) from error
+
+
+class _InPlaceError(Exception):
+    """Something went wrong when the checkpoint had its name already."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+def _nothing() -> None:
+    pass
 
 
 def check_target(path: Path) -> None:
@@ -173,20 +194,23 @@ def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEn
     return files, tensors
 
 
-def _put_in_place(beside: Path, path: Path) -> None:
-    """Give a finished folder its name; what had it goes afterwards."""
+def _put_in_place(beside: Path, path: Path) -> Path | None:
+    """Give a finished folder its name; returns where what had it is now."""
     if not path.exists():
         os.rename(beside, path)
-    elif _exchange_names(beside, path):
-        shutil.rmtree(beside)
-    else:
-        # For a moment neither has the name; both are complete, and a reader of the folder finds the older one beside.
-        old = path.with_name(f".{path.name}.replaced")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(path, old)
+        return None
+    if _exchange_names(beside, path):
+        return beside
+    # For a moment none has the name; the older one is complete, beside.
+    old = path.with_name(f".{path.name}{BESIDE}replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(path, old)
+    try:
         os.rename(beside, path)
-        shutil.rmtree(old)
-    sync_folder(path.parent)
+    except OSError:
+        os.rename(old, path)
+        raise
+    return old
 
 
 def _exchange_names(one: Path, other: Path) -> bool:

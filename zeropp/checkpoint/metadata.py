@@ -212,7 +212,8 @@ def _why_none(folder: Path) -> str:
 
 def write_synced(path: Path, data: bytes) -> None:
     """Write a small file by way of another name, and see that it is on the disk."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # One name, so that what a program leaves that is killed here is written over by the next.
+    beside = path.with_name(f".{path.name}.writing")
     with open(beside, "wb") as file:
         file.write(data)
         file.flush()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.access.state import engine_of
+from zeropp.checkpoint.attempt import BESIDE
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
@@ -123,6 +124,9 @@ class Series:
         body = json.dumps({"step": step})
         checks = Checksums.crc32()
         write_synced(root / _LATEST, json.dumps({"checksum": checks.hexdigest(body.encode()), "latest": body}).encode())
+        for left in root.glob(f".step-*{BESIDE}*"):
+            # Of jobs that ended while they wrote, perhaps another step: this one has its name by now.
+            shutil.rmtree(left, ignore_errors=True)
         if self.keep is None:
             return
         for each in [each for each in self.steps() if each != step][: -(self.keep - 1) or None]:
