@@ -6,7 +6,7 @@ they are used and let go right after.
 
 from __future__ import annotations
 
-from zeropp import plan, zero
+from zeropp import checkpoint, plan, zero
 from zeropp.access.average import ema
 from zeropp.access.state import comm_report, full_state
 from zeropp.config import Config, ConfigError, load_config
@@ -17,6 +17,7 @@ __all__ = [
     "ConfigError",
     "ZeroOptimizer",
     "__version__",
+    "checkpoint",
     "comm_report",
     "ema",
     "full_state",

@@ -87,7 +87,7 @@ def test_goes_on_like_plain_torch(elsewhere: tuple[Path, list[Went]]) -> None:
 
 
 def test_each_rank_reads_its_own_part(elsewhere: tuple[Path, list[Went]]) -> None:
-    """Of what all have together, and stretches of a megabyte that two share."""
+    """And no more of what all have together than stretches of a megabyte that two share."""
     path, _ = elsewhere
     there = sum(each.stat().st_size for each in path.iterdir())
     for rank in run_ranks(4, goes_on, path, "stage 3", verify="none", local_world_size=2):

@@ -172,7 +172,7 @@ def test_every_flipped_byte_is_found(trained: Pair, saved: Path) -> None:
         data[place] ^= 1 << chosen.randrange(8)
         kept = path.read_bytes()
         path.write_bytes(data)
-        with pytest.raises(checkpoint.CheckpointError, match="damaged|checksum|format"):
+        with pytest.raises(checkpoint.CheckpointError, match=r"damaged|checksum|format"):
             checkpoint.load(saved, model, optimizer, verify="all")
         path.write_bytes(kept)
     checkpoint.load(saved, model, optimizer)

@@ -1,7 +1,7 @@
 """Checkpoints: complete directories that load on any number of ranks, each of which reads and writes its own bytes.
 
-Knows engines and optimizers, tensors as boxes, and files; not how values are gathered, which saving never does. Start
-reading at ``parts``, which makes boxes of what a rank has, then ``save`` and ``load``.
+Knows engines and optimizers, tensors as boxes, and files; not how weights are gathered, which saving never does.
+Start with :mod:`~zeropp.checkpoint.parts`, which makes boxes of what a rank has, then ``save`` and ``load``.
 """
 
 from zeropp.checkpoint.background import wait

@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-import zeropp
 from zeropp.checkpoint.checksums import STRETCH, Checksums
 from zeropp.checkpoint.contents import Contents
 from zeropp.checkpoint.errors import CheckpointError
@@ -32,6 +31,7 @@ from zeropp.checkpoint.metadata import (
     dtype_code,
     sync_folder,
 )
+from zeropp_kernels import __version__
 
 __all__ = ["BESIDE", "Attempt", "Meeting", "check_target"]
 
@@ -134,7 +134,7 @@ class Attempt:
         contents = self.contents
         files, tensors = _merged(written, contents)
         Metadata(
-            format=FORMAT, zeropp=zeropp.__version__, torch=torch.__version__, world=len(own),
+            format=FORMAT, zeropp=__version__, torch=torch.__version__, world=len(own),
             algorithm=self.checks.name, stretch=STRETCH, files=tuple(files), tensors=tensors, aliases=contents.aliases,
             values=contents.values, ranks=tuple(own),
         ).write(self.beside)  # fmt: skip

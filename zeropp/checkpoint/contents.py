@@ -152,7 +152,7 @@ def _groups(found: Contents, engine: Engine, optimizer: ZeroOptimizer) -> Iterat
 
 
 def _digest(states: Mapping[str, Any], checks: Checksums) -> str:
-    """Of what the caller gives besides: equal where ranks give the same."""
+    """A digest of what the caller gives besides: equal where ranks give the same."""
     tensors: dict[str, Tensor] = {}
     summed = [json.dumps(encode(states, "extra", tensors)).encode()]
     for name, tensor in tensors.items():
