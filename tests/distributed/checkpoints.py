@@ -41,6 +41,9 @@ CONFIGS: dict[str, dict[str, object]] = {
     "hpz delta4": _config(_HPZ, _BF16, weight_codec="delta4"),
     "stage 1 delta4": _config({"stage": 1}, _BF16, weight_codec="delta4"),
     "hpz lossless": _config(_HPZ, _BF16, weight_codec="lossless"),
+    "frozen": _config({**_CUT, "stage": 3}),
+    "frozen codes": _config({**_CUT, "stage": 3, "zero_quantized_nontrainable_weights": True}),
+    "frozen codes hpz": _config({**_HPZ, "zero_quantized_nontrainable_weights": True}, _BF16),
     "quantized weights": _config({**_CUT, "stage": 3, "zero_quantized_weights": True}, _BF16),
 }
 
@@ -72,8 +75,10 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.03}, {"params": others, "lr": 2e-3}], lr=1e-3)
 
 
-def wrap(config: dict[str, object]) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
-    model = Model()
+def wrap(name: str) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
+    model, config = Model(), CONFIGS[name]
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_("frozen" not in name or key.split(".")[-2:-1] == ["1"] or key == "head.bias")
     return model, zeropp.ZeroOptimizer(make_optimizer(model), model, config)
 
 
@@ -104,7 +109,7 @@ def went(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> Went:
 
 def saves(path: Path, name: str, after: int = 4, asynchronous: bool = False) -> Went:
     """Trains, saves, and goes on for four steps."""
-    model, optimizer = wrap(CONFIGS[name])
+    model, optimizer = wrap(name)
     train(model, optimizer, range(after))
     optimizer.backward(model(tokens(0, 0)) * float("inf"))
     optimizer.step()
@@ -118,7 +123,7 @@ def saves(path: Path, name: str, after: int = 4, asynchronous: bool = False) -> 
 
 def goes_on(path: Path, name: str, after: int = 4, **how: Any) -> Went:
     """Trains something else, loads, and goes on."""
-    model, optimizer = wrap(CONFIGS[name])
+    model, optimizer = wrap(name)
     train(model, optimizer, range(90, 92))
     torch.rand(3), random.random()
     found = checkpoint.load(path, model, optimizer, **how)

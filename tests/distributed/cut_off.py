@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import zeropp
-from tests.distributed.checkpoints import CONFIGS, train, wrap
+from tests.distributed.checkpoints import train, wrap
 from zeropp import checkpoint
 
 CALLS = ("pwrite", "fsync", "ftruncate", "posix_fallocate", "open", "mkdir", "rename", "replace", "unlink", "rmdir")
@@ -60,7 +60,7 @@ class Scene:
 
     def __init__(self, root: Path, in_place: bool) -> None:
         self.root, self.in_place = root, in_place
-        self.model, self.optimizer = wrap(CONFIGS["stage 3"])
+        self.model, self.optimizer = wrap("stage 3")
         self.weights: dict[int, dict[str, torch.Tensor]] = {}
         self.advance()
         self.save(1)
@@ -78,7 +78,7 @@ class Scene:
 
     def load(self) -> int:
         """Load what is there, and say which step it is."""
-        model, optimizer = wrap(CONFIGS["stage 3"])
+        model, optimizer = wrap("stage 3")
         if self.in_place:
             checkpoint.load(self.root / "here", model, optimizer)
         else:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.distributed.checkpoints import CONFIGS, Went, by_hand, goes_on, saves, states_of
 from tests.distributed.harness import run_ranks
+from tests.distributed.quantized import decoded
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -57,6 +58,25 @@ def test_other_ranks_and_placements(world: int, local: int, name: str, elsewhere
     assert same(after[0].state, before[0].state) == [] and same_states(after, before) == []
     expected = run_ranks(world, by_hand, before[0].state, states_of(before), name, local_world_size=local)
     assert [rank.losses for rank in after] == expected
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was saved by")
+@pytest.mark.parametrize(("world", "name"), [(1, "frozen"), (3, "frozen codes"), (4, "frozen codes hpz")])
+def test_codes_of_frozen_weights(world: int, name: str, tmp_path: Path) -> None:
+    """They go to codes as they are, and are decoded where values are wanted."""
+    before = run_ranks(4, saves, tmp_path / "here", "frozen codes", local_world_size=2)
+    after = run_ranks(world, goes_on, tmp_path / "here", name, local_world_size=2 if world == 4 else world)
+    assert same(after[0].state, before[0].state) == [] and same_states(after, before) == []
+
+
+@pytest.mark.filterwarnings("ignore:the checkpoint was saved by")
+def test_frozen_values_are_encoded_where_codes_are_wanted(tmp_path: Path) -> None:
+    before = run_ranks(2, saves, tmp_path / "here", "frozen", 9)[0].state
+    (after,) = run_ranks(1, goes_on, tmp_path / "here", "frozen codes")
+    trained = {name for name in before if name.split(".")[-2:-1] == ["1"] or name == "head.bias"}
+    assert same({name: after.state[name] for name in trained}, {name: before[name] for name in trained}) == []
+    for name in before.keys() - trained - {"conv.weight"}:
+        assert torch.equal(after.state[name], decoded(before[name])), name
 
 
 def losses_of_plain_torch(state: dict[str, Tensor], states: dict[str, Any]) -> list[float]:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import zeropp
-from tests.distributed.checkpoints import CONFIGS, train, wrap
+from tests.distributed.checkpoints import train, wrap
 from tests.distributed.cut_off import CALLS
 from tests.distributed.harness import ROOT, run_ranks
 from zeropp import checkpoint
@@ -39,7 +39,7 @@ def test_killed_at_every_call_that_changes_the_disk(how: str) -> None:
 
 @pytest.fixture(scope="module")
 def trained() -> Pair:
-    model, optimizer = wrap(CONFIGS["stage 3"])
+    model, optimizer = wrap("stage 3")
     train(model, optimizer, range(2))
     return model, optimizer
 
@@ -92,7 +92,7 @@ def test_a_disk_that_fails_at_any_call(
                 failed = "Nothing was saved" in str(error)
                 assert failed or "It is in place and complete" in str(error)
                 assert os.strerror(code) in str(error) and "saving again is possible" in str(error)
-        other = wrap(CONFIGS["stage 3"])
+        other = wrap("stage 3")
         checkpoint.load(saved, *other)
         # Some need not succeed: a folder may be there already, and space need not be reserved.
         assert same(weights(other[0]), before if failed else after)
@@ -110,7 +110,7 @@ def of_two(path: Path, failing: bool) -> str:
     """Saves on two ranks, the second of which cannot write."""
     import torch.distributed as dist
 
-    model, optimizer = wrap(CONFIGS["stage 3"])
+    model, optimizer = wrap("stage 3")
     train(model, optimizer, range(1))
     checkpoint.save(path, model, optimizer)
     before, error = weights(model), ""

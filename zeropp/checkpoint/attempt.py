@@ -136,16 +136,16 @@ class Attempt:
         Metadata(
             format=FORMAT, zeropp=__version__, torch=torch.__version__, world=len(own),
             algorithm=self.checks.name, stretch=STRETCH, files=tuple(files), tensors=tensors, aliases=contents.aliases,
-            values=contents.values, ranks=tuple(own),
+            coded=contents.coded, values=contents.values, ranks=tuple(own),
         ).write(self.beside)  # fmt: skip
         sync_folder(self.beside)
         left = _put_in_place(self.beside, self.path)
         try:
             sync_folder(self.path.parent)
-            if self.completed is not None:
-                self.completed()
             if left is not None:
                 shutil.rmtree(left)
+            if self.completed is not None:
+                self.completed()
         except Exception as error:
             raise _InPlaceError(error) from error
 

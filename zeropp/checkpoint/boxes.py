@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from torch import Tensor
+
 __all__ = ["Box", "BoxIndex", "boxes_of_range", "runs"]
 
 _T = TypeVar("_T")
@@ -44,6 +46,12 @@ class Box:
     def within(self, other: Box) -> Box:
         """The same place, counted from another box's first element."""
         return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of this part of a tensor."""
+        for dimension, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dimension, offset, size)
+        return tensor
 
     def first(self, strides: Sequence[int]) -> int:
         """Place of its first element in memory of these strides."""

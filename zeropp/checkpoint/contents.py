@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.checkpoint.checksums import Checksums
+from zeropp.checkpoint.coded import coded_entries, coded_parts
 from zeropp.checkpoint.disk import as_bytes, view_of
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.metadata import CodedEntry
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
 from zeropp.checkpoint.random_state import random_state
@@ -31,6 +33,7 @@ class Contents:
         parts: it writes.
         shapes: every tensor of the model by name, with dtype; also those of which no rank has elements.
         aliases: further names of the model's tensors, and the name that each is there under.
+        coded: tensors of the model that exist in codes.
         values: of the job, the same on every rank.
         own: of this rank.
         states: what the caller gives besides; see :func:`add_extra`.
@@ -40,6 +43,7 @@ class Contents:
     parts: list[Part] = field(default_factory=list)
     shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    coded: dict[str, CodedEntry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
@@ -75,12 +79,16 @@ def _add_model(found: Contents, engine: Engine, model: nn.Module) -> None:
     named, found.aliases = model_names(model)
     first = engine.comm.rank == 0
     mains = {n: b.main_dtype for b in engine.buffers for n in b.names}
+    found.coded = coded_entries(engine)
     for name, tensor in named.items():
+        if name in found.coded:
+            continue
         found.shapes[MODEL + name] = mains.get(name, tensor.dtype), tuple(tensor.shape)
         # Whole on every rank: buffers, and parameters that are not floating point.
         if name not in mains and first:
             found.parts.append(whole(MODEL + name, tensor.detach()))
     found.parts += main_parts(engine, own=True)
+    found.parts += coded_parts(engine, own=True)
     found.parts += base_parts(engine, own=True)
     states: dict[str, Any] = {}
     for path, module in model.named_modules():

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zeropp.access.state import engine_of
 from zeropp.checkpoint.background import backgrounds
+from zeropp.checkpoint.coded import CODES, SCALES, Encoded, coded_parts
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, Metadata
 from zeropp.checkpoint.names import compare, match, match_groups, model_names
@@ -164,7 +165,8 @@ class _Load:
         """Parts that the checkpoint has, under its names."""
         for part in parts:
             name = self._renamed.get(part.name.removeprefix(prefix))
-            if name is not None and prefix + name in self.metadata.tensors:
+            coded = prefix == MODEL and name in self.metadata.coded
+            if name is not None and (coded or prefix + name in self.metadata.tensors):
                 yield Part(prefix + name, part.shape, part.box, part.values)
 
     # Reading: from here on values change.
@@ -178,10 +180,22 @@ class _Load:
             self.source.read(self._there(main_parts(engine, own=False), MODEL))
             rest = (whole(MODEL + name, tensor.data) for name, tensor in self.named.items() if name not in spread)
             self.source.read(self._there(rest, MODEL))
+            self._read_codes()
             self.source.read(self._there(base_parts(engine, own=False), BASES))
         if self._loads_optimizer:
             self.source.read(self._states())
         self.source.verify_rest(engine.comm.rank, engine.comm.world)
+
+    def _read_codes(self) -> None:
+        """What is in codes here: of codes as they are, of values encoded."""
+        encoded = Encoded(self.engine, self._renamed, self.metadata)
+        values = {part.name.removeprefix(MODEL) for part in encoded.parts}
+        for prefix in (CODES, SCALES):
+            parts = (part for part in coded_parts(self.engine, own=False) if part.name.startswith(prefix))
+            fitting = (part for part in parts if part.name.removeprefix(prefix) not in values)
+            self.source.read(self._there(fitting, prefix))
+        self.source.read(self._there(iter(encoded.parts), MODEL))
+        encoded.encode()
 
     def _states(self) -> Iterator[Part]:
         """Parts of the optimizer's states, in tensors made for them."""

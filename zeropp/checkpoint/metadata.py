@@ -21,7 +21,17 @@ from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.errors import CheckpointError
 
-__all__ = ["DTYPES", "FORMAT", "METADATA", "BoxEntry", "FileEntry", "Metadata", "TensorEntry", "dtype_code"]
+__all__ = [
+    "DTYPES",
+    "FORMAT",
+    "METADATA",
+    "BoxEntry",
+    "CodedEntry",
+    "FileEntry",
+    "Metadata",
+    "TensorEntry",
+    "dtype_code",
+]
 
 METADATA = "metadata.json"
 FORMAT = 1
@@ -104,6 +114,14 @@ class TensorEntry(_Entry):
         return math.prod(self.shape)
 
 
+class CodedEntry(_Entry):
+    """A tensor that is there in 8-bit codes: dtype, shape and strides of its values."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 class Metadata(_Entry):
     """All that a checkpoint says of itself.
 
@@ -115,6 +133,7 @@ class Metadata(_Entry):
         stretch: bytes that one checksum covers; the last of a file may be shorter.
         files, tensors: what is there.
         aliases: other names of tensors, of tied parameters.
+        coded: tensors of the model that are there in codes, by name; see `zeropp.checkpoint.coded`.
         values: what is no tensor and one for all ranks, by name; see `zeropp.checkpoint.values`.
         ranks: what each rank has for itself, likewise.
     """
@@ -128,6 +147,7 @@ class Metadata(_Entry):
     files: tuple[FileEntry, ...]
     tensors: dict[str, TensorEntry]
     aliases: dict[str, str]
+    coded: dict[str, CodedEntry]
     values: dict[str, Any]
     ranks: tuple[dict[str, Any], ...]
 
@@ -178,6 +198,11 @@ class Metadata(_Entry):
             raise CheckpointError(f"{path} does not have the form of format {FORMAT}: {error}") from error
         metadata._check(path)
         return metadata
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Shape of one of the model's tensors, if it is there."""
+        entry = self.tensors.get(f"model.{name}") or self.coded.get(name)
+        return None if entry is None else entry.shape
 
     def _check(self, path: Path) -> None:
         """What the types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""

@@ -49,7 +49,7 @@ def match(named: Mapping[str, Tensor], aliases: Mapping[str, str], metadata: Met
     for name in named:
         for each in (name, *further.get(name, ())):
             there = metadata.aliases.get(each, each)
-            if MODEL + there in metadata.tensors:
+            if metadata.shape_of(there) is not None:
                 found[name] = there
                 break
     return found
@@ -73,7 +73,7 @@ def compare(
     Raises:
         CheckpointError: refused; or a tensor has another shape.
     """
-    saved = {name.removeprefix(MODEL) for name in metadata.tensors if name.startswith(MODEL)}
+    saved = {name.removeprefix(MODEL) for name in metadata.tensors if name.startswith(MODEL)} | metadata.coded.keys()
     missing = [name for name in named if name not in matched]
     unexpected = sorted(saved.difference(named, aliases, matched.values()))
     if strict and (missing or unexpected):
@@ -84,7 +84,7 @@ def compare(
         )
     wrong = []
     for name, there in matched.items():
-        here, shape = tuple(named[name].shape), metadata.tensors[MODEL + there].shape
+        here, shape = tuple(named[name].shape), metadata.shape_of(there)
         if here != shape:
             wrong.append(f"{name!r} is of shape {here} here and of {shape} there")
     if wrong:

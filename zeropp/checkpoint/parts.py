@@ -17,7 +17,18 @@ from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.partition.layout import Fragment, Slot
 
-__all__ = ["BASES", "MODEL", "STATE", "Part", "base_parts", "main_parts", "state_parts", "whole"]
+__all__ = [
+    "BASES",
+    "MODEL",
+    "STATE",
+    "Part",
+    "base_parts",
+    "fragments",
+    "main_parts",
+    "parts_of_range",
+    "state_parts",
+    "whole",
+]
 
 MODEL, STATE, BASES = "model.", "optimizer.state.", "zeropp.base."
 """Prefixes of names: values of the model, states of its optimizer, what differences are taken to."""
@@ -39,7 +50,7 @@ def whole(name: str, values: Tensor) -> Part:
     return Part(name, shape, Box((0,) * len(shape), shape), values)
 
 
-def _parts(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[Part]:
+def parts_of_range(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[Part]:
     """The boxes of a range of a parameter; ``row`` has its elements from ``start`` on, in the order of memory."""
     for box in boxes_of_range(slot.shape, slot.strides, start, start + row.numel()):
         # The row is as dense as the parameter, so its strides serve for a part of it, too.
@@ -47,7 +58,7 @@ def _parts(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[Part]:
         yield Part(name, slot.shape, box, row.as_strided(box.sizes, slot.strides, place))
 
 
-def _fragments(buffer: FlatBuffer, level: int, *, own: bool) -> Iterator[tuple[Slot, Fragment]]:
+def fragments(buffer: FlatBuffer, level: int, *, own: bool) -> Iterator[tuple[Slot, Fragment]]:
     """Parts of parameters in this rank's slice at a level; of those, if ``own``, in its piece of the last level.
 
     Offsets count from the beginning of the slice at ``level``.
@@ -63,9 +74,9 @@ def _fragments(buffer: FlatBuffer, level: int, *, own: bool) -> Iterator[tuple[S
 
 def _of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, *, own: bool) -> Iterator[Part]:
     """Parts of what has one element for each of a buffer's, spread over ``level`` ranks."""
-    for slot, each in _fragments(buffer, level, own=own):
+    for slot, each in fragments(buffer, level, own=own):
         values = row[each.offset : each.offset + each.stop - each.start]
-        yield from _parts(prefix + slot.name, slot, each.start, values)
+        yield from parts_of_range(prefix + slot.name, slot, each.start, values)
 
 
 def main_parts(engine: Engine, *, own: bool) -> Iterator[Part]:
@@ -96,8 +107,8 @@ def state_parts(engine: Engine, states: Sequence[tuple[str, str, Tensor]], *, ow
         by_name.setdefault(name, []).append((key, tensor))
     for buffer in engine.trainable_buffers:
         level = buffer.placement.mode.states
-        starts = {slot.name: each.start for slot, each in _fragments(buffer, level, own=False)}
-        for slot, each in _fragments(buffer, level, own=own):
+        starts = {slot.name: each.start for slot, each in fragments(buffer, level, own=False)}
+        for slot, each in fragments(buffer, level, own=own):
             for key, tensor in by_name.get(slot.name, ()):
                 row = tensor[each.start - starts[slot.name] :][: each.stop - each.start]
-                yield from _parts(f"{STATE}{slot.name}.{key}", slot, each.start, row)
+                yield from parts_of_range(f"{STATE}{slot.name}.{key}", slot, each.start, row)

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from zeropp.checkpoint.boxes import Box, BoxIndex, runs
 from zeropp.checkpoint.checksums import STRETCH, Checksums
+from zeropp.checkpoint.coded import CODES, SCALES, decoded
 from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, BoxEntry, Metadata
-from zeropp.checkpoint.parts import Part
+from zeropp.checkpoint.parts import MODEL, Part
 
 __all__ = ["Source", "Verify"]
 
@@ -67,6 +68,7 @@ class Source:
             )
         self._indices: dict[str, BoxIndex[BoxEntry]] = {}
         self._verified: defaultdict[int, set[int]] = defaultdict(set)
+        self._last: tuple[str, Tensor] | None = None
         # Where boxes begin in each file, to name what a damaged stretch has.
         self._begins: dict[int, list[tuple[int, int, str]]] = {}
 
@@ -79,6 +81,9 @@ class Source:
         """
         by_file: defaultdict[int, list[_Request]] = defaultdict(list)
         for part in parts:
+            if (name := part.name.removeprefix(MODEL)) in self.metadata.coded and part.name.startswith(MODEL):
+                part.values.copy_(part.box.of(self._decoded(name)))
+                continue
             for request in self._requests(part):
                 by_file[request.entry.file].append(request)
         for number, requests in sorted(by_file.items()):
@@ -93,6 +98,14 @@ class Source:
         values = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read([Part(name, entry.shape, Box((0,) * len(entry.shape), entry.shape), values)])
         return values
+
+    def _decoded(self, name: str) -> Tensor:
+        """Values of a parameter that is there in codes; the last one stays, since its boxes are asked for in a row."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            values = decoded(self.tensor(CODES + name), self.tensor(SCALES + name), self.metadata.coded[name])
+            self._last = name, values
+        return self._last[1]
 
     def verify_rest(self, share: int, shares: int) -> None:
         """Verify what nobody has read: of each ``shares`` files the one that falls to ``share``.
@@ -119,10 +132,7 @@ class Source:
             self._indices[part.name] = BoxIndex(entry.shape, [(each.box, each) for each in entry.boxes])
         for common, box, found in self._indices[part.name].meeting(part.box):
             place = common.within(part.box)
-            into = part.values
-            for dimension, (offset, size) in enumerate(zip(place.offsets, place.sizes, strict=True)):
-                into = into.narrow(dimension, offset, size)
-            yield _Request(found, DTYPES[entry.dtype], common.within(box), into)
+            yield _Request(found, DTYPES[entry.dtype], common.within(box), place.of(part.values))
 
     def _read_batch(self, number: int, batch: Sequence[_Request]) -> None:
         wanted: list[Wanted] = []

@@ -52,7 +52,7 @@ class CodedBuffer(FlatBuffer):
         self.codec.encode_(shard, whole[start:stop])
         return shard
 
-    def _put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
+    def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
         """Encode new values of a part of a parameter; blocks that say just these values already stay as they are."""
         numel = values.numel()
         message, now = self.codec.empty(numel, 1, self.device), torch.empty_like(values)
@@ -68,6 +68,10 @@ class CodedBuffer(FlatBuffer):
         places = places[differs.view(-1, BLOCK).any(1)]
         self.codec.encode_(message, values)
         own.copy_from(places + fragment.offset // BLOCK, part, places)
+
+    def blocks(self) -> tuple[Tensor, Tensor]:
+        """This rank's codes, uint8 [blocks, 256], and scales, bfloat16 [blocks]: views of the shard."""
+        return _Blocks(self.shard, self._piece_numel).of_message(0)
 
     def adopt_codes(self, source: FlatBuffer, messages: Tensor) -> None:
         """Take over parameters that another buffer has, too.
@@ -103,6 +107,10 @@ class _Blocks:
         self._codes = rows[:, : layout.codes_nbytes].unflatten(1, (layout.groups, BLOCK))
         scales = rows[:, layout.scales_offset : layout.scales_offset + 2 * layout.groups]
         self._scales = scales.unflatten(1, (layout.groups, 2))
+
+    def of_message(self, index: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of one message."""
+        return self._codes[index], self._scales[index].view(torch.bfloat16)[:, 0]
 
     def copy_from(self, here: Tensor, source: _Blocks, there: Tensor) -> None:
         """Take the blocks ``there`` of a source to the places ``here``."""

@@ -316,9 +316,9 @@ class FlatBuffer:
                 dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
                 dense.copy_(values)
                 row = dense.as_strided((dense.numel(),), (1,))
-                self._put(fragment, row[fragment.start : fragment.stop], values.dtype)
+                self.put(fragment, row[fragment.start : fragment.stop], values.dtype)
 
-    def _put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
+    def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
         """Write new values of a part of a parameter, in the main dtype; ``given`` is the dtype they came in."""
         self.shard[fragment.offset : fragment.offset + values.numel()] = values
 
