@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.03}, {"params": others, "lr": 2e-3}], lr=1e-3)
 
 
-def wrap(name: str) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
-    model, config = Model(), CONFIGS[name]
+def wrap(name: str, make: Callable[[], nn.Module] = Model) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
+    model, config = make(), CONFIGS[name]
     for key, parameter in model.named_parameters():
         parameter.requires_grad_("frozen" not in name or key.split(".")[-2:-1] == ["1"] or key == "head.bias")
     return model, zeropp.ZeroOptimizer(make_optimizer(model), model, config)

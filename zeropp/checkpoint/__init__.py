@@ -9,5 +9,6 @@ from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.load import Loaded, load
 from zeropp.checkpoint.save import save
 from zeropp.checkpoint.series import Series
+from zeropp.checkpoint.stateful import state
 
-__all__ = ["CheckpointError", "Loaded", "Series", "load", "save", "wait"]
+__all__ = ["CheckpointError", "Loaded", "Series", "load", "save", "state", "wait"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.metadata import DTYPES, CodedEntry, Metadata, dtype_code
-from zeropp.checkpoint.parts import MODEL, Part, fragments, parts_of_range
+from zeropp.checkpoint.parts import MODEL, Part, Which, fragments, parts_of_range
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
@@ -36,13 +36,13 @@ def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
     }
 
 
-def coded_parts(engine: Engine, *, own: bool) -> Iterator[Part]:
+def coded_parts(engine: Engine, which: Which) -> Iterator[Part]:
     """Codes and scales of this rank's shards, or what it saves of them."""
     for buffer in engine.buffers:
         if not isinstance(buffer, CodedBuffer):
             continue
         codes, scales = buffer.blocks()
-        for slot, each in fragments(buffer, buffer.placement.mode.states, own=own):
+        for slot, each in fragments(buffer, buffer.placement.mode.states, which):
             # Parameters begin on a block, and pieces are whole blocks.
             here, there, count = each.offset // BLOCK, each.start // BLOCK, -(-(each.stop - each.start) // BLOCK)
             blocks = -(-slot.numel // BLOCK)
@@ -66,7 +66,7 @@ class Encoded:
         for buffer in engine.buffers:
             if not isinstance(buffer, CodedBuffer):
                 continue
-            for slot, each in fragments(buffer, buffer.placement.mode.states, own=False):
+            for slot, each in fragments(buffer, buffer.placement.mode.states, "slice"):
                 there = matched.get(slot.name)
                 entry = metadata.coded.get(there or "")
                 # Else codes fit as they are.

@@ -87,9 +87,9 @@ def _add_model(found: Contents, engine: Engine, model: nn.Module) -> None:
         # Whole on every rank: buffers, and parameters that are not floating point.
         if name not in mains and first:
             found.parts.append(whole(MODEL + name, tensor.detach()))
-    found.parts += main_parts(engine, own=True)
-    found.parts += coded_parts(engine, own=True)
-    found.parts += base_parts(engine, own=True)
+    found.parts += main_parts(engine, "own")
+    found.parts += coded_parts(engine, "own")
+    found.parts += base_parts(engine, "own")
     states: dict[str, Any] = {}
     for path, module in model.named_modules():
         # torch's own test for whether a class has any.
@@ -112,7 +112,7 @@ def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) ->
             # Of one number, the same wherever the parameter is: the rank that has its first element tells it.
             elif part.start == 0 and _is_first_replica(engine):
                 _add_number(found, numbers, part.name, key, value)
-    found.parts += state_parts(engine, rows, own=True)
+    found.parts += state_parts(engine, rows, "own")
     found.own["numbers"] = numbers
     # Whole on every rank, since nothing of theirs is spread.
     if engine.comm.rank == 0:

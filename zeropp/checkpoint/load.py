@@ -177,11 +177,11 @@ class _Load:
         engine = self.engine
         if "model" in self.kinds:
             spread = {name for buffer in engine.buffers for name in buffer.names}
-            self.source.read(self._there(main_parts(engine, own=False), MODEL))
+            self.source.read(self._there(main_parts(engine, "slice"), MODEL))
             rest = (whole(MODEL + name, tensor.data) for name, tensor in self.named.items() if name not in spread)
             self.source.read(self._there(rest, MODEL))
             self._read_codes()
-            self.source.read(self._there(base_parts(engine, own=False), BASES))
+            self.source.read(self._there(base_parts(engine, "slice"), BASES))
         if self._loads_optimizer:
             self.source.read(self._states())
         self.source.verify_rest(engine.comm.rank, engine.comm.world)
@@ -191,7 +191,7 @@ class _Load:
         encoded = Encoded(self.engine, self._renamed, self.metadata)
         values = {part.name.removeprefix(MODEL) for part in encoded.parts}
         for prefix in (CODES, SCALES):
-            parts = (part for part in coded_parts(self.engine, own=False) if part.name.startswith(prefix))
+            parts = (part for part in coded_parts(self.engine, "slice") if part.name.startswith(prefix))
             fitting = (part for part in parts if part.name.removeprefix(prefix) not in values)
             self.source.read(self._there(fitting, prefix))
         self.source.read(self._there(iter(encoded.parts), MODEL))
@@ -212,7 +212,7 @@ class _Load:
         for name, there in self._renamed.items():
             for key, value in numbers.get(there, {}).items():
                 self.states.setdefault(name, {})[key] = decode(value, self.source.tensor)
-        for piece in state_parts(self.engine, rows, own=False):
+        for piece in state_parts(self.engine, rows, "slice"):
             name, _, key = piece.name.removeprefix(STATE).rpartition(".")
             yield Part(f"{STATE}{self._renamed[name]}.{key}", piece.shape, piece.box, piece.values)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -58,57 +59,60 @@ def parts_of_range(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[P
         yield Part(name, slot.shape, box, row.as_strided(box.sizes, slot.strides, place))
 
 
-def fragments(buffer: FlatBuffer, level: int, *, own: bool) -> Iterator[tuple[Slot, Fragment]]:
-    """Parts of parameters in this rank's slice at a level; of those, if ``own``, in its piece of the last level.
+Which = Literal["slice", "pieces", "own"]
+"""What of a buffer: a rank's slice as one, the pieces of the last level in it one by one, or its own piece alone."""
 
-    Offsets count from the beginning of the slice at ``level``.
-    """
+
+def fragments(buffer: FlatBuffer, level: int, which: Which) -> Iterator[tuple[Slot, Fragment]]:
+    """Parts of parameters in this rank's slice at a level; offsets count from its beginning."""
     chain, rank, layout = buffer.placement.chain, buffer.placement.rank, buffer.layout
     begin, _ = layout.slice_range(chain.slice_index(rank, level), level)
-    taken = chain.world if own else level
-    index = chain.slice_index(rank, taken)
-    shift = layout.slice_range(index, taken)[0] - begin
-    for each in layout.fragments(index, taken):
-        yield layout.slots[each.slot], Fragment(each.slot, each.start, each.stop, each.offset + shift)
+    cut = level if which == "slice" else chain.world
+    first = chain.slice_index(rank, level) * (cut // level)
+    indices = [chain.slice_index(rank, cut)] if which == "own" else range(first, first + cut // level)
+    for index in indices:
+        shift = layout.slice_range(index, cut)[0] - begin
+        for each in layout.fragments(index, cut):
+            yield layout.slots[each.slot], Fragment(each.slot, each.start, each.stop, each.offset + shift)
 
 
-def _of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, *, own: bool) -> Iterator[Part]:
+def parts_of_row(buffer: FlatBuffer, row: Tensor, level: int, prefix: str, which: Which) -> Iterator[Part]:
     """Parts of what has one element for each of a buffer's, spread over ``level`` ranks."""
-    for slot, each in fragments(buffer, level, own=own):
+    for slot, each in fragments(buffer, level, which):
         values = row[each.offset : each.offset + each.stop - each.start]
         yield from parts_of_range(prefix + slot.name, slot, each.start, values)
 
 
-def main_parts(engine: Engine, *, own: bool) -> Iterator[Part]:
-    """Main weights, and frozen ones as they are; of this rank's shards, or what it saves of them."""
+def main_parts(engine: Engine, which: Which) -> Iterator[Part]:
+    """Main weights, and frozen ones as they are, of this rank's shards."""
     for buffer in engine.buffers:
         if not isinstance(buffer, CodedBuffer):
-            yield from _of_row(buffer, buffer.shard, buffer.placement.mode.states, MODEL, own=own)
+            yield from parts_of_row(buffer, buffer.shard, buffer.placement.mode.states, MODEL, which)
 
 
-def base_parts(engine: Engine, *, own: bool) -> Iterator[Part]:
+def base_parts(engine: Engine, which: Which) -> Iterator[Part]:
     """What ranks cache of weights and take differences to, where what is cached is not what a refresh would make."""
     for buffer in engine.trainable_buffers:
         base, cached = buffer.base, buffer.placement.mode.cached
         if base is not None and cached is not None and not buffer.counts_escapes:
-            yield from _of_row(buffer, base, cached, BASES, own=own)
+            yield from parts_of_row(buffer, base, cached, BASES, which)
 
 
-def state_parts(engine: Engine, states: Sequence[tuple[str, str, Tensor]], *, own: bool) -> Iterator[Part]:
+def state_parts(engine: Engine, states: Sequence[tuple[str, str, Tensor]], which: Which) -> Iterator[Part]:
     """Optimizer states of one element for each of a slice's.
 
     Args:
         engine: of the model.
         states: (name of a parameter, key, tensor of the slice's shape).
-        own: as in :func:`main_parts`.
+        which: as in :func:`main_parts`.
     """
     by_name: dict[str, list[tuple[str, Tensor]]] = {}
     for name, key, tensor in states:
         by_name.setdefault(name, []).append((key, tensor))
     for buffer in engine.trainable_buffers:
         level = buffer.placement.mode.states
-        starts = {slot.name: each.start for slot, each in fragments(buffer, level, own=False)}
-        for slot, each in fragments(buffer, level, own=own):
+        starts = {slot.name: each.start for slot, each in fragments(buffer, level, "slice")}
+        for slot, each in fragments(buffer, level, which):
             for key, tensor in by_name.get(slot.name, ()):
                 row = tensor[each.start - starts[slot.name] :][: each.stop - each.start]
                 yield from parts_of_range(f"{STATE}{slot.name}.{key}", slot, each.start, row)

@@ -21,6 +21,7 @@ __all__ = [
     "check_optimizer",
     "check_scale",
     "describe_optimizer",
+    "not_for_torch_s_state_dict",
     "plain_settings",
     "refuse_inner_group",
     "refuse_inner_step",
@@ -30,6 +31,21 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
+
+
+def not_for_torch_s_state_dict(optimizer: Optimizer) -> Optimizer:
+    """The optimizer; unless asked for by torch's ``get_optimizer_state_dict``, which would find slices nameless.
+
+    Raises:
+        RuntimeError: so it is, with what to use.
+    """
+    # It asks for the state before anything else, and then fails with "KeyError: 0". The caller's caller: a property's.
+    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        raise RuntimeError(
+            "torch's get_optimizer_state_dict and its kin know nothing of slices; zeropp.checkpoint.state(model, "
+            "optimizer) has model and optimizer as they would give them, for torch.distributed.checkpoint"
+        )
+    return optimizer
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
+from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["check_elementwise", "treats_each_alone"]
+__all__ = ["Twin", "check_elementwise", "treats_each_alone"]
 
 _ELEMENTWISE = frozenset(
     {
@@ -81,30 +82,54 @@ def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Two steps of a copy of the optimizer, with its first group's settings, on other parameters."""
+    """Two steps of a twin of the optimizer, with its first group's settings."""
     parameters = [nn.Parameter(value.clone()) for value in values]
-    # copy.copy would leave out attributes that torch does not know: Optimizer pickles three of them.
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(optimizer.__dict__)
-    settings = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    for name in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
-        # The user's hooks are for real steps. Shared dicts: new ones for the twin, and the user's stay as they are.
-        twin.__dict__[name] = OrderedDict()
+    settings = dict(optimizer.param_groups[0])
     if not float(settings.get("lr", 1.0)):
         # A warm-up that starts at 0 would hide everything.
         settings["lr"] = 1e-3
-    twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
-    twin.state = defaultdict(dict)
-    switch = getattr(twin, "train", None)
-    if callable(switch):
-        # Schedule-free optimizers have two modes, and step in one.
-        switch()
+    twin = Twin(optimizer, settings, parameters)
     # Momentum and the like show from the second step on.
     for _ in range(2):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
+        twin.step()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+class Twin:
+    """A copy of an optimizer without states, for steps on other parameters that leave it as it is.
+
+    Args:
+        optimizer: to copy.
+        settings: of the one group that the copy has; parameters in it are left out.
+        parameters: of that group.
+
+    Attributes:
+        state: of the copy.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, settings: dict[str, Any], parameters: list[nn.Parameter]
+    ) -> None:
+        # copy.copy would leave out attributes that torch does not know: Optimizer pickles three of them.
+        self._copy = twin = object.__new__(type(optimizer))
+        twin.__dict__.update(optimizer.__dict__)
+        for name in [name for name in twin.__dict__ if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+            # The user's hooks are for real steps. Shared dicts: new ones for the twin, and the user's stay as they are.
+            twin.__dict__[name] = OrderedDict()
+        settings = {key: value for key, value in settings.items() if key not in ("params", "param_names")}
+        twin.param_groups = [{**copy.deepcopy(settings), "params": parameters}]
+        self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+        twin.state = self.state
+        switch = getattr(twin, "train", None)
+        if callable(switch):
+            # Schedule-free optimizers have two modes, and step in one.
+            switch()
+
+    def step(self) -> None:
+        """Step on the gradients that the parameters have."""
         # Past torch's wrapper, which runs hooks that are registered for all optimizers; and past what a scheduler has
         # put into the object.
-        step = getattr(type(twin).step, "__wrapped__", type(twin).step)
-        step(twin)
-    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+        kind = type(self._copy)
+        getattr(kind.step, "__wrapped__", kind.step)(self._copy)

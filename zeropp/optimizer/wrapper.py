@@ -25,6 +25,7 @@ from zeropp.optimizer.checks import (
     check_optimizer,
     check_scale,
     describe_optimizer,
+    not_for_torch_s_state_dict,
     refuse_inner_group,
     refuse_inner_step,
     refuse_scaler,
@@ -139,7 +140,7 @@ class ZeroOptimizer(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, for this rank's slices."""
-        return self.inner.state
+        return not_for_torch_s_state_dict(self.inner).state
 
     def __getattr__(self, name: str) -> Any:
         """Public attributes of the wrapped optimizer, to read; its ``train`` and ``eval``, which change weights."""

@@ -73,6 +73,12 @@ class CodedBuffer(FlatBuffer):
         """This rank's codes, uint8 [blocks, 256], and scales, bfloat16 [blocks]: views of the shard."""
         return _Blocks(self.shard, self._piece_numel).of_message(0)
 
+    def decoded(self) -> Tensor:
+        """This rank's values, [numel / states] in the main dtype."""
+        values = torch.empty(self._piece_numel, dtype=self.main_dtype, device=self.device)
+        self.codec.decode_(self.shard, values, count=1)
+        return values
+
     def adopt_codes(self, source: FlatBuffer, messages: Tensor) -> None:
         """Take over parameters that another buffer has, too.
 
