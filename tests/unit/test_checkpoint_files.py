@@ -1,0 +1,115 @@
+"""Files of tensors: read by other programs, written and read in blocks, summed by either algorithm."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from zeropp.checkpoint.boxes import Box
+from zeropp.checkpoint.checksums import STRETCH, Checksums
+from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks, write_blocks
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.files import write_files
+from zeropp.checkpoint.metadata import DTYPES, FileEntry
+from zeropp.checkpoint.parts import Part, whole
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    count = int(torch.Size(shape).numel())
+    numbers = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8)
+    if dtype.is_complex:
+        return torch.view_as_complex(numbers.view(torch.float32).reshape(*shape, 2))
+    return numbers.view(dtype).reshape(shape)
+
+
+def test_other_programs_read_them(tmp_path: Path) -> None:
+    """Every dtype, scalars, transposed tensors, and boxes under names with their ranges."""
+    tensors = {f"t.{code}": values((3, 5), dtype) for code, dtype in DTYPES.items()}
+    tensors |= {"scalar": torch.tensor(2.5), "transposed": torch.arange(12.0).reshape(3, 4).t()}
+    parts = [whole(name, tensor) for name, tensor in tensors.items()]
+    parts.append(Part("part", (4, 6), Box((1, 2), (2, 3)), torch.arange(24.0).reshape(4, 6)[1:3, 2:5]))
+    found = write_files(tmp_path, "rank", parts, Checksums.best())
+    (file,) = found.files
+    with safe_open(tmp_path / file.name, "pt") as opened:
+        read = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (no dict)
+    for name, tensor in tensors.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(as_bytes(read[name]), as_bytes(tensor.contiguous()))
+    assert torch.equal(read["part[1:3, 2:5]"], torch.arange(24.0).reshape(4, 6)[1:3, 2:5])
+
+
+def test_no_file_is_larger_than_the_limit(tmp_path: Path) -> None:
+    """Large tensors are cut; every element is there once."""
+    tensor = torch.arange(100_000, dtype=torch.float32).reshape(100, 1000)
+    found = write_files(
+        tmp_path, "rank", [whole("large", tensor), whole("small", torch.ones(3))], Checksums.best(), 1 << 17
+    )
+    assert len(found.files) > 3
+    assert all(file.nbytes <= (1 << 17) + 8192 for file in found.files)
+    _, shape, boxes = found.tensors["large"]
+    again = torch.zeros(shape)
+    for entry in boxes:
+        room = torch.empty(entry.sizes)
+        file = found.files[entry.file]
+        read_blocks(tmp_path / file.name, file.nbytes, [Wanted(entry.begin, as_bytes(room))], (), lambda *_: None)
+        entry.box.of(again).copy_(room)
+    assert torch.equal(again, tensor)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 511, 4096, STRETCH, STRETCH + 1, 8 * STRETCH, 19 * STRETCH + 77])
+def test_blocks(nbytes: int, tmp_path: Path) -> None:
+    """What is written is read back from any place, and stretches are checked whole."""
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    checks = Checksums.best()
+    sums = write_blocks(
+        tmp_path / "file", nbytes, lambda b, room: room.copy_(data[b : b + room.numel()]), checks.of_bytes
+    )
+    assert (tmp_path / "file").read_bytes() == bytes(data.tolist())
+    assert len(sums) == -(-nbytes // STRETCH)
+    seen: dict[int, int] = {}
+    wanted = [(begin, min(begin + 70_000, nbytes)) for begin in range(3, nbytes, max(nbytes // 7, 1))]
+    places = [Wanted(b, torch.empty(e - b, dtype=torch.uint8)) for b, e in wanted]
+    every = range(len(sums))
+    count = read_blocks(
+        tmp_path / "file", nbytes, places, set(every), lambda n, memory: seen.update({n: checks.of_bytes(memory)})
+    )
+    assert all(torch.equal(each.into, data[b:e]) for each, (b, e) in zip(places, wanted, strict=True))
+    assert seen == dict(enumerate(sums)) and count == nbytes
+
+
+def test_a_file_that_ends_early(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1234")
+    with pytest.raises(OSError, match="the file ends at byte 4, before 10"):
+        read_blocks(tmp_path / "file", 10, [Wanted(0, torch.empty(10, dtype=torch.uint8))], (), lambda *_: None)
+
+
+@pytest.mark.parametrize("name", ["crc32", "xxh3_64"])
+def test_either_algorithm(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "xxh3_64":
+        pytest.importorskip("xxhash", reason="xxhash is not installed")
+    checks = Checksums.of(name)
+    sums = [checks.of_bytes(b"a"), checks.of_bytes(b"b" * 1000)]
+    entry = FileEntry(name="f", nbytes=2, sums=FileEntry.pack(sums, checks.width))
+    assert entry.checksums(checks.width) == sums and len(checks.hexdigest(b"")) == 2 * checks.width
+
+
+def test_where_xxhash_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRC-32 serves; and what was written with XXH3 says what it needs."""
+    real = importlib.import_module
+
+    def without(module: str, *rest: Any) -> Any:
+        if module == "xxhash":
+            raise ImportError(module)
+        return real(module, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    assert Checksums.best().name == "crc32"
+    with pytest.raises(CheckpointError, match="pip install xxhash"):
+        Checksums.of("xxh3_64")
+    with pytest.raises(CheckpointError, match="of the unknown kind 'md5'"):
+        Checksums.of("md5")
