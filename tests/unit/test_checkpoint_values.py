@@ -24,7 +24,8 @@ def there_and_back(value: object) -> Any:
 
 PLAIN: list[object] = [
     None, True, 3, -1.5, "words", [1, [2, "three"]], (1, (2.0, None)), {"a": {"b": [1]}},
-    {1: "one", (2, 3): "pair", None: 0}, {"~tensor": "not one"}, [], {}, (), 10**30, 1e-300, Counter({3: 2, 5: 1}), {"": {"": ""}}, {True: 1, 2.5: 2},
+    {1: "one", (2, 3): "pair", None: 0}, {"~tensor": "not one"}, [], {}, (), 10**30, 1e-300,
+    Counter({3: 2, 5: 1}), {"": {"": ""}}, {True: 1, 2.5: 2},
 ]  # fmt: skip
 
 
