@@ -6,9 +6,21 @@ Start with :mod:`~zeropp.checkpoint.parts`, which makes boxes of what a rank has
 
 from zeropp.checkpoint.background import wait
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.load import Loaded, load
+from zeropp.checkpoint.export import consolidate, export
+from zeropp.checkpoint.load import Loaded, load, load_safetensors
 from zeropp.checkpoint.save import save
 from zeropp.checkpoint.series import Series
 from zeropp.checkpoint.stateful import state
 
-__all__ = ["CheckpointError", "Loaded", "Series", "load", "save", "state", "wait"]
+__all__ = [
+    "CheckpointError",
+    "Loaded",
+    "Series",
+    "consolidate",
+    "export",
+    "load",
+    "load_safetensors",
+    "save",
+    "state",
+    "wait",
+]

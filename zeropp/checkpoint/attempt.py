@@ -33,7 +33,7 @@ from zeropp.checkpoint.metadata import (
 )
 from zeropp_kernels import __version__
 
-__all__ = ["BESIDE", "Attempt", "Meeting", "check_target"]
+__all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place"]
 
 _T = TypeVar("_T")
 BESIDE = ".saving-"
@@ -139,7 +139,7 @@ class Attempt:
             coded=contents.coded, values=contents.values, ranks=tuple(own),
         ).write(self.beside)  # fmt: skip
         sync_folder(self.beside)
-        left = _put_in_place(self.beside, self.path)
+        left = put_in_place(self.beside, self.path)
         try:
             sync_folder(self.path.parent)
             if left is not None:
@@ -194,7 +194,7 @@ def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEn
     return files, tensors
 
 
-def _put_in_place(beside: Path, path: Path) -> Path | None:
+def put_in_place(beside: Path, path: Path) -> Path | None:
     """Give a finished folder its name; returns where what had it is now."""
     if not path.exists():
         os.rename(beside, path)

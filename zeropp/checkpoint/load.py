@@ -16,6 +16,7 @@ from zeropp.access.state import engine_of
 from zeropp.checkpoint.background import backgrounds
 from zeropp.checkpoint.coded import CODES, SCALES, Encoded, coded_parts
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.foreign import safetensors_metadata
 from zeropp.checkpoint.metadata import DTYPES, Metadata
 from zeropp.checkpoint.names import compare, match, match_groups, model_names
 from zeropp.checkpoint.parts import BASES, MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
@@ -27,8 +28,9 @@ from zeropp.checkpoint.values import decode
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id, load_carried
+from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["KINDS", "Loaded", "load"]
+__all__ = ["KINDS", "Loaded", "load", "load_safetensors"]
 
 KINDS = ("model", "optimizer", "extra", "random")
 """What a checkpoint can be loaded in part by."""
@@ -92,13 +94,43 @@ def load(
     engine.agreement.require_same_call(f"checkpoint.load({str(folder)!r}, strict={strict}, only={only}, {verify!r})")
     if engine in backgrounds:
         backgrounds[engine].wait()
-    doing = f"loading the checkpoint {str(folder)!r}"
-    work = together(
-        engine,
-        doing,
-        lambda: _Load(engine, model, optimizer, extra or {}, folder, strict, only, verify),
-        "nothing was changed",
-    )
+
+    def prepare() -> _Load:
+        kinds = _kinds(only)
+        source = Source(folder, Metadata.read(folder), verify)
+        return _Load(engine, model, require_ours(engine, optimizer), extra or {}, source, strict, kinds)
+
+    return _run(engine, f"loading the checkpoint {str(folder)!r}", prepare)
+
+
+def load_safetensors(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
+    """Read weights and buffers of safetensors files, as Hugging Face has them, straight into the shards.
+
+    Collective, between optimizer steps. Each rank reads the bytes of its own part; names are those of the plain
+    model's ``state_dict()``, any of a tied parameter's.
+
+    Args:
+        model: wrapped by a ZeroOptimizer.
+        path: a file, or a folder with one, with an index, or with any safetensors files.
+        strict: raise if model and files have other tensors.
+
+    Raises:
+        CheckpointError: files are missing, damaged, or of another model; on every rank.
+    """
+    engine = engine_of(model)
+    place = Path(path).absolute()
+    engine.require_idle("checkpoint.load_safetensors()")
+    engine.agreement.require_same_call(f"checkpoint.load_safetensors({str(place)!r}, strict={strict})")
+
+    def prepare() -> _Load:
+        folder, metadata = safetensors_metadata(place)
+        return _Load(engine, model, None, {}, Source(folder, metadata, "none"), strict, frozenset(["model"]))
+
+    return _run(engine, f"loading {str(place)!r}", prepare)
+
+
+def _run(engine: Engine, doing: str, prepare: Callable[[], _Load]) -> Loaded:
+    work = together(engine, doing, prepare, "nothing was changed")
     engine.finish_load()
     engine.refresh.start_put_off()
     # Refreshes read what is about to be written.
@@ -115,22 +147,19 @@ class _Load:
         self,
         engine: Engine,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizer: ZeroOptimizer | None,
         extra: Mapping[str, Any],
-        folder: Path,
+        source: Source,
         strict: bool,
-        only: Collection[str] | None,
-        verify: Verify,
+        kinds: frozenset[str],
     ) -> None:
         self.engine = engine
         self.model = model
         self.extra = extra
-        self.optimizer = require_ours(engine, optimizer)
-        self.kinds = _kinds(only)
-        if verify not in ("all", "sample", "none"):
-            raise ValueError(f'verify is {verify!r}; expected "all", "sample" or "none"')
-        self.metadata = Metadata.read(folder)
-        self.source = Source(folder, self.metadata, verify)
+        self.optimizer = optimizer
+        self.kinds = kinds
+        self.source = source
+        self.metadata = source.metadata
         self.result = Loaded()
         self.named, aliases = model_names(model)
         # The checkpoint's names of the model's tensors.
@@ -148,7 +177,7 @@ class _Load:
             unknown = sorted(extra.keys() - self._saved_extra().keys())
             if unknown:
                 raise CheckpointError(
-                    f"extra has {unknown}, and {str(folder)!r} has {sorted(self._saved_extra())}; leave them out, or "
+                    f"extra has {unknown}, and the checkpoint has {sorted(self._saved_extra())}; leave them out, or "
                     "load with strict=False"
                 )
 

@@ -56,6 +56,8 @@ class Source:
     """
 
     def __init__(self, folder: Path, metadata: Metadata, verify: Verify) -> None:
+        if verify not in ("all", "sample", "none"):
+            raise ValueError(f'verify is {verify!r}; expected "all", "sample" or "none"')
         self.metadata = metadata
         self.nbytes_read = 0
         self._folder = folder
@@ -106,6 +108,10 @@ class Source:
             values = decoded(self.tensor(CODES + name), self.tensor(SCALES + name), self.metadata.coded[name])
             self._last = name, values
         return self._last[1]
+
+    def weight(self, name: str) -> Tensor:
+        """All of one of the model's tensors, on the CPU, decoded if it is there in codes."""
+        return self._decoded(name) if name in self.metadata.coded else self.tensor(MODEL + name)
 
     def verify_rest(self, share: int, shares: int) -> None:
         """Verify what nobody has read: of each ``shares`` files the one that falls to ``share``.

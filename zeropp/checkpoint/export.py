@@ -1,0 +1,197 @@
+"""Out of zeropp: files of whole tensors that transformers reads, from a running model or from a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from zeropp.access.state import engine_of, gather_main
+from zeropp.checkpoint.attempt import BESIDE, put_in_place
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata
+from zeropp.checkpoint.names import model_names
+from zeropp.checkpoint.parts import MODEL
+from zeropp.checkpoint.source import Source, Verify
+from zeropp.checkpoint.together import together
+from zeropp.checkpoint.whole_files import WholeFiles
+from zeropp.engine.engine import Engine
+
+__all__ = ["consolidate", "export"]
+
+Layout = Literal["hf", "single"]
+
+
+def export(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Layout = "hf",
+    file_nbytes: int = FILE_NBYTES,
+) -> None:
+    """Write whole weights and buffers as safetensors files. Collective: every rank calls it, between passes.
+
+    The ranks share the files out; each has one unit in memory at a time. Names are those of the plain model's
+    ``state_dict()``, tied ones under the first. The configuration of a transformers model is written beside, so that
+    ``from_pretrained`` reads the directory.
+
+    Args:
+        path: a directory, made or replaced if it is an earlier export.
+        model: wrapped by a ZeroOptimizer.
+        dtype: of floating weights; None for the dtype that the model computes in.
+        layout: "hf" for several files with an index where one would be larger than ``file_nbytes``; "single" for one.
+        file_nbytes: largest size of a file in bytes.
+
+    Raises:
+        CheckpointError: it cannot be written; on every rank, and what was there stays.
+    """
+    engine = engine_of(model)
+    target = Path(path).absolute()
+    engine.require_idle("checkpoint.export()", averaged=True)
+    engine.agreement.require_same_call(f"checkpoint.export({str(target)!r}, dtype={dtype}, layout={layout!r})")
+    doing, left = f"exporting to {str(target)!r}", "nothing was written, and what was there before is as it was"
+    named, _ = model_names(model)
+    own = {n: b.compute_dtype for b in engine.buffers for n in b.names}
+    kinds = {
+        name: (_as(tensor, own.get(name, tensor.dtype), dtype), tuple(tensor.shape)) for name, tensor in named.items()
+    }
+    token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]
+    beside = target.with_name(f".{target.name}{BESIDE}{token}")
+    first = engine.comm.rank == 0
+
+    def prepare() -> WholeFiles:
+        if first:
+            _check_target(target)
+            beside.mkdir(parents=True)
+        return WholeFiles(beside, kinds, _limit(layout, file_nbytes))
+
+    try:
+        files = together(engine, doing, prepare, left)
+        together(engine, doing, lambda: _write(engine, named, files), left)
+        together(engine, doing, (lambda: _finish(files, model, beside, target)) if first else lambda: None, left)
+    except BaseException:
+        if first:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles) -> None:
+    rank, world = engine.comm.rank, engine.comm.world
+    error: OSError | None = None
+
+    def write(name: str, values: Tensor) -> None:
+        nonlocal error
+        if error is None and files.file_of(name) % world == rank:
+            try:
+                files.write(name, values)
+            except OSError as caught:
+                # Raised at the end: gathering is collective, and the others go on with it.
+                error = caught
+
+    spread = set()
+    for buffer in engine.buffers:
+        for name, values in zip(buffer.names, gather_main(engine, buffer), strict=True):
+            spread.add(name)
+            write(name, values)
+    for name, tensor in named.items():
+        if name not in spread:
+            write(name, tensor)
+    if error is not None:
+        files.abandon()
+        raise error
+    files.close([number for number in range(len(files.names)) if number % world == rank])
+
+
+def _finish(files: WholeFiles, model: nn.Module, beside: Path, target: Path) -> None:
+    each: Any
+    for each in (getattr(model, "config", None), getattr(model, "generation_config", None)):
+        # Of transformers: what else has a configuration may save it in another way, or somewhere else.
+        if type(each).__module__.startswith("transformers.") and hasattr(each, "save_pretrained"):
+            each.save_pretrained(beside)
+    files.write_index()
+    _replace(beside, target)
+
+
+def consolidate(
+    checkpoint: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Layout = "single",
+    file_nbytes: int = FILE_NBYTES,
+    verify: Verify = "all",
+) -> None:
+    """Make whole safetensors files of a checkpoint's weights: on any machine, without ranks, one tensor in memory.
+
+    Args:
+        checkpoint: a directory that :func:`zeropp.checkpoint.save` wrote.
+        out: a directory, made or replaced if it is an earlier export.
+        dtype: of floating weights; None for what is there: main weights in float32.
+        layout: as in :func:`export`.
+        file_nbytes: largest size of a file in bytes.
+        verify: as in :func:`zeropp.checkpoint.load`.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint, is damaged, or the files cannot be written.
+    """
+    folder, target = Path(checkpoint).absolute(), Path(out).absolute()
+    metadata = Metadata.read(folder)
+    source = Source(folder, metadata, verify)
+    shapes = {
+        n.removeprefix(MODEL): (DTYPES[t.dtype], t.shape) for n, t in metadata.tensors.items() if n.startswith(MODEL)
+    }
+    shapes |= {name: (DTYPES[entry.dtype], entry.shape) for name, entry in metadata.coded.items()}
+    _check_target(target)
+    beside = target.with_name(f".{target.name}{BESIDE}{secrets.token_hex(4)}")
+    try:
+        beside.mkdir(parents=True)
+        kinds = {name: (_cast(own, dtype), shape) for name, (own, shape) in shapes.items()}
+        files = WholeFiles(beside, kinds, _limit(layout, file_nbytes))
+        for name in kinds:
+            files.write(name, source.weight(name))
+        files.close(list(range(len(files.names))))
+        files.write_index()
+        source.verify_rest(0, 1)
+        _replace(beside, target)
+    except BaseException as error:
+        shutil.rmtree(beside, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{str(target)!r} cannot be written: {error}. What was there is as it was") from error
+        raise
+
+
+def _as(tensor: Tensor, own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    # Buffers keep theirs: positions and counts are not weights.
+    return _cast(own, dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
+
+
+def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def _limit(layout: str, file_nbytes: int) -> int | None:
+    if layout not in ("hf", "single"):
+        raise ValueError(f'layout is {layout!r}; expected "hf" or "single"')
+    return file_nbytes if layout == "hf" else None
+
+
+def _check_target(target: Path) -> None:
+    """Refuse to write over what is no export."""
+    if not target.exists():
+        return
+    names = [each.name for each in target.iterdir()] if target.is_dir() else [target.name]
+    if not target.is_dir() or METADATA in names or (names and not any(name.endswith(".safetensors") for name in names)):
+        raise CheckpointError(f"{str(target)!r} is there, and is no export; it is left as it is. Choose another path")
+
+
+def _replace(beside: Path, target: Path) -> None:
+    left = put_in_place(beside, target)
+    if left is not None:
+        shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,144 @@
+"""Safetensors files of whole tensors, as transformers reads them: planned first, then filled tensor by tensor.
+
+What is known of the tensors decides where each lies, so that several ranks may write, each its own files, and none
+needs more than the tensor at hand.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeropp.checkpoint.disk import as_bytes, view_of
+from zeropp.checkpoint.metadata import dtype_code, sync_folder, write_synced
+
+__all__ = ["WholeFiles"]
+
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class _Place:
+    file: int
+    begin: int
+
+
+class WholeFiles:
+    """Files in a folder that is there, and empty.
+
+    Args:
+        folder: of the files.
+        tensors: name, dtype and shape of each.
+        limit: largest size of a file in bytes, headers aside; None for one file.
+
+    Attributes:
+        names: of the files.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int | None
+    ) -> None:
+        self._folder = folder
+        self._tensors = dict(tensors)
+        groups: list[list[str]] = [[]]
+        nbytes = 0
+        # Wide dtypes first, so that what lies behind them is aligned, too.
+        for name in sorted(tensors, key=lambda name: -tensors[name][0].itemsize):
+            size = self._nbytes(name)
+            if limit is not None and groups[-1] and nbytes + size > limit:
+                groups.append([])
+                nbytes = 0
+            groups[-1].append(name)
+            nbytes += size
+        count = len(groups)
+        self.names = (
+            ["model.safetensors"]
+            if count == 1
+            else [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+        )
+        self._heads: list[bytes] = []
+        self._places: dict[str, _Place] = {}
+        for number, group in enumerate(groups):
+            self._plan(number, group)
+        self._open: dict[int, int] = {}
+
+    def _nbytes(self, name: str) -> int:
+        dtype, shape = self._tensors[name]
+        return int(torch.Size(shape).numel()) * dtype.itemsize
+
+    def _plan(self, number: int, group: list[str]) -> None:
+        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in group:
+            dtype, shape = self._tensors[name]
+            entries[name] = {
+                "dtype": dtype_code(dtype, name),
+                "shape": list(shape),
+                "data_offsets": [end, end + self._nbytes(name)],
+            }
+            end += self._nbytes(name)
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        head = len(text).to_bytes(8, "little") + text
+        self._heads.append(head)
+        begin = len(head)
+        for name in group:
+            self._places[name] = _Place(number, begin)
+            begin += self._nbytes(name)
+
+    def file_of(self, name: str) -> int:
+        """Number of the file that a tensor is in."""
+        return self._places[name].file
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Write one tensor, converted to its dtype there.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        place = self._places[name]
+        dtype, shape = self._tensors[name]
+        assert tuple(values.shape) == shape  # both are of the same model
+        row = as_bytes(values.detach().to("cpu", dtype).contiguous())
+        memory, done = view_of(row) if row.numel() else memoryview(b""), 0
+        descriptor = self._descriptor(place.file)
+        while done < len(memory):
+            done += os.pwrite(descriptor, memory[done:], place.begin + done)
+
+    def _descriptor(self, number: int) -> int:
+        if number not in self._open:
+            path = self._folder / self.names[number]
+            self._open[number] = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            os.pwrite(self._open[number], self._heads[number], 0)
+        return self._open[number]
+
+    def close(self, numbers: list[int]) -> None:
+        """Sync and close files; those of ``numbers`` are there then, also without a tensor in them."""
+        for number in numbers:
+            self._descriptor(number)
+        for number, descriptor in list(self._open.items()):
+            os.fsync(descriptor)
+            os.close(descriptor)
+            del self._open[number]
+
+    def abandon(self) -> None:
+        """Close what is open, after an error."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def write_index(self) -> None:
+        """Where each tensor is, if there are several files."""
+        if len(self.names) > 1:
+            index = {
+                "metadata": {"total_size": sum(map(self._nbytes, self._tensors))},
+                "weight_map": {name: self.names[place.file] for name, place in sorted(self._places.items())},
+            }
+            write_synced(self._folder / _INDEX, json.dumps(index, indent=2).encode())
+        sync_folder(self._folder)
