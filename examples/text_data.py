@@ -84,10 +84,10 @@ def _as_tensor(data: bytes) -> Tensor:
 
 @dataclass(frozen=True)
 class Batches:
-    """Random windows of a text: a pure function of (seed, step), divided among ranks.
+    """Random windows of a text: a pure function of (seed, step), divided among micro-steps and ranks.
 
-    The windows of a step are drawn for the whole job and every rank takes its own rows. So ranks see
-    different text, and 2 ranks x 8 windows train on exactly what 1 rank x 16 windows trains on.
+    The windows of an optimizer step are drawn for the whole job, and every rank takes its own rows. So ranks see
+    different text, and 2 ranks x 8 windows train on exactly what 1 rank x 16, or 1 rank x 2 micro-steps x 8, trains on.
     """
 
     text: Tensor  # [N] uint8
@@ -96,6 +96,7 @@ class Batches:
     rank: int = 0
     world: int = 1
     seed: int = 0
+    accumulate: int = 1  # micro-steps an optimizer step
 
     def __post_init__(self) -> None:
         if self.text.numel() <= self.seq_len:
@@ -104,16 +105,18 @@ class Batches:
                 "more: give more --data, or a smaller --seq-len"
             )
 
-    def starts(self, step: int) -> Tensor:
-        """First positions of this rank's windows, [batch]."""
+    def starts(self, step: int, micro: int = 0) -> Tensor:
+        """First positions of this rank's windows in a micro-step, [batch]."""
         # A generator per step, not one running: resuming at a step needs no replay. 2**20 steps a seed.
         draw = torch.Generator().manual_seed((self.seed << 20) + step)
-        every = torch.randint(self.text.numel() - self.seq_len, (self.world * self.batch,), generator=draw)
-        return every[self.rank * self.batch : (self.rank + 1) * self.batch]
+        count = self.accumulate * self.world * self.batch
+        every = torch.randint(self.text.numel() - self.seq_len, (count,), generator=draw)
+        place = (micro * self.world + self.rank) * self.batch
+        return every[place : place + self.batch]
 
-    def at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of this rank at ``step``, both int64 [batch, seq_len]."""
-        return _windows(self.text, self.starts(step), self.seq_len)
+    def at(self, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of this rank in a micro-step of ``step``, both int64 [batch, seq_len]."""
+        return _windows(self.text, self.starts(step, micro), self.seq_len)
 
 
 def on_device(batch: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def report(rows: list[dict[str, Any]], args: argparse.Namespace) -> str:
     lines += [
         "",
         f"{args.ranks} ranks, {args.mebibytes} MiB each; the disk was written with {disk:.2f} GB/s by all. Blocked: "
-        "until the call returned, of the slowest rank; done: until all was on the disk. Ratios are taken round by round. "
+        "until the call returned, of the slowest rank; done: until all was on the disk. Ratios are by round. "
         "Peak: largest growth of a rank's memory above what it had before.",
         "",
         f"A copy of the same bytes by one thread into warm memory took {median(copies):.3f} s, an asynchronous save "

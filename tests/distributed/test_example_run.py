@@ -177,6 +177,28 @@ def test_the_fsdp2_example(tmp_path: Path) -> None:
     assert "bytes sent" not in plain_output
 
 
+def test_a_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    """From the newest checkpoint, with the same windows in as many more micro-steps; and is refused where none fit."""
+    flags = ("--steps=12", "--save-every=2", "--sample=0", f"--checkpoint={tmp_path / 'run'}")
+    whole, first, second = (tmp_path / f"{name}.jsonl" for name in ("whole", "first", "second"))
+    run(command(2, whole, "--steps=12", "--sample=0", "--batch=4"), tmp_path)
+    with started(command(2, first, *flags, "--batch=4"), tmp_path) as process:
+        until = time.monotonic() + 60
+        while not (tmp_path / "run" / "step-00000004" / "metadata.json").exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        for rank in running_with(first):
+            os.kill(rank, signal.SIGKILL)
+        process.communicate(timeout=60)
+    run(command(1, second, *flags, "--batch=4", "--resume"), tmp_path)
+    expected = {record["step"]: record["loss"] for record in records(whole, "train")}
+    found = {record["step"]: record["loss"] for record in records(second, "train")}
+    assert max(found) == 12 and 4 < min(found) <= 12
+    assert found == pytest.approx({step: expected[step] for step in found}, abs=2e-3)
+    with started(command(1, second, *flags, "--batch=3", "--resume"), tmp_path) as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and "has 8 windows a step, which 1 ranks with --batch 3 do not make" in output
+
+
 def test_accumulation_and_a_config_file(tmp_path: Path) -> None:
     config = tmp_path / "zero.json"
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))

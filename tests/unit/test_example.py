@@ -104,6 +104,8 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 def test_ranks_divide_one_global_batch(world: int) -> None:
     alone = Batches(numbered(), batch=8, seq_len=8).starts(7)
     parts = [Batches(numbered(), 8 // world, 8, rank, world).starts(7) for rank in range(world)]
+    halves = [Batches(numbered(), 4, 8, accumulate=2).starts(7, micro) for micro in range(2)]
+    assert torch.equal(torch.cat(halves), alone)
     assert torch.equal(torch.cat(parts), alone)
     assert len({tuple(part.tolist()) for part in parts}) == world
 
