@@ -74,7 +74,8 @@ def readme(folder: str) -> tuple[list[bool], set[str], int, float, float]:
 def test_readme_as_it_stands(tmp_path: Path) -> None:
     """`init_process_group()` names no backend; the fast way over gloo is taken all the same."""
     results = run_ranks(2, readme, str(tmp_path), init=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "optimizer-0.pt", "optimizer-1.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "runs"}
+    assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == ["latest", "step-00000100"]
     for pairwise, backends, sent, first, last in results:
         assert pairwise and all(pairwise)
         assert backends == {"gloo"}

@@ -94,7 +94,7 @@ FAULTS: dict[str, Fault] = {
             "enumerate(uses)",
             "enumerate(self._own)",
         ),
-        what_is_found_still_there_is_told_nobody=("self.passed_over = True", "pass"),
+        what_is_found_still_there_is_told_nobody=("self.passed_over |= unit.users == 1", "pass"),
         forwards_that_gather_nothing_count=(
             'self._ended += not (self._silent and self.key[0] == "forward")',
             "self._ended += 1",

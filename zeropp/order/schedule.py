@@ -135,8 +135,8 @@ class Schedule:
             position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
             if position is None:
-                if unit.state is not UnitState.SHARDED:  # gathered for another use: nobody need be asked, this time
-                    self.passed_over = True
+                if unit.state is not UnitState.SHARDED:  # nobody need be asked; this time, if the plan alone has left it
+                    self.passed_over |= unit.users == 1
                     return self._wait_and_expose(unit)
                 self._leave(unit)
             elif position < stop:

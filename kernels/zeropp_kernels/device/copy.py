@@ -63,7 +63,7 @@ def _scatter_tile(
     store_blocks(entries, size, owners, start, blocks - first, lower, upper, DTYPE, TILE, 2)
 
 
-@launched("entries", "owners", "flat", "device_scale", "norms", "flag", registers=96)
+@launched("entries", "owners", "flat", "device_scale", "norms", "flag", registers=104)
 def gather_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr, ACCUMULATE: tl.constexpr,
@@ -88,7 +88,7 @@ def gather_pinned_kernel(
         )
 
 
-@launched("entries", "owners", "flat", "device_scale", "norms", "flag", registers=80)
+@launched("entries", "owners", "flat", "device_scale", "norms", "flag", registers=88)
 def scatter_kernel(
     entries, size: tl.int32, owners, flat, numel: tl.int64, blocks: tl.int32, scale: tl.float32, device_scale, norms,
     flag, DTYPE: tl.constexpr, TILE: tl.constexpr,
