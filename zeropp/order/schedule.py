@@ -135,7 +135,7 @@ class Schedule:
             position = self._order.find(index, self._position)
             stop = self._forks[0] if self._forks else len(self._order.uses)
             if position is None:
-                if unit.state is not UnitState.SHARDED:  # nobody need be asked; this time, if the plan alone has left it
+                if unit.state is not UnitState.SHARDED:  # nobody need be asked; but the plan may not leave it again
                     self.passed_over |= unit.users == 1
                     return self._wait_and_expose(unit)
                 self._leave(unit)
