@@ -175,6 +175,7 @@ class MemoryMeter:
         gc.collect()
         self.device = device
         if device.type == "cuda":
+            torch._C._cuda_clearCublasWorkspaces()  # or only the first system would have them in its peak
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with contextlib.suppress(OSError):

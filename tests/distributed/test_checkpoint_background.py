@@ -126,6 +126,20 @@ def test_twenty_saves_leak_nothing(tmp_path: Path) -> None:
         assert found["left"] == 3 and found["latest"] == 20
 
 
+def closes_meanwhile(path: Path) -> bool:
+    """Closing waits for what is being written."""
+    model, optimizer = wrap("stage 3")
+    with Gate() as gate:
+        checkpoint.save(path, model, optimizer, asynchronous=True)
+        threading.Timer(0.5, gate.opened.set).start()
+        optimizer.close()
+        return (path / "metadata.json").exists()
+
+
+def test_closing_waits(tmp_path: Path) -> None:
+    assert run_ranks(2, closes_meanwhile, tmp_path / "here") == [True, True]
+
+
 def ends_at_once(path: Path) -> float:
     """Only the copy is waited for."""
     model, optimizer = wrap("stage 3")

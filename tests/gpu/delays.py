@@ -147,7 +147,7 @@ def train(
     config = {**make_config(**settings), "gradient_clipping": 0.3, "gradient_accumulation_steps": micros}
     generator = torch.Generator().manual_seed(3)
     batches = torch.randn(STEPS, micros, 8, width, generator=generator).to(device)
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=late is not None)
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=None if late is None else True)
     # On a lane, as where there are other ranks; alone on a card one kernel would do it without.
     on_lanes = mock.patch.object(gradient, "summed_by_kernels", lambda out: False)
     with on_lanes, delays.in_force() if delays is not None else contextlib.nullcontext():
@@ -170,6 +170,7 @@ def train(
         if late is None:
             norms.append(optimizer.grad_norm)
     if late is not None:
+        assert (optimizer.boundary.reads == 0) is late, "whether the host has waited"
         norms += [optimizer.grad_norm, float(optimizer.skipped_steps)]
     found = Trained(torch.stack(losses).tolist(), norms, zeropp.full_state(model))
     optimizer.close()

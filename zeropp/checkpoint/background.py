@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from zeropp.engine.engine import Engine
 __all__ = ["Background", "background_of", "backgrounds", "wait"]
 
 _T = TypeVar("_T")
+_log = logging.getLogger("zeropp")
 _ALIGNED = 64  # bytes; so that every dtype may lie at the beginning of a part
 _PATIENCE = 1800.0  # seconds that a rank's disk may be slower than another's, at least
 
@@ -71,6 +73,13 @@ class Background:
         if error is not None:
             raise CheckpointError(f"the checkpoint {self._path!r} was not written: {error}") from error
 
+    def finish(self) -> None:
+        """As :meth:`wait`, where nobody can be told but by the log."""
+        try:
+            self.wait()
+        except CheckpointError as error:
+            _log.error("%s", error)
+
     def start(self, attempt: Attempt) -> None:
         """Copy what is to be written, and return while it is; the one before must have been waited for."""
         contents = replace(attempt.contents, parts=self._copied(attempt.contents.parts))
@@ -115,7 +124,9 @@ backgrounds: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDict
 def background_of(engine: Engine) -> Background:
     """That of an engine. Collective when first asked for."""
     if engine not in backgrounds:
-        backgrounds[engine] = Background(engine.comm)
+        backgrounds[engine] = made = Background(engine.comm)
+        # Its group goes with the engine, and a checkpoint that is nearly written should not.
+        engine.on_close(made.finish)
     return backgrounds[engine]
 
 

@@ -73,7 +73,7 @@ class Settings(Protocol):
         ...
 
     def disagreement(self, *, late: bool = False) -> RuntimeError:
-        """The error when hashes differ. Collective."""
+        """The error when hashes differ. Collective; of a step that is over, ``late``, local."""
         ...
 
 

@@ -10,7 +10,7 @@ __all__ = ["norm_of", "rounded"]
 
 def norm_of(square: float) -> float:
     """The norm whose square was summed over ranks."""
-    return float(rounded(torch.tensor(square, dtype=torch.float64).sqrt()))
+    return float(rounded(torch.tensor(square, dtype=torch.float64, device="cpu").sqrt()))
 
 
 def rounded(norm: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ class Outcome:
     def __init__(self, read: Callable[[], Verdict | None]) -> None:
         self._read = read
         self._unread = False
+        self._error: RuntimeError | None = None  # which the next step raises, too
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = self.step_was_taken = False
@@ -48,14 +49,23 @@ class Outcome:
         self.wait()
         self.step_was_skipped = self.step_was_taken = False
 
-    def wait(self) -> None:
+    def wait(self, *, stepping: bool = False) -> None:
         """Wait for what the device has decided by itself.
 
         Raises:
-            RuntimeError: ranks were out of step; no weight was changed.
+            RuntimeError: ranks were out of step; no weight was changed. Until the next step, at which every rank raises
+                it: one that has asked before would otherwise go on there, and wait for the others.
         """
-        found = self._read() if self._unread else None
+        found = None
+        if self._error is None and self._unread:
+            try:
+                found = self._read()
+            except RuntimeError as caught:
+                self._error, self.step_was_taken = caught, False
         self._unread = False
+        if (error := self._error) is not None:
+            self._error = None if stepping else error
+            raise error
         if found is not None:
             taken = self.step_was_taken
             self.decided(found)

@@ -80,6 +80,8 @@ class GroupSettings:
         )
 
     def _late_disagreement(self, own: dict[str, Any]) -> RuntimeError:
+        # Rates first: they are what schedulers set, and there may be many groups.
+        own = dict(sorted(own.items(), key=lambda each: not each[0].endswith(" lr")))
         shown = ", ".join(f"{name} is {value!r}" for name, value in [*own.items()][:8])
         return RuntimeError(
             "parameter groups differed between ranks at the last step, which was left out for it on every rank; rank "

@@ -297,7 +297,7 @@ class ZeroOptimizer(Optimizer):
 
     def _decide(self) -> Verdict:
         """Whether a step is to be taken: the step's one host read, or none; see [Note: sums read late]."""
-        self.outcome.wait()
+        self.outcome.wait(stepping=True)
         return self.boundary.verdict(late=may_leave_out(self.engine, self.inner))
 
     def _update(self) -> None:
