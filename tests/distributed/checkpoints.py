@@ -82,7 +82,7 @@ def wrap(name: str, make: Callable[[], nn.Module] = Model) -> tuple[nn.Module, z
     return model, zeropp.ZeroOptimizer(make_optimizer(model), model, config)
 
 
-def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: Sequence[int], ranks: int = 1) -> list[float]:
+def train(model: nn.Module, optimizer: zeropp.ZeroOptimizer, steps: Sequence[int]) -> list[float]:
     losses = []
     for step in steps:
         loss = model(tokens(step, dist.get_rank() if dist.is_initialized() else 0))

@@ -90,7 +90,7 @@ def test_a_disk_that_fails_at_any_call(
                 checkpoint.save(saved, model, optimizer)
             except checkpoint.CheckpointError as error:
                 failed = "Nothing was saved" in str(error)
-                assert failed or "It is in place and complete" in str(error)
+                assert failed == ("It is in place and complete" not in str(error))
                 assert os.strerror(code) in str(error) and "saving again is possible" in str(error)
         other = wrap("stage 3")
         checkpoint.load(saved, *other)
@@ -226,6 +226,16 @@ def reaching_out(saved: Path) -> None:
     rewrite(saved, files=[{**found[0], "name": "../secret"}])
 
 
+def too_few_sums(saved: Path) -> None:
+    found = json.loads((saved / "metadata.json").read_bytes())["checkpoint"]["files"]
+    rewrite(saved, files=[{**found[0], "sums": ""}])
+
+
+def odd_sums(saved: Path) -> None:
+    found = json.loads((saved / "metadata.json").read_bytes())["checkpoint"]["files"]
+    rewrite(saved, files=[{**found[0], "sums": "no base64!"}])
+
+
 def beyond(saved: Path) -> None:
     tensors = json.loads((saved / "metadata.json").read_bytes())["checkpoint"]["tensors"]
     tensors["model.head.weight"]["boxes"][0]["begin"] = 1 << 40
@@ -239,6 +249,8 @@ UNUSABLE = {
     unfinished: "is no complete checkpoint: it has no metadata.json",
     foreign: "was not written by zeropp",
     reaching_out: "is no plain name",
+    too_few_sums: "there are 0 checksums of .rank",
+    odd_sums: "are damaged",
     beyond: "beyond the end of its file",
 }
 

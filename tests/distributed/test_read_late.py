@@ -304,7 +304,7 @@ def test_ranks_out_of_step_change_no_weight_and_raise_at_the_next_read(
         assert unchanged and message in error and error.startswith("step 2" if asks else "step 3")
 
 
-def asks_alone(_: int) -> str:
+def asks_alone() -> str:
     """Rank 0 alone asks what has become of a step for which the ranks had other settings."""
     optimizer = wrapped(True, **STATIC)
     backward(optimizer, 0)
@@ -332,7 +332,7 @@ def asks_alone(_: int) -> str:
 
 
 def test_one_rank_may_ask_alone() -> None:
-    first, second = run_ranks(2, asks_alone, 0)
+    first, second = run_ranks(2, asks_alone)
     assert "group 0 lr is 0.05" in first and "group 0 lr is 0.01" in second
 
 

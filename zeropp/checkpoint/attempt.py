@@ -31,6 +31,7 @@ from zeropp.checkpoint.metadata import (
     dtype_code,
     sync_folder,
 )
+from zeropp.checkpoint.together import tried
 from zeropp_kernels import __version__
 
 __all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place"]
@@ -101,14 +102,10 @@ class Attempt:
 
     def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
         """Every rank's result, or an error on every rank if one has failed."""
-        result: _T | None = None
-        error: Exception | None = None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        cause = error.cause if isinstance(error, _InPlaceError) else error
-        told = None if cause is None else f"{type(cause).__name__}: {cause}"
+        result, error, told = tried(work)
+        cause: BaseException | None = error
+        if isinstance(error, _InPlaceError):
+            cause, told = error.__cause__, str(error)
         answers = meeting.exchange((result, told, isinstance(error, _InPlaceError)), doing)
         failed = {rank: told for rank, (_, told, _) in enumerate(answers) if told is not None}
         if failed:
@@ -147,15 +144,11 @@ class Attempt:
             if self.completed is not None:
                 self.completed()
         except Exception as error:
-            raise _InPlaceError(error) from error
+            raise _InPlaceError(f"{type(error).__name__}: {error}") from error
 
 
 class _InPlaceError(Exception):
     """Something went wrong when the checkpoint had its name already."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def _nothing() -> None:

@@ -98,15 +98,15 @@ class Background:
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
         sizes = [-(-part.values.nbytes // _ALIGNED) * _ALIGNED for part in parts]
-        memory, pinned = self._room(sum(sizes), parts), False
+        memory, on_card = self._room(sum(sizes), parts), False
         found, begin = [], 0
         for part, size in zip(parts, sizes, strict=True):
             room = memory[begin : begin + part.values.nbytes].view(part.values.dtype).view(part.box.sizes)
             room.copy_(part.values, non_blocking=True)
-            pinned |= part.values.is_cuda
+            on_card |= part.values.is_cuda
             found.append(replace(part, values=room))
             begin += size
-        if pinned:
+        if on_card:
             torch.cuda.current_stream().synchronize()
         return found
 

@@ -70,6 +70,7 @@ class Source:
             )
         self._indices: dict[str, BoxIndex[BoxEntry]] = {}
         self._verified: defaultdict[int, set[int]] = defaultdict(set)
+        self._sums: dict[int, list[int]] = {}
         self._last: tuple[str, Tensor] | None = None
         # Where boxes begin in each file, to name what a damaged stretch has.
         self._begins: dict[int, list[tuple[int, int, str]]] = {}
@@ -174,7 +175,7 @@ class Source:
                 raise CheckpointError(
                     f"{str(path)!r} has {there} bytes, and was written with {file.nbytes}; it was cut short or replaced"
                 )
-            sums = file.checksums(self._checks.width) if self._checks is not None else []
+            sums = self._sums_of(number)
 
             def verify(stretch: int, memory: memoryview) -> None:
                 assert self._checks is not None
@@ -189,6 +190,23 @@ class Source:
         except OSError as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
         self._verified[number] |= verified
+
+    def _sums_of(self, number: int) -> list[int]:
+        """Checksums of a file's stretches, unpacked once."""
+        if self._checks is None:
+            return []
+        if number not in self._sums:
+            file = self.metadata.files[number]
+            try:
+                found = file.checksums(self._checks.width)
+            except ValueError as error:
+                raise CheckpointError(f"the checksums of {file.name!r} are damaged: {error}") from error
+            if len(found) != -(-file.nbytes // STRETCH):
+                raise CheckpointError(
+                    f"there are {len(found)} checksums of {file.name!r}, which has {file.nbytes} bytes"
+                )
+            self._sums[number] = found
+        return self._sums[number]
 
     def _names(self, number: int, stretch: int) -> str:
         """What lies in a stretch of a file, in words."""

@@ -8,9 +8,18 @@ from typing import TypeVar
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.engine.engine import Engine
 
-__all__ = ["together"]
+__all__ = ["together", "tried"]
 
 _T = TypeVar("_T")
+
+
+def tried(work: Callable[[], _T]) -> tuple[_T | None, Exception | None, str | None]:
+    """What work comes to: its result, or its error and that in words, for ranks that are told of it."""
+    try:
+        return work(), None, None
+    except Exception as error:
+        # As text: not every error can be pickled.
+        return None, error, f"{type(error).__name__}: {error}"
 
 
 def together(engine: Engine, doing: str, work: Callable[[], _T], left: str) -> _T:
@@ -26,13 +35,7 @@ def together(engine: Engine, doing: str, work: Callable[[], _T], left: str) -> _
         Exception: this rank's own error, as it was.
         CheckpointError: another rank's, with its rank.
     """
-    result: _T | None = None
-    error: Exception | None = None
-    try:
-        result = work()
-    except Exception as caught:
-        error = caught
-    told = None if error is None else f"{type(error).__name__}: {error}"
+    result, error, told = tried(work)
     accounts = engine.agreement.exchange_objects(told, doing)
     if isinstance(error, CheckpointError):
         raise CheckpointError(f"{doing} failed: {error} ({left})") from error
