@@ -26,6 +26,7 @@ __all__ = [
     "current_graph_task",
     "default_store",
     "group_timeout",
+    "is_aliased",
     "is_compiled",
     "is_registered",
     "loss_scale",
@@ -50,6 +51,12 @@ def storage_id(tensor: Tensor) -> int:
     """Identity of a tensor's storage, the same as long as the storage lives."""
     # Not data_ptr, which is 0 for every storage that is released. See [Note: storage].
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_aliased(tensor: Tensor) -> bool:
+    """Whether anything but this tensor refers to its memory: a view, ``.data``, an array of NumPy."""
+    # One reference is the tensor's, one that of the object which is asked here.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
 
 
 # torch 2.13 renamed both and warns at each use of the old names.

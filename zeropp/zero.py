@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from zeropp.access.external import register_external_parameter
 from zeropp.access.gathered import GatheredParameters
+from zeropp.init.context import Init, MiCS_Init
+from zeropp.init.materialize import materialize
 
-__all__ = ["GatheredParameters", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "MiCS_Init", "materialize", "register_external_parameter"]

@@ -64,6 +64,7 @@ ROOMS = {
     "access": 7,
     "setup": 8,
     "optimizer": 9,
+    "init": 9,
     "checkpoint": 10,
     "zero": 10,
     "__init__": 11,

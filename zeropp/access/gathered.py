@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
-import torch
 from torch import Tensor, nn
 
+from zeropp.access.built import PiecesLoan, spreads_of
 from zeropp.access.external import register_external_parameter
 from zeropp.access.lent import Graphs
 from zeropp.access.state import gather_main
 from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.params.fingerprint import fingerprint
 from zeropp.params.guard import handler_of, is_guarded
 
 __all__ = ["GatheredParameters"]
@@ -22,9 +23,10 @@ __all__ = ["GatheredParameters"]
 class GatheredParameters:
     """Inside ``with``, the parameters have their whole values, in the precision of the main weights.
 
-    Collective: every rank of the model enters and leaves, with the same parameters in the same order. What is not
-    managed by zeropp is left alone. Between passes only: the model cannot run inside, and no step be taken. Inside a
-    forward or backward it only fetches the parameters, as any use of them would.
+    Collective: every rank of the model enters and leaves, with the same parameters in the same order. They are of a
+    wrapped model, or were built in :class:`zeropp.zero.Init`; what is not managed by zeropp is left alone. Between
+    passes only: the model cannot run inside, and no step be taken. Inside a forward or backward it only fetches the
+    parameters, as any use of them would.
 
     Args:
         params: one parameter, several, or a module, whose parameters are meant.
@@ -51,7 +53,7 @@ class GatheredParameters:
             params = params.parameters()
         elif isinstance(params, Tensor):
             params = [params]  # type: ignore[list-item]
-        self._loans: list[_Loan] = []
+        self._loans: list[_Loan | PiecesLoan] = []
         self._graphs: Graphs | None = None
         self._modifier_rank = modifier_rank
         parameters = list({id(parameter): parameter for parameter in params}.values())
@@ -66,21 +68,24 @@ class GatheredParameters:
             if isinstance(engine, Engine):
                 by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
         self._wanted = list(by_engine.values())
+        self._built = spreads_of(parameters) if enabled else []
 
     def __enter__(self) -> None:
-        for engine, parameters in self._wanted:
-            if engine.running:
-                self._fetch(engine, parameters)
-                continue
-            try:
-                self._loans.append(_Loan(engine, parameters, self._modifier_rank))
-            except BaseException:
-                # A loan of another model may stand already.
-                self._give_back()
-                raise
+        try:
+            for engine, parameters in self._wanted:
+                if engine.running:
+                    self._fetch(engine, parameters)
+                else:
+                    self._loans.append(_Loan(engine, parameters, self._modifier_rank))
+            for spread, parameters in self._built:
+                self._loans.append(PiecesLoan(spread, parameters, self._modifier_rank))
+        except BaseException:
+            # A loan of another model may stand already.
+            self._give_back()
+            raise
         if self._loans:
             # While lent, parameters have their own class, and the guard sees nothing: a mode watches what is computed.
-            self._graphs = Graphs({b.parameters[i]: b.names[i] for loan in self._loans for b, i in loan.places})
+            self._graphs = Graphs({each: name for loan in self._loans for each, name in loan.lent.items()})
             self._graphs.__enter__()  # type: ignore[no-untyped-call]
 
     def _fetch(self, engine: Engine, parameters: list[nn.Parameter]) -> None:
@@ -146,6 +151,7 @@ class _Loan:
         self.modifier_rank = modifier_rank
         self.places = [(b, i) for b in engine.buffers for i, p in enumerate(b.parameters) if id(p) in wanted]
         self.names = [buffer.names[index] for buffer, index in self.places]
+        self.lent = {buffer.parameters[index]: buffer.names[index] for buffer, index in self.places}
         lent = [name for name, (b, i) in zip(self.names, self.places, strict=True) if not is_guarded(b.parameters[i])]
         if lent:
             raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
@@ -155,7 +161,7 @@ class _Loan:
         gathered = {buffer: gather_main(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
         self.values = [gathered[buffer][index] for buffer, index in self.places]
         # Who edits without a modifier_rank loses the edit, and is to be told.
-        self.before = [_fingerprint(value) for value in self.values] if modifier_rank is None else []
+        self.before = [fingerprint(value) for value in self.values] if modifier_rank is None else []
         # requires_grad_ on a lent parameter passes the guard by; what has changed is passed on at the end.
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
         for (buffer, index), value in zip(self.places, self.values, strict=True):
@@ -200,7 +206,7 @@ class _Loan:
 
     def _lost(self) -> list[str]:
         """Parameters that were edited though nobody keeps edits."""
-        now = map(_fingerprint, self.values)
+        now = map(fingerprint, self.values)
         return [name for name, old, new in zip(self.names, self.before, now, strict=True) if old != new]
 
     def _misshapen(self) -> list[str]:
@@ -210,11 +216,3 @@ class _Loan:
             for name, (buffer, index), value in zip(self.names, self.places, self.values, strict=True)
             if tuple(value.shape) != buffer.layout.slots[index].shape
         ]
-
-
-def _fingerprint(value: Tensor) -> tuple[object, ...]:
-    """Shape, dtype and a sum over the bits, which an edit changes unless it only exchanges values."""
-    # Bits, since a NaN is not equal to itself, and -0.0 is to 0.0.
-    kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()]
-    total = value.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64) if value.numel() else torch.tensor(0)
-    return tuple(value.shape), value.dtype, int(total)

@@ -20,6 +20,8 @@ from zeropp.engine.hooks import OWNED_AS
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_managed
+from zeropp.params.piece import piece_of
+from zeropp.params.spread import is_whole, take_over
 
 __all__ = ["Former", "former_engines", "give_to_modules"]
 
@@ -43,7 +45,7 @@ def former_engines(model: nn.Module) -> list[Engine]:
     found: dict[int, Engine] = {}
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
-        if not is_managed(parameter):
+        if not is_managed(parameter) or piece_of(parameter) is not None:
             continue
         handler = handler_of(parameter)
         # Without a handler, or with one that was closed, nothing holds its values any more.
@@ -123,15 +125,19 @@ class Former:
 
         def fill(whole: Tensor) -> None:
             views = buffer.layout.views(whole)
-            # New parameters are on rank 0 as the user made them; what was gathered is the same on every rank already.
-            if any(value is None for value in values):
-                for view, parameter, value in zip(views, buffer.parameters, values, strict=True):
-                    if value is None and comm.rank == 0:
+            # New parameters are on rank 0 as the user made them; what was gathered is the same on every rank already,
+            # and what was built in pieces is gathered now.
+            fresh = [v is None and is_whole(p) for v, p in zip(values, buffer.parameters, strict=True)]
+            if any(fresh):
+                for view, parameter, new in zip(views, buffer.parameters, fresh, strict=True):
+                    if new and comm.rank == 0:
                         view.copy_(parameter)
                 comm.broadcast(whole)
-            for view, value in zip(views, values, strict=True):
+            for view, parameter, value in zip(views, buffer.parameters, values, strict=True):
                 if value is not None:
                     view.copy_(value)
+                else:
+                    take_over(parameter, view)
 
         return fill
 

@@ -162,8 +162,6 @@ else:
          "Stepping part of the states on the host while the next micro-batches run (ZenFlow)."),
         ("pipeline_loading_checkpoint", bool, False,
          "Lets ranks load a checkpoint one after the other, for less host memory at once."),
-        ("override_module_apply", bool, True,
-         "Gathers parameters around the functions that `Module.apply` runs under `zero.Init`."),
         ("save_muon_momentum_buffer_in_memory", bool, False,
          "Keeps the momentum of the Muon optimizer in memory while its other states are swapped."),
         ("elastic_checkpoint", bool, False,

@@ -120,6 +120,10 @@ class ZeroConfig(NeedlessZero, LaterZero):
     """Logs a warning when a known order of units is given up because a pass ran differently, and is learned
     anew."""
 
+    override_module_apply: bool = True
+    """Inside `zero.Init`, `Module.apply` fetches the parameters of each module together before the function gets it.
+    False fetches each one when the function touches it, and none that it does not."""
+
     leaf_module: LeafModuleConfig = LeafModuleConfig()
     """Modules whose parameters are always fetched together."""
 

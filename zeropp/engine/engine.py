@@ -30,6 +30,7 @@ from zeropp.order.schedule import Schedule
 from zeropp.params.build import BufferMaker
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.params.guard import GuardHandler
 from zeropp.params.unit import Unit, UnitState
 
 __all__ = ["Engine"]
@@ -37,7 +38,7 @@ __all__ = ["Engine"]
 _MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
 
 
-class Engine:
+class Engine(GuardHandler):
     """Gathers before use, releases after, reduces in backward.
 
     Args:

@@ -11,7 +11,6 @@ optimizer step, is refused by autograd instead of read. A counter at any other v
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,19 +19,12 @@ from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
 from zeropp.params.gradient import Gradient
-from zeropp.params.guard import guard, unguard
+from zeropp.params.guard import guard, nothing, unguard
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.differences import DifferencePath
 from zeropp.wire.paths import GatherPath
 
 __all__ = ["FlatBuffer", "WeightPaths"]
-
-
-@functools.cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The value of every element of every released parameter."""
-    # One for each dtype and device: kept for good, it costs an element.
-    return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -119,9 +111,9 @@ class FlatBuffer:
             self.flat = self.shard if shared else torch.empty(numel, dtype=self.compute_dtype, device=self.device)
             # Made once. They survive the release, since the storage object stays: see [Note: storage].
             self._present = self.layout.views(self.flat)
-            nothing = _nothing(self.compute_dtype, self.device)
+            absent = nothing(self.compute_dtype, self.device)
             # The true shape over one element, so that a released parameter costs no memory and every index finds NaN.
-            self._absent = [nothing.expand(view.shape) for view in self._present]
+            self._absent = [absent.expand(view.shape) for view in self._present]
             self._prepare_paths()
         # The parameters of a model that was wrapped before may still be guarded.
         unguard(self.parameters)

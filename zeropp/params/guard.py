@@ -8,6 +8,7 @@ them, find NaN: the parameter's data is then a single NaN seen at every index.
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,10 @@ from torch import nn
 
 from zeropp._compat import unguarded
 
-__all__ = ["GuardHandler", "guard", "handler_of", "is_guarded", "is_managed", "own_dtype", "register", "unguard"]
+__all__ = [
+    "GuardHandler", "guard", "handler_of", "is_guarded", "is_managed", "nothing", "own_dtype", "register", "unguard",
+    "unregister",
+]  # fmt: skip
 
 # What the stand-in answers rightly by itself: it has the true shape, dtype and device.
 _GETTERS = (
@@ -61,11 +65,15 @@ _COPY = torch.Tensor.copy_
 
 
 class GuardHandler(Protocol):
-    """Who answers for a released parameter: the engine, seen from here."""
+    """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece."""
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """Make the values present if the model is running; False otherwise."""
         ...
+
+    def use_ended(self) -> None:
+        """The operation is done that touched parameters. Nothing to do for who keeps their values for longer."""
+        return
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer."""
@@ -125,6 +133,18 @@ def register(
     parameter._zeropp_tag = _Tag(name, handler, parameter, strides, own_dtype)  # type: ignore[attr-defined]
 
 
+def unregister(parameter: nn.Parameter) -> None:
+    """A parameter that has its values is a plain one again."""
+    del parameter._zeropp_tag  # type: ignore[attr-defined]
+
+
+@functools.cache
+def nothing(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The value of every element of every released parameter: a scalar."""
+    # One for each dtype and device: kept for good, it costs an element.
+    return torch.full((), float("nan"), dtype=dtype, device=device)
+
+
 def own_dtype(parameter: torch.Tensor) -> torch.dtype:
     """The dtype that a parameter has of its own, whatever it is computed with."""
     tag = parameter.__dict__.get("_zeropp_tag")
@@ -169,6 +189,8 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
         namespace = {
             "_zeropp_own_class": cls,
             "__torch_function__": classmethod(_intercept),
+            # torch's own asks for the class before it asks for the values.
+            "__deepcopy__": _deepcopy,
             # A debugger or a log prints parameters at any time; that must neither fetch a unit nor raise.
             "__repr__": _describe,
             "__format__": lambda parameter, spec: format(_describe(parameter), spec),
@@ -181,6 +203,16 @@ def _describe(parameter: nn.Parameter) -> str:
     tag = parameter.__dict__.get("_zeropp_tag")
     name = tag.name if tag is not None else "?"
     return f"<partitioned parameter {name!r}, shape {tuple(parameter.shape)}, {parameter.dtype}>"
+
+
+def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """A plain copy of whole values, where they can be had."""
+    # Reading them leaves the parameter with its own class, and so with that class's way to be copied; holding them,
+    # with its values.
+    values = parameter.data
+    copied: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
+    del values
+    return copied
 
 
 def _released(args: Iterable[object]) -> Iterator[nn.Parameter]:
@@ -207,6 +239,7 @@ def _intercept(
         # ``type()`` names a type; with an argument it would convert values.
         if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
+        touched: list[GuardHandler] = []
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
             if func in _LAYOUT:
@@ -233,8 +266,13 @@ def _intercept(
             if not handler.fetch_touched(parameter):
                 # Outside a pass no other rank knows of this use, and a gather would wait for them.
                 raise _refusal(func, tag.name, parameter)
+            touched.append(handler)
         # Every released argument has been fetched, and has its own class and values by now.
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            for handler in touched:
+                handler.use_ended()
 
 
 def _gradient_access(

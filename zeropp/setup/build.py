@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp._compat import sharing_versions
+from zeropp.access.awaited import await_values, awaited_names
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
 from zeropp.access.external import external_parameters
 from zeropp.access.ownership import Former, former_engines, give_to_modules
@@ -33,6 +34,7 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
+from zeropp.setup.built import built_for, check_built
 from zeropp.setup.ineffective import warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
@@ -69,6 +71,8 @@ def build_engine(
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     extension = config.zeropp
     together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
+    if trained_on is None and isinstance(model, nn.Module):
+        trained_on = built_for(model)
     device = together("checking the model", lambda: _check_model(model, config, trained_on))
     hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
@@ -109,10 +113,12 @@ def _partition(
         warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
+    awaited = awaited_names(model)
     _adopt(model, units, comm)
     _share_buffers(model, config, comm, device)
     engine = make_engine(config, comm, maker, units, device)
     _install(model, engine, specs, own)
+    await_values(model, engine, awaited)
     # What is cached between uses has never been filled.
     engine.refresh.start()
     return engine
@@ -185,6 +191,7 @@ def _choose(model: nn.Module, config: Config, members: Members) -> Mode:
                 f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
                 f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
             )
+    check_built(model, config, members.ranks)
     mode = choose_mode(config, len(members.ranks), members.local)
     require_base(config, mode)
     return mode

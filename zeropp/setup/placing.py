@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from zeropp.engine.tensors import tensors_in
 from zeropp.params.guard import is_managed
+from zeropp.params.spread import is_whole
 
-__all__ = ["find_device", "place", "require_values"]
+__all__ = ["find_device", "give_memory", "place", "require_values", "without_weak_weights"]
 
 
 def find_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
@@ -54,7 +55,10 @@ def require_values(model: nn.Module) -> None:
     Raises:
         ValueError: it has none.
     """
+    awaited = {name for name, parameter in model.named_parameters() if not is_whole(parameter)}
     for kind, name in _on_meta(model):
+        if kind == "parameter" and name in awaited:
+            continue
         raise ValueError(
             f"{kind} {name!r} of the first rank is on the meta device; its values become everyone's, so it needs them: "
             "build the model on the CPU there, and on the meta device on the other ranks alone"
@@ -71,7 +75,7 @@ def place(model: nn.Module, device: torch.device) -> None:
         model: checked by :func:`find_device`.
         device: to train on.
     """
-    with torch.no_grad(), _without_weak_weights(model):
+    with torch.no_grad(), without_weak_weights(model):
         for parameter in model.parameters():
             if not parameter.is_floating_point():
                 _move(parameter, device)
@@ -116,7 +120,7 @@ def _check_replaceable(model: nn.Module) -> None:
             for tensor in tensors_in(value):
                 if tensor.is_meta and id(tensor) not in registered:
                     _refuse_lost(path, name, tensor)
-    with _without_weak_weights(model):
+    with without_weak_weights(model):
         for name, parameter in model.named_parameters():
             _check_parameter(name, parameter)
 
@@ -155,7 +159,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 @contextlib.contextmanager
-def _without_weak_weights(model: nn.Module) -> Iterator[None]:
+def without_weak_weights(model: nn.Module) -> Iterator[None]:
     """While torch's recurrent layers do not refer to their weights weakly, which they do to notice new ones."""
     layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for layer in layers:
@@ -167,10 +171,15 @@ def _without_weak_weights(model: nn.Module) -> Iterator[None]:
             layer._flat_weight_refs = [None if w is None else weakref.ref(w) for w in layer._flat_weights]
 
 
+def give_memory(tensor: Tensor, device: torch.device) -> None:
+    """Let a tensor on the meta device be one of the same shape that holds anything."""
+    _swap(tensor, torch.empty_like(tensor, device=device))
+
+
 def _move(tensor: Tensor, device: torch.device) -> None:
     """To the device, in place; without values, if it has none yet."""
     if tensor.is_meta:
-        _swap(tensor, torch.empty_like(tensor, device=device))
+        give_memory(tensor, device)
     elif tensor.device != device and not is_managed(tensor):
         # Through .data the object stays: modules may share it.
         tensor.data = tensor.data.to(device)

@@ -1,0 +1,341 @@
+"""``zero.Init``: a model that is built in pieces has the values of a plain build, and no rank ever has all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+
+import zeropp
+from tests.distributed.built import Odd, same_as
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import make_config
+from zeropp import zero
+from zeropp.comm.carrier import Carrier
+from zeropp.params import spread
+from zeropp.params.guard import is_guarded
+
+
+@contextlib.contextmanager
+def limits(nbytes: int, small: int) -> Iterator[None]:
+    """Other sizes from which parameters are cut; the models here are small."""
+    with mock.patch.object(spread, "LIMIT_NBYTES", nbytes), mock.patch.object(spread, "SMALL", small):
+        yield
+
+
+def nothing_aliased() -> Any:
+    """What has just been gathered may still be held by the backend, for a moment; counts must not depend on it."""
+    return mock.patch.object(spread, "is_aliased", lambda parameter: False)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def hooks() -> int:
+    """How many of torch's hooks for all modules there are; one more if ``apply`` is another."""
+    tables = (torch_modules._global_parameter_registration_hooks, torch_modules._global_module_registration_hooks)
+    return sum(map(len, tables)) + (nn.Module.apply is not APPLY)
+
+
+APPLY = nn.Module.apply
+
+
+def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[str], int, list[float]]:
+    """What differs from a plain build; parameters in pieces after the block; and losses of three steps less plain's."""
+    plain = seeded(Odd)
+    with limits(nbytes, small), zero.Init(config_dict_or_path=config):
+        # Another stream of random numbers on each rank, and rank 0's are everyone's.
+        model = seeded(Odd, 3 + dist.get_rank())
+    found = ["hooks are left"] if hooks() else []
+    pieces = sum(map(is_guarded, model.parameters()))
+    with zero.GatheredParameters(model.parameters()):
+        found += same_as(model, plain)
+    found += [name for name, b in plain.named_buffers() if dist.get_rank() == 0 and not torch.equal(b, model.drift)]
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model, config)
+    state = zeropp.full_state(model)
+    found += [f"wrapped {name}" for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
+    other = torch.optim.SGD(plain.parameters(), lr=1e-4)
+    losses = []
+    for step in range(3):
+        tokens = (torch.arange(32).view(2, 16) + step) % 60
+        own, wanted = model(tokens).mean(), plain(tokens).mean()
+        losses.append((own - wanted).abs().item())
+        optimizer.backward(own)
+        wanted.backward()
+        optimizer.step()
+        other.step()
+        optimizer.zero_grad()
+        other.zero_grad()
+    optimizer.close()
+    return found, pieces, losses
+
+
+@pytest.mark.parametrize(
+    ("world", "nbytes", "small", "stage", "apply"),
+    [
+        pytest.param(2, 1 << 27, 1 << 16, 3, True, marks=pytest.mark.fast),
+        (2, 1 << 13, 100, 3, True),
+        (3, 0, 0, 3, False),
+        (4, 1 << 14, 1000, 1, True),
+    ],
+)
+def test_as_a_plain_build(world: int, nbytes: int, small: int, stage: int, apply: bool) -> None:
+    """Values to the bit, however often what is waiting is cut; then training as plain torch trains it."""
+    config = {"zero_optimization": {"stage": stage, "override_module_apply": apply}}
+    rows = run_ranks(world, odd, nbytes, small, config)
+    for found, pieces, losses in rows:
+        assert found == []
+        assert (pieces > 10) == (small < 1 << 16)
+        # The model sums over ranks in another order than one process does.
+        assert max(losses) < 1e-3, losses
+
+
+def collectives(apply: bool) -> tuple[list[tuple[str, int]], list[str]]:
+    """What is sent while a model is built; names of what was fetched."""
+    sent: list[tuple[str, int]] = []
+    exchanged: list[str] = []
+    plain = {name: getattr(Carrier, name) for name in ("scatter", "broadcast", "all_gather", "exchange")}
+
+    def count(name: str) -> Callable[..., Any]:
+        def run(carrier: Carrier, own: Any, *args: Any) -> Any:
+            if name == "exchange":
+                exchanged.append(args[-1])
+            else:
+                sent.append((name, own.numel()))
+            return plain[name](carrier, own, *args)
+
+        return run
+
+    class Many(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(200)])
+            self.large = nn.Linear(600, 700)
+            self.large.apply(self.reset)
+
+        def reset(self, module: nn.Module) -> None:
+            nn.init.zeros_(module.weight)
+
+    with nothing_aliased(), mock.patch.multiple(Carrier, **{name: count(name) for name in plain}):
+        config = {"zero_optimization": {"stage": 3, "override_module_apply": apply}}
+        with limits(1 << 20, 1 << 11), zero.Init(config_dict_or_path=config):
+            Many()
+    return sent, exchanged
+
+
+def test_collectives_are_bounded() -> None:
+    """400 parameters of 17 kilobytes travel in a few messages of about the limit, biases in one at the end."""
+    (sent, exchanged), other = run_ranks(2, collectives, True)
+    assert (sent, exchanged) == other
+    scatters = [nbytes for name, nbytes in sent if name == "scatter"]
+    # 200 weights of 16 KiB: a megabyte and a bit is cut at a time; then the large one, and it again.
+    assert len(scatters) <= 7 and sum(scatters) <= 200 * 8192 + 2 * 4 * 350 * 602, scatters
+    assert [name for name, _ in sent].count("broadcast") == 1
+    assert [name for name, _ in sent].count("all_gather") == 1
+    assert len(exchanged) <= len(sent) + 2
+
+
+def test_override_module_apply() -> None:
+    """With it the function gets weight and bias together; without, what it touches."""
+    together, alone = (run_ranks(2, fetched, apply)[0] for apply in (True, False))
+    assert together == 2 and alone == 1
+
+
+def fetched(apply: bool) -> int:
+    """Parameters that are brought together by a function that sets the weight of a layer."""
+    count = 0
+    plain = spread.Spread.whole
+
+    def whole(own: spread.Spread, parameter: nn.Parameter) -> Tensor:
+        nonlocal count
+        count += 1
+        return plain(own, parameter)
+
+    config = {"zero_optimization": {"stage": 3, "override_module_apply": apply}}
+    with nothing_aliased(), limits(0, 0), zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Linear(30, 30))
+        with mock.patch.object(spread.Spread, "whole", whole):
+            model.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
+    return count
+
+
+def blocks() -> list[str]:
+    """Nesting, an error inside, ``enabled=False``, ``module=``, ``dtype``: what is wrong."""
+    wrong = []
+    with limits(0, 0):
+        with zero.Init(), zero.Init():
+            model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+        wrong += [] if all(map(is_guarded, model.parameters())) else ["nested"]
+        with zero.Init(enabled=False):
+            model = nn.Linear(40, 40)
+        wrong += ["enabled=False"] if any(map(is_guarded, model.parameters())) else []
+        torch.manual_seed(dist.get_rank())
+        model, plain = nn.Linear(40, 40), seeded(lambda: nn.Linear(40, 40), 0)
+        zero.Init(model)
+        wrong += [] if all(map(is_guarded, model.parameters())) else ["module="]
+        with zero.GatheredParameters(model):
+            wrong += [f"module={name}" for name in same_as(model, plain)]
+        with pytest.raises(ZeroDivisionError), zero.Init(dtype=torch.bfloat16):
+            nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40))
+            1 / 0  # noqa: B018
+        wrong += ["an error"] if hooks() or torch.get_default_dtype() != torch.float32 else []
+        with zero.Init(dtype=torch.bfloat16, remote_device="cpu", mem_efficient_linear=False):
+            model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40, dtype=torch.float32))
+        wrong += [] if [p.dtype.itemsize for p in model.parameters()] == [2, 2, 4, 4] else ["dtype"]
+        group = dist.new_group([0])
+        if dist.get_rank() == 0:
+            with zero.Init(data_parallel_group=group):
+                model = nn.Linear(40, 40)
+            wrong += ["alone"] if any(map(is_guarded, model.parameters())) else []
+    return wrong + (["hooks are left"] if hooks() else [])
+
+
+def test_blocks() -> None:
+    assert run_ranks(2, blocks) == [[], []]
+
+
+def lent() -> list[str]:
+    """Values before wrapping: read, edited by rank 1, refused, copied; and what a model without an engine refuses."""
+    wrong: list[str] = []
+    with limits(0, 200):
+        with zero.Init():
+            model = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.ReLU(), nn.Linear(40, 40)), dist.get_rank())
+            with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
+                model[0].weight.fill_(1.0 + dist.get_rank())
+        weight, bias = model[2].weight, model[2].bias
+        with zero.GatheredParameters([weight, bias], modifier_rank=1), torch.no_grad():
+            wrong += ["own class"] if is_guarded(weight) else []
+            weight.fill_(dist.get_rank() + 5.0)
+            bias.data = torch.full((40,), dist.get_rank() + 7.0, dtype=torch.float64)
+        with zero.GatheredParameters(model.parameters()):
+            values = [p.detach().clone() for p in model.parameters()]
+        wanted = [2.0, None, 6.0, 8.0]
+        wrong += [f"value {i}" for i, (v, w) in enumerate(zip(values, wanted, strict=True)) if w and not v.eq(w).all()]
+    for doing, match in (
+        (lambda: model(torch.ones(2, 40)), "ZeroOptimizer"),
+        (lambda: weight.sum(), "GatheredParameters"),
+        (lambda: weight.data, "GatheredParameters"),
+        (lambda: copy.deepcopy(model), "GatheredParameters"),
+        (lambda: model.state_dict(), "ZeroOptimizer"),
+        (lambda: edit(weight), "edits made inside GatheredParameters on ranks"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            doing()
+    zero.register_external_parameter(model[0], bias)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, make_config())
+    state = zeropp.full_state(model)
+    wrong += [n for (n, value), v in zip(state.items(), values, strict=True) if not torch.equal(value, v)]
+    model(torch.ones(2, 40)).sum().backward()
+    optimizer.step()
+    optimizer.close()
+    return wrong
+
+
+def edit(weight: nn.Parameter) -> None:
+    with zero.GatheredParameters(weight), torch.no_grad():
+        weight.add_(1.0)
+
+
+def test_before_wrapping() -> None:
+    assert run_ranks(2, lent) == [[], []]
+
+
+def other(kind: str) -> str:
+    """The error of ranks that build other models, or of which one fails."""
+    width = 40 + (kind == "shapes") * dist.get_rank()
+    try:
+        with limits(0, 0), zero.Init():
+            model = nn.Sequential(nn.Linear(width, 40))
+            if kind == "fails" and dist.get_rank() == 1:
+                raise ArithmeticError("no more")
+            if kind == "touches" and dist.get_rank() == 0:
+                model[0].weight.sum()
+            if kind == "more" and dist.get_rank() == 0:
+                model.append(nn.Linear(40, 40))
+    except (RuntimeError, ValueError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("kind", ["shapes", "fails", "touches", "more"])
+def test_ranks_that_differ(kind: str) -> None:
+    errors = run_ranks(2, other, kind)
+    if kind == "fails":
+        assert errors[1] == "ArithmeticError: no more"
+        assert "failed on rank 1: ArithmeticError: no more" in errors[0]
+    else:
+        assert all("ranks 0 and 1 build different models" in error for error in errors), errors
+
+
+def wrapped(kind: str) -> str:
+    """What is said when a model is wrapped otherwise than it was built."""
+    group = dist.new_group([0, 1]) if dist.get_world_size() > 2 else None
+    try:
+        if kind == "both groups":
+            zero.Init(data_parallel_group=dist.group.WORLD, sequence_data_parallel_group=dist.group.WORLD)
+        elif kind == "nvme":
+            zero.Init(remote_device="nvme")
+        elif kind == "pinned":
+            zero.Init(pin_memory=True)
+        elif kind == "mics":
+            zero.MiCS_Init()
+        elif kind == "dtype":
+            zero.Init(dtype=torch.int32)
+        with zero.Init(zero_quantized_weights=kind == "qwZ"):
+            model = nn.Sequential(nn.Linear(300, 300))
+            if kind == "inside":
+                zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        if group is not None and dist.get_rank() < 2:
+            zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, process_group=group)
+        elif group is None:
+            zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        ("both groups", "takes the place"),
+        ("nvme", "not in this version"),
+        ("pinned", 'give "cpu"'),
+        ("mics", "mics_shard_size"),
+        ("dtype", "torch.int32"),
+        ("qwZ", "zero_quantized_weights True"),
+        ("inside", "leave that block first"),
+    ],
+)
+def test_refused(kind: str, match: str) -> None:
+    assert all(match in error for error in run_ranks(2, wrapped, kind))
+
+
+def test_another_group_is_refused() -> None:
+    errors = run_ranks(3, wrapped, "group")
+    assert all("process_group has ranks [0, 1]" in error for error in errors[:2]), errors
+
+
+def mics() -> list[str]:
+    config = {"zero_optimization": {"stage": 3, "mics_shard_size": 2}}
+    with limits(0, 0), zero.MiCS_Init(config_dict_or_path=config):
+        model = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), dist.get_rank())
+    plain = seeded(lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), 0)
+    wrong = [] if all(map(is_guarded, model.parameters())) else ["whole"]
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    state = zeropp.full_state(model)
+    optimizer.close()
+    return wrong + [n for n, value in plain.state_dict().items() if not torch.equal(state[n], value)]
+
+
+def test_mics() -> None:
+    assert run_ranks(4, mics, local_world_size=2) == [[]] * 4

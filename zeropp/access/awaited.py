@@ -1,0 +1,58 @@
+"""Weights of a model that was wrapped without values: they must have been loaded before the first forward."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from zeropp.engine.engine import Engine
+from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.piece import piece_of
+
+__all__ = ["await_values", "awaited_names"]
+
+
+def awaited_names(model: nn.Module) -> frozenset[str]:
+    """Parameters that have no values until they are loaded."""
+    found = ((name, piece_of(parameter)) for name, parameter in model.named_parameters())
+    return frozenset(name for name, piece in found if piece is not None and piece.awaited)
+
+
+def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> None:
+    """Refuse the model's forward until all parameters of these names have values on every rank."""
+    if not names:
+        return
+    ref = weakref.ref(engine)
+
+    def check(module: nn.Module, args: object) -> None:
+        engine = ref()
+        if engine is None or engine.running:
+            return
+        # However they were loaded: there are several ways, and each rank sees its own part.
+        missing = sorted({name for buffer in engine.buffers for name in _missing(buffer, names)})
+        rows = engine.agreement.exchange_objects(missing, "looking whether all weights were loaded")
+        lacking = sorted({name for row in rows for name in row})
+        if lacking:
+            more = f" and {len(lacking) - 10} more" if lacking[10:] else ""
+            raise RuntimeError(
+                f"parameters {lacking[:10]}{more} were built on the meta device and have no values yet, or NaN; load "
+                "them before the first forward, on every rank: zeropp.checkpoint.load_safetensors(model, path), "
+                "zeropp.checkpoint.load(...) or model.load_state_dict(...)"
+            )
+        handle.remove()
+
+    handle = model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
+    engine.on_close(handle.remove)
+
+
+def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:
+    row = buffer.decoded() if isinstance(buffer, CodedBuffer) else buffer.shard
+    found = []
+    for each in buffer.fragments():
+        name = buffer.names[each.slot]
+        if name in names and row[each.offset : each.offset + each.stop - each.start].isnan().any():
+            found.append(name)
+    return found

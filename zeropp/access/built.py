@@ -1,0 +1,94 @@
+"""Whole values of parameters that were built to be partitioned, before an engine manages them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from zeropp.params.fingerprint import fingerprint
+from zeropp.params.piece import Piece, piece_of
+from zeropp.params.spread import Spread
+
+__all__ = ["PiecesLoan", "spreads_of"]
+
+
+def spreads_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Spread, list[nn.Parameter]]]:
+    """Parameters that nobody manages yet, by who spreads them."""
+    found: dict[int, tuple[Spread, list[nn.Parameter]]] = {}
+    for parameter in parameters:
+        piece = piece_of(parameter)
+        if piece is not None and isinstance(piece.fetcher, Spread) and piece.fetcher.world > 1:
+            found.setdefault(id(piece.fetcher), (piece.fetcher, []))[1].append(parameter)
+    return list(found.values())
+
+
+class PiecesLoan:
+    """Whole values of one group's parameters, lent to them; made on entering, collective.
+
+    Attributes:
+        lent: parameters, by identity, and what they are called.
+    """
+
+    def __init__(self, spread: Spread, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
+        if modifier_rank is not None and modifier_rank not in spread.carrier.ranks:
+            ranks = list(spread.carrier.ranks)
+            raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")
+        self._spread = spread
+        self._modifier_rank = modifier_rank
+        self._pieces = [(parameter, _piece(parameter)) for parameter in parameters]
+        self.lent = {parameter: piece.name for parameter, piece in self._pieces}
+        awaited = [piece.name for _, piece in self._pieces if piece.awaited]
+        if awaited:
+            raise RuntimeError(f"{awaited[:10]} have no values before the model is wrapped and they are loaded")
+        doing = "entering GatheredParameters"
+        spread.agree(f"{doing} with modifier_rank {modifier_rank}", parameters, None)
+        if spread.building:
+            # Each rank has what it built, until rank 0's values are everyone's.
+            spread.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
+        spread.gather(parameters, lent=True)
+        self._before = [(tuple(p.shape), p.dtype) for p in parameters]
+        self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
+        self._values: list[Tensor] = []
+
+    def give_back(self) -> None:
+        """What the user has made of the values is kept until :meth:`finish`."""
+        self._values = [parameter.data for parameter, _ in self._pieces]
+        for parameter, piece in self._pieces:
+            if piece.row is not None:
+                piece.take_back(parameter)
+
+    def finish(self) -> None:
+        """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
+        spread, names = self._spread, [piece.name for _, piece in self._pieces]
+        if self._modifier_rank is None:
+            now = map(fingerprint, self._values)
+            wrong = [name for name, old, new in zip(names, self._prints, now, strict=True) if old != new]
+        else:
+            rows = zip(names, self._before, self._values, strict=True)
+            wrong = [f"{name} of shape {old[0]} got {tuple(v.shape)}" for name, old, v in rows if v.shape != old[0]]
+        parameters = [parameter for parameter, _ in self._pieces]
+        accounts = spread.agree("leaving GatheredParameters", parameters, bool(wrong))
+        if any(accounts):
+            ranks = [spread.carrier.ranks[index] for index, lost in enumerate(accounts) if lost]
+            raise RuntimeError(
+                f"edits made inside GatheredParameters on ranks {ranks} are lost: {wrong or 'see the error there'}. "
+                "Say whose edits are kept, GatheredParameters(params, modifier_rank=0), and keep shapes as they are"
+            )
+        if self._modifier_rank is None:
+            return
+        source = spread.carrier.ranks.index(self._modifier_rank)
+        whole: list[nn.Parameter] = []
+        cut: list[nn.Parameter] = []
+        for (parameter, piece), (_, dtype), value in zip(self._pieces, self._before, self._values, strict=True):
+            (whole if piece.row is None else cut).append(parameter)
+            # The user may have given another dtype.
+            piece.show(parameter, value.detach().to(dtype), lent=True)
+        spread.broadcast(whole, source)
+        spread.scatter(cut, source)
+
+
+def _piece(parameter: nn.Parameter) -> Piece:
+    piece = piece_of(parameter)
+    assert piece is not None  # the caller has looked
+    return piece

@@ -1,0 +1,224 @@
+"""``Init`` and ``MiCS_Init``: blocks in which modules that are built are partitioned over the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from zeropp.comm.carrier import Carrier
+from zeropp.comm.members import Group
+from zeropp.config import ConfigSource, load_config
+from zeropp.init.settings import InitSettings, choose_settings
+from zeropp.params.spread import Spread
+
+__all__ = ["Init", "MiCS_Init"]
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+class Init:
+    """Inside ``with``, the parameters of modules that are built are partitioned over the ranks as they come.
+
+    Collective: every rank runs the same code. No rank has the whole model at any time: a module's parameters are cut
+    once its parent has it, and code that touches one later, to initialise it, gets it whole for that long. Rank 0's
+    values become everyone's, so weights are those that the same code gives rank 0 without this. Small parameters
+    (65,536 elements) stay whole, buffers too. Parameters on the meta device stay there.
+
+    Between the block and ``ZeroOptimizer(optimizer, model, config)`` values can be read and edited inside
+    :class:`zeropp.zero.GatheredParameters`. With one rank nothing is done.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Group = None,
+        sequence_data_parallel_group: Group = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: ConfigSource = None,
+        config: ConfigSource = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Group = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+    ) -> None:
+        """Prepare; and partition ``module``, if there is one. Names and defaults are those of ``deepspeed.zero.Init``.
+
+        Args:
+            module: partition this model at once, as if it had been built inside.
+            data_parallel_group: ranks to partition among; None for the world.
+            sequence_data_parallel_group: takes the place of the former where sequences are split over ranks, too.
+            mem_efficient_linear: nothing is left to do: no layer keeps gathered weights alive until backward.
+            remote_device: "cpu" for pieces in the host's memory until the model is wrapped; None for the device of
+                ``offload_param`` in the configuration, or else the one that trains.
+            pin_memory: page-locked, with "cpu".
+            config_dict_or_path: as for ZeroOptimizer, which must be given the same.
+            config: an older name of it.
+            enabled: False makes this do nothing.
+            dtype: torch's default dtype inside, which parameters are then built in; None leaves it. What the model
+                computes in is what the configuration says, and main weights keep the precision that they were built in.
+            mpu: asked for ``get_data_parallel_group()`` where no group is given.
+            zero_param_parallel_group: the group of hpZ; the configuration must have its size as
+                ``zero_hpz_partition_size``.
+            zero_quantized_weights, zero_quantized_nontrainable_weights: the configuration must say the same.
+
+        Raises:
+            ConfigError, TypeError, ValueError: an argument cannot be used.
+        """
+        self._spread: Spread | None = None
+        self._stack = contextlib.ExitStack()
+        # Modules that another one has, and which are therefore built.
+        self._built: WeakSet[nn.Module] = WeakSet()
+        if not enabled:
+            return
+        asked: dict[str, object] = {}
+        if zero_quantized_weights:
+            asked["zero_quantized_weights"] = True
+        if zero_quantized_nontrainable_weights:
+            asked["zero_quantized_nontrainable_weights"] = True
+        self._settings = choose_settings(
+            data_parallel_group=data_parallel_group, sequence_data_parallel_group=sequence_data_parallel_group,
+            remote_device=remote_device, pin_memory=pin_memory, config_dict_or_path=config_dict_or_path, config=config,
+            dtype=dtype, mpu=mpu, hpz_group=zero_param_parallel_group, asked=asked,
+        )  # fmt: skip
+        self._spread = make_spread(self._settings)
+        if module is not None:
+            with self:
+                self._spread.ready(_named(module))
+
+    def __enter__(self) -> None:
+        if self._spread is None:
+            return
+        dtype, spread = self._settings.dtype, self._spread
+        if dtype is not None:
+            before = torch.get_default_dtype()
+            self._stack.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(dtype)
+        if spread.world == 1:
+            return
+        for handle in (
+            register_module_parameter_registration_hook(self._parameter_given),
+            register_module_module_registration_hook(self._module_given),
+        ):
+            self._stack.callback(handle.remove)
+        if self._settings.gathers_in_apply:
+            self._stack.enter_context(_gathering_apply(spread))
+        spread.building = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # First, so that nothing is left of this whatever comes.
+        self._stack.close()
+        if self._spread is None or self._spread.world == 1:
+            return
+        self._built.clear()
+        if error is None:
+            self._spread.finish()
+        else:
+            self._spread.give_up(error)
+
+    def _parameter_given(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        assert self._spread is not None  # hooks are there inside only
+        if parameter is None:
+            return
+        if module in self._built:
+            # It has been initialised before: it is loaded, for one.
+            self._spread.ready([(f"{type(module).__name__}.{name}", parameter, module)])
+        else:
+            self._spread.begin(f"{type(module).__name__}.{name}", parameter, module)
+
+    def _module_given(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        assert self._spread is not None  # hooks are there inside only
+        if child is not None:
+            self._built.update(child.modules())
+            self._spread.ready(_named(child))
+
+
+class MiCS_Init(Init):
+    """As :class:`Init`, for models whose weights are spread over ``mics_shard_size`` ranks and have replicas beyond.
+
+    While they are built they are spread over all ranks of the group, which takes less memory; the ZeroOptimizer, given
+    the same configuration, spreads them over shard groups. Source: Zhang et al., MiCS, VLDB 2022.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Group = None,
+        sequence_data_parallel_group: Group = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: ConfigSource = None,
+        config: ConfigSource = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+    ) -> None:
+        """As for :class:`Init`.
+
+        Raises:
+            ValueError: no configuration, or one without ``mics_shard_size``.
+        """
+        given = config if config_dict_or_path is None else config_dict_or_path
+        if enabled and (given is None or load_config(given).zero.mics_shard_size <= 0):
+            raise ValueError(
+                'MiCS_Init needs a configuration with mics_shard_size; give config_dict_or_path={"zero_optimization": '
+                '{"stage": 3, "mics_shard_size": ...}}, or use Init'
+            )
+        super().__init__(
+            module, data_parallel_group, sequence_data_parallel_group, mem_efficient_linear, remote_device, pin_memory,
+            config_dict_or_path, config, enabled, dtype, mpu,
+        )  # fmt: skip
+
+
+def make_spread(settings: InitSettings) -> Spread:
+    """Connect the ranks that build together. Collective."""
+    carrier = Carrier(settings.group, settings.trains_on, settings.seconds)
+    return Spread(carrier, settings.device, settings.trains_on, settings.asked, pinned=settings.pinned)
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
+    """Parameters of a module and those below, and whose they are; the model's names are not known yet."""
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None:
+                yield f"{type(each).__name__}.{name}", parameter, each
+
+
+@contextlib.contextmanager
+def _gathering_apply(spread: Spread) -> Iterator[None]:
+    """While ``Module.apply`` fetches a module's own parameters together before it is given to the function."""
+    plain = nn.Module.apply
+
+    def apply(module: _M, fn: Callable[[nn.Module], None]) -> _M:
+        def with_values(each: nn.Module) -> None:
+            spread.fetch(parameter for parameter in each._parameters.values() if parameter is not None)
+            fn(each)
+            spread.let_go()
+
+        # The plain one goes down by children's own apply, which may be one of theirs.
+        for child in module.children():
+            child.apply(fn)
+        with_values(module)
+        return module
+
+    nn.Module.apply = apply  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.apply = plain  # type: ignore[method-assign]

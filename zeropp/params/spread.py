@@ -1,0 +1,367 @@
+"""Parameters of a model that is being built: spread over the ranks before there is a layout, and brought together.
+
+[Note: building in pieces] Every rank runs the code that builds the model, so every rank comes to the same parameters,
+and rank 0's values become everyone's. What is built waits, whole, until there is more of it than a limit; then each
+rank keeps its piece. Code that touches a parameter in pieces, on all ranks alike, gets it whole, and the edit is kept:
+it waits again. A parameter whose memory something else refers to is not cut, or an edit by that way would be lost.
+Small parameters stay whole and are shared at the end. Every collective is preceded by an exchange of what each rank is
+about to do, so that ranks which build other models, or fail, are told of by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zeropp._compat import is_aliased
+from zeropp.comm.carrier import Carrier
+from zeropp.params.guard import is_managed
+from zeropp.params.piece import Piece, dense_row, piece_of
+
+__all__ = ["Spread", "can_be_spread", "is_whole", "take_over"]
+
+LIMIT_NBYTES = 1 << 26
+"""Of built parameters that wait to be partitioned, and of small ones that stay whole."""
+_MESSAGE_NBYTES = 1 << 25  # of several parameters that are sent together
+SMALL = 1 << 16
+"""Elements up to which a parameter stays whole."""
+_ALONE_NBYTES = 1 << 24  # of a parameter that is sent by itself, from where it lies
+_ALIGNED = 16  # bytes, where a row of any dtype may begin in a message
+
+_T = TypeVar("_T")
+
+
+def can_be_spread(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has values that can be cut, and is nobody's yet."""
+    return (
+        not nn.parameter.is_lazy(parameter)
+        and type(parameter.data) is Tensor
+        and parameter.is_floating_point()
+        and parameter.layout is torch.strided
+        and not parameter.is_meta
+        and not parameter.is_inference()
+        and not is_managed(parameter)
+    )
+
+
+class Spread:
+    """The parameters that are built for one group of ranks. See [Note: building in pieces].
+
+    Attributes:
+        carrier: between the ranks.
+        device: where pieces lie.
+        trains_on: the device that the model will train on, unless it is wrapped with another.
+        asked: settings that the configuration must have, too, when the model is wrapped.
+        building: while all ranks run the same code.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        device: torch.device,
+        trains_on: torch.device,
+        asked: dict[str, object],
+        *,
+        pinned: bool = False,
+    ) -> None:
+        self.carrier = carrier
+        self.world = carrier.world
+        self.device = device
+        self.trains_on = trains_on
+        self.asked = asked
+        self.building = False
+        self._pinned = pinned
+        self._limit = self._bound = LIMIT_NBYTES
+        # By identity, each held until it is cut: which ones there are must not depend on garbage collection.
+        self._begun: dict[int, nn.Parameter] = {}
+        self._waiting: dict[int, nn.Parameter] = {}
+        self._small: dict[int, nn.Parameter] = {}
+        self._begun_nbytes = self._waiting_nbytes = self._small_nbytes = 0
+        self._begins = 0  # identity of the module that was given a parameter last
+        self._lost = False
+
+    # While the model is built.
+
+    def begin(self, name: str, parameter: nn.Parameter, module: nn.Module) -> None:
+        """Take note of a parameter that a module has been given, which it may not have initialised yet."""
+        if piece_of(parameter) is None and can_be_spread(parameter):
+            if self._begun_nbytes > self._limit and self._begins != id(module):
+                # Modules that nothing has yet, such as those of a list that is being made: most of them are built.
+                self._end_begun()
+                self.let_go()
+            self._begins = id(module)
+            Piece(self, name).tie(parameter)
+            self._begun[id(parameter)] = parameter
+            self._begun_nbytes += parameter.nbytes
+
+    def _end_begun(self) -> None:
+        for parameter in self._begun.values():
+            self._wait(parameter)
+        self._begun, self._begun_nbytes = {}, 0
+
+    def ready(self, parameters: Iterable[tuple[str, nn.Parameter, nn.Module]]) -> None:
+        """Modules are built, with these parameters: they may be cut, now or later.
+
+        Args:
+            parameters: with what they are called in their modules, and these.
+        """
+        for name, parameter, module in parameters:
+            self.begin(name, parameter, module)
+            if self._begun.pop(id(parameter), None) is not None:
+                self._begun_nbytes -= parameter.nbytes
+                self._wait(parameter)
+        self.let_go()
+
+    def _wait(self, parameter: nn.Parameter) -> None:
+        if parameter.numel() <= SMALL and self._small_nbytes + parameter.nbytes <= self._limit:
+            self._small[id(parameter)] = parameter
+            self._small_nbytes += parameter.nbytes
+        else:
+            self._waiting[id(parameter)] = parameter
+            self._waiting_nbytes += parameter.nbytes
+
+    def let_go(self) -> None:
+        """Cut what waits, if it is more than the limit."""
+        if self.building and self._waiting_nbytes > self._bound:
+            self._cut_waiting(aliased=True)
+
+    def _cut_waiting(self, *, aliased: bool) -> None:
+        """Cut what waits; what something else refers to waits on, if ``aliased``."""
+        parameters = list(self._waiting.values())
+        held = [i for i, parameter in enumerate(parameters) if aliased and is_aliased(parameter)]
+        accounts = self.agree("partitioning what was built", parameters, held)
+        # Whatever any rank holds: when an alias goes may depend on garbage collection.
+        kept = {index for account in accounts for index in account}
+        self.scatter([p for i, p in enumerate(parameters) if i not in kept])
+        self._waiting, self._waiting_nbytes = {}, 0
+        for index in sorted(kept):
+            self._wait(parameters[index])
+        # Not asked for again at every turn, if they stay.
+        self._bound = self._waiting_nbytes + self._limit
+
+    def touch(self, parameter: nn.Parameter, piece: Piece) -> None:
+        """A use of a parameter in pieces; see :class:`zeropp.params.piece.Fetcher`.
+
+        Raises:
+            RuntimeError: the model is built, so that ranks need not be at the same place.
+        """
+        if not self.building:
+            raise RuntimeError(
+                f"parameter {piece.name!r} of shape {tuple(parameter.shape)} was built to be partitioned, and its "
+                "values are with all ranks. To train, wrap the model: zeropp.ZeroOptimizer(optimizer, model, config). "
+                "To read or edit values use, on every rank, zeropp.zero.GatheredParameters(params, modifier_rank=...)"
+            )
+        self.fetch([parameter])
+
+    def fetch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Bring together what is in pieces of some parameters, while the model is built."""
+        wanted = [p for p in parameters if self._has(p) and _piece(p).row is not None]
+        if wanted:
+            self.agree("fetching parameters that are touched while the model is built", wanted, None)
+            self.gather(wanted)
+            for parameter in wanted:
+                self._wait(parameter)
+
+    def _has(self, parameter: nn.Parameter) -> bool:
+        piece = piece_of(parameter)
+        return piece is not None and piece.fetcher is self
+
+    def finish(self) -> None:
+        """The model is built: what is whole is cut, and small parameters are the same on every rank."""
+        self._end_begun()
+        small = list(self._small.values())
+        self.agree("sharing small parameters", small, None)
+        self.broadcast(small)
+        self._cut_waiting(aliased=False)
+        self._small, self._small_nbytes, self.building = {}, 0, False
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank failed while building; tell those that wait for it."""
+        self.building = False
+        # Who is interrupted does not wait for others.
+        if not self._lost and isinstance(error, Exception):
+            # This rank's own error says more than that others have gone.
+            with contextlib.suppress(RuntimeError):
+                self.carrier.exchange(("failed", f"{type(error).__name__}: {error}", []), "building the model")
+
+    def agree(self, doing: str, parameters: Sequence[nn.Parameter], account: _T) -> list[_T]:
+        """What every rank says, before they do something with the same parameters.
+
+        Raises:
+            RuntimeError: another rank failed, or is not there.
+            ValueError: ranks are at different places.
+        """
+        try:
+            rows = self.carrier.exchange(("at", f"{doing}: {_describe(parameters)}", account), doing)
+        except RuntimeError:
+            self._lost = True
+            raise
+        for rank, (kind, text, _) in enumerate(rows):
+            if kind == "failed":
+                self._lost = True
+                raise RuntimeError(f"building the model failed on rank {self.carrier.ranks[rank]}: {text}")
+        for rank, (_, text, _) in enumerate(rows):
+            if text != rows[0][1]:
+                self._lost = True
+                raise ValueError(
+                    f"ranks {self.carrier.ranks[0]} and {self.carrier.ranks[rank]} build different models: at "
+                    f"{rows[0][1]}, and at {text}. All ranks must build the same model by the same steps"
+                )
+        return [row[2] for row in rows]
+
+    # Values: scattered, shared, gathered. Ranks have agreed that they are here.
+
+    def scatter(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
+        """Cut whole parameters; each rank keeps its piece of the values that the source, a rank of the group, has."""
+        if self.world == 1:
+            return
+        joint: list[nn.Parameter] = []
+        nbytes = 0
+        for parameter in parameters:
+            if parameter.nbytes > _ALONE_NBYTES:
+                self._scatter_alone(parameter, source)
+                continue
+            joint.append(parameter)
+            nbytes += parameter.nbytes
+            if nbytes > _MESSAGE_NBYTES:
+                self._scatter_jointly(joint, source)
+                joint, nbytes = [], 0
+        if joint:
+            self._scatter_jointly(joint, source)
+
+    def _scatter_alone(self, parameter: nn.Parameter, source: int) -> None:
+        piece, carrier = _piece(parameter), self.carrier
+        row, _ = dense_row(parameter.data)
+        count = piece.count(row.numel())
+        own = torch.empty(count, dtype=row.dtype, device=carrier.device)
+        rows = None
+        if carrier.rank == source:
+            row = row.to(carrier.device)
+            rows = [row[rank * count : (rank + 1) * count] for rank in range(self.world)]
+            # The last ones may be short, or empty.
+            rows = [
+                _bytes(part if part.numel() == count else torch.cat([part, part.new_zeros(count - part.numel())]))
+                for part in rows
+            ]
+        carrier.scatter(_bytes(own), rows, source, "partitioning what was built")
+        piece.hide(parameter, self._kept(own))
+
+    def _scatter_jointly(self, parameters: Sequence[nn.Parameter], source: int) -> None:
+        """Several parameters in one message for each rank."""
+        carrier = self.carrier
+        places, end = [], 0
+        for parameter in parameters:
+            nbytes = _piece(parameter).count(parameter.numel()) * parameter.element_size()
+            places.append((end, nbytes))
+            end += -(-nbytes // _ALIGNED) * _ALIGNED
+        rows = None
+        if carrier.rank == source:
+            messages = torch.zeros(self.world, end, dtype=torch.uint8)
+            for parameter, (begin, nbytes) in zip(parameters, places, strict=True):
+                row, _ = dense_row(parameter.data)
+                own = _bytes(row).cpu()
+                # Whole rows, and what there is of the next.
+                whole = own.numel() // nbytes if nbytes else 0
+                there = messages[:, begin : begin + nbytes]
+                there[:whole] = own[: whole * nbytes].view(whole, nbytes)
+                if own.numel() > whole * nbytes:
+                    there[whole, : own.numel() - whole * nbytes] = own[whole * nbytes :]
+            rows = list(messages.to(carrier.device).unbind())
+        message = torch.empty(end, dtype=torch.uint8, device=carrier.device)
+        carrier.scatter(message, rows, source, "partitioning what was built")
+        message = self._kept(message)
+        for parameter, (begin, nbytes) in zip(parameters, places, strict=True):
+            _piece(parameter).hide(parameter, message[begin : begin + nbytes].view(parameter.dtype))
+
+    def _kept(self, row: Tensor) -> Tensor:
+        row = row.to(self.device)
+        return row.pin_memory() if self._pinned else row
+
+    def broadcast(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
+        """Let whole parameters have the values of the source everywhere, several in one message."""
+        if self.world == 1:
+            return
+        batch: list[nn.Parameter] = []
+        nbytes = 0
+        for parameter in parameters:
+            batch.append(parameter)
+            nbytes += parameter.nbytes
+            if nbytes > _MESSAGE_NBYTES:
+                self._broadcast(batch, source)
+                batch, nbytes = [], 0
+        self._broadcast(batch, source)
+
+    def _broadcast(self, parameters: Sequence[nn.Parameter], source: int) -> None:
+        rows = [dense_row(parameter.data)[0] for parameter in parameters]
+        if not rows:
+            return
+        message = torch.cat([_bytes(row) for row in rows]).to(self.carrier.device)
+        self.carrier.broadcast(message, source, "sharing small parameters")
+        if self.carrier.rank != source:
+            with torch.no_grad():
+                for parameter, part in zip(parameters, message.split([_bytes(r).numel() for r in rows]), strict=True):
+                    row, strides = dense_row(parameter.data)
+                    own = part.cpu().clone().view(row.dtype).as_strided(parameter.shape, strides)
+                    parameter.data.copy_(own)
+
+    def gather(self, parameters: Sequence[nn.Parameter], *, lent: bool = False) -> None:
+        """Bring whole values together, for the parameters to have; ``lent`` as in :meth:`Piece.show`."""
+        for parameter in parameters:
+            piece = _piece(parameter)
+            if piece.row is not None:
+                piece.show(parameter, self.whole(parameter).to(parameter.device), lent=lent)
+
+    def whole(self, parameter: nn.Parameter) -> Tensor:
+        """Whole values of a parameter in pieces, on the carrier's device, with its strides."""
+        piece = _piece(parameter)
+        assert piece.row is not None  # in pieces
+        own = piece.row.to(self.carrier.device)
+        values = torch.empty(own.numel() * self.world, dtype=own.dtype, device=own.device)
+        self.carrier.all_gather(_bytes(values), _bytes(own), f"gathering {piece.name!r}")
+        return values.as_strided(parameter.shape, piece.strides)
+
+
+def is_whole(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has its values, and not a piece of them, or none until they are loaded."""
+    piece = piece_of(parameter)
+    return piece is None or (piece.row is None and not piece.awaited)
+
+
+def take_over(parameter: nn.Parameter, view: Tensor) -> None:
+    """Bring the pieces of a parameter together in a place of an engine's, and forget them. Collective if there are any.
+
+    Args:
+        parameter: built whole, in pieces, or without values.
+        view: of its shape; left as it is if the parameter is whole, NaN if it has no values yet.
+    """
+    piece = piece_of(parameter)
+    if piece is None:
+        return
+    if piece.awaited:
+        view.fill_(float("nan"))
+    elif piece.row is not None:
+        assert isinstance(piece.fetcher, Spread)  # who else would have made it
+        view.copy_(piece.fetcher.whole(parameter))
+    piece.untie(parameter)
+
+
+def _piece(parameter: nn.Parameter) -> Piece:
+    piece = piece_of(parameter)
+    assert piece is not None  # it was begun
+    return piece
+
+
+def _describe(parameters: Sequence[nn.Parameter]) -> str:
+    """Which parameters: short, and another text where they are others."""
+    rows = [f"{_piece(p).name} {tuple(p.shape)} {p.dtype}" for p in parameters]
+    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:8]
+    return f"{len(rows)} parameters from {rows[0]} on ({digest})" if rows else "no parameters"
+
+
+def _bytes(row: Tensor) -> Tensor:
+    return row.detach().view(torch.uint8)

@@ -1,0 +1,58 @@
+"""Models that were built to be partitioned: what their builder knows, and the configuration must agree with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zeropp.config import Config
+from zeropp.params.piece import piece_of
+from zeropp.params.spread import Spread
+
+__all__ = ["built_for", "check_built"]
+
+
+def _spreads(model: nn.Module) -> list[Spread]:
+    found: dict[int, Spread] = {}
+    for parameter in model.parameters():
+        piece = piece_of(parameter)
+        if piece is not None and isinstance(piece.fetcher, Spread):
+            found[id(piece.fetcher)] = piece.fetcher
+    return list(found.values())
+
+
+def built_for(model: nn.Module) -> torch.device | None:
+    """The device that a model was built to train on, if it is elsewhere and was built to be partitioned."""
+    spreads = _spreads(model)
+    if not spreads or all(parameter.device == spreads[0].trains_on for parameter in model.parameters()):
+        return None
+    return spreads[0].trains_on
+
+
+def check_built(model: nn.Module, config: Config, ranks: tuple[int, ...]) -> None:
+    """Make sure that a model is wrapped as it was built. Local.
+
+    Args:
+        model: of any kind.
+        config: to wrap it with.
+        ranks: global ones, of the group to wrap it for.
+
+    Raises:
+        ValueError: other ranks, or another setting.
+        RuntimeError: it is still being built.
+    """
+    for spread in _spreads(model):
+        if spread.building:
+            raise RuntimeError("the model was wrapped inside zero.Init; leave that block first")
+        if spread.world > 1 and spread.carrier.ranks != ranks:
+            raise ValueError(
+                f"the model was built in zero.Init for ranks {list(spread.carrier.ranks)}, and process_group has ranks "
+                f"{list(ranks)}; give both the same group"
+            )
+        for key, value in spread.asked.items():
+            found = getattr(config.zero, key)
+            if found != value:
+                raise ValueError(
+                    f"zero.Init was told of {key} {value}, and the configuration has zero_optimization.{key} {found}; "
+                    "give both the same"
+                )
