@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Odd", "same_as"]
+from zeropp.params import spread
+
+__all__ = ["Odd", "limits", "nothing_aliased", "same_as", "seeded"]
 
 
 class Base(nn.Module):
@@ -102,3 +108,20 @@ def same_as(model: nn.Module, plain: nn.Module) -> list[str]:
         if not same:
             wrong.append(name)
     return wrong
+
+
+@contextlib.contextmanager
+def limits(nbytes: int, small: int) -> Iterator[None]:
+    """Other sizes from which parameters are cut; the models here are small."""
+    with mock.patch.object(spread, "LIMIT_NBYTES", nbytes), mock.patch.object(spread, "SMALL", small):
+        yield
+
+
+def nothing_aliased() -> Any:
+    """What has just been gathered may still be held by the backend, for a moment; counts must not depend on it."""
+    return mock.patch.object(spread, "is_aliased", lambda parameter: False)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()

@@ -63,4 +63,4 @@ def local_only() -> tuple[str, str, float]:
 
 
 def test_refusals_need_no_process_group() -> None:
-    check(run_ranks(1, local_only, init=False), "ValueError", "to_empty")
+    check(run_ranks(1, local_only, init=False), "ValueError", "materialize")

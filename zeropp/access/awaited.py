@@ -6,6 +6,7 @@ import weakref
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zeropp.engine.engine import Engine
 from zeropp.params.coded_buffer import CodedBuffer
@@ -22,30 +23,43 @@ def awaited_names(model: nn.Module) -> frozenset[str]:
 
 
 def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> None:
-    """Refuse the model's forward until all parameters of these names have values on every rank."""
+    """Refuse forwards of the model, and of modules of it, until all parameters of these names have values everywhere.
+
+    Buffers, too, which have NaN until they are loaded.
+    """
     if not names:
         return
     ref = weakref.ref(engine)
+    root = weakref.ref(model)
+    handles: list[RemovableHandle] = []
 
     def check(module: nn.Module, args: object) -> None:
-        engine = ref()
-        if engine is None or engine.running:
+        engine, model = ref(), root()
+        # Without its root the engine is another's, or gone.
+        if engine is None or model is None or engine.running:
             return
         # However they were loaded: there are several ways, and each rank sees its own part.
-        missing = sorted({name for buffer in engine.buffers for name in _missing(buffer, names)})
-        rows = engine.agreement.exchange_objects(missing, "looking whether all weights were loaded")
+        missing = {name for buffer in engine.buffers for name in _missing(buffer, names)}
+        missing |= {name for name, b in model.named_buffers() if b.is_floating_point() and bool(b.isnan().any())}
+        rows = engine.agreement.exchange_objects(sorted(missing), "looking whether all weights were loaded")
         lacking = sorted({name for row in rows for name in row})
         if lacking:
             more = f" and {len(lacking) - 10} more" if lacking[10:] else ""
             raise RuntimeError(
-                f"parameters {lacking[:10]}{more} were built on the meta device and have no values yet, or NaN; load "
-                "them before the first forward, on every rank: zeropp.checkpoint.load_safetensors(model, path), "
+                f"{lacking[:10]}{more} were built on the meta device and have no values yet, or NaN; load them before "
+                "the first forward, on every rank: zeropp.checkpoint.load_safetensors(model, path), "
                 "zeropp.checkpoint.load(...) or model.load_state_dict(...)"
             )
-        handle.remove()
+        remove()
 
-    handle = model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True)
-    engine.on_close(handle.remove)
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    for module in model.modules():
+        # Any of them may be called from outside.
+        handles.append(module.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))
+    engine.on_close(remove)
 
 
 def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:

@@ -38,6 +38,9 @@ class PiecesLoan:
         self._modifier_rank = modifier_rank
         self._pieces = [(parameter, _piece(parameter)) for parameter in parameters]
         self.lent = {parameter: piece.name for parameter, piece in self._pieces}
+        lent = [piece.name for _, piece in self._pieces if piece.lent]
+        if lent:
+            raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
         awaited = [piece.name for _, piece in self._pieces if piece.awaited]
         if awaited:
             raise RuntimeError(f"{awaited[:10]} have no values before the model is wrapped and they are loaded")
@@ -47,16 +50,26 @@ class PiecesLoan:
             # Each rank has what it built, until rank 0's values are everyone's.
             spread.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
         spread.gather(parameters, lent=True)
+        for _, piece in self._pieces:
+            piece.lent = True
         self._before = [(tuple(p.shape), p.dtype) for p in parameters]
         self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
+        # What is whole, and small, must be as it was if an edit is refused.
+        whole = [(p, p.data.clone()) for p, piece in self._pieces if piece.row is None and modifier_rank is None]
+        self._restored = dict(whole)
         self._values: list[Tensor] = []
 
     def give_back(self) -> None:
         """What the user has made of the values is kept until :meth:`finish`."""
         self._values = [parameter.data for parameter, _ in self._pieces]
         for parameter, piece in self._pieces:
+            piece.lent = False
             if piece.row is not None:
                 piece.take_back(parameter)
+
+    def tell(self, error: BaseException) -> None:
+        """The block has failed on this rank; the others may be about to leave it, and must not wait."""
+        self._spread.tell(error)
 
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
@@ -70,6 +83,8 @@ class PiecesLoan:
         parameters = [parameter for parameter, _ in self._pieces]
         accounts = spread.agree("leaving GatheredParameters", parameters, bool(wrong))
         if any(accounts):
+            for parameter, value in self._restored.items():
+                parameter.data = value
             ranks = [spread.carrier.ranks[index] for index, lost in enumerate(accounts) if lost]
             raise RuntimeError(
                 f"edits made inside GatheredParameters on ranks {ranks} are lost: {wrong or 'see the error there'}. "

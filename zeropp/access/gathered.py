@@ -107,15 +107,28 @@ class GatheredParameters:
         # Before edits are shared, which may fail: the parameters are released whatever happens.
         self._give_back()
         # Else other ranks may not come to where edits are shared.
-        if kind is None:
-            for loan in loans:
+        try:
+            for loan in loans if kind is None else ():
                 loan.finish()
+        except Exception as caught:
+            _tell(loans, caught)
+            raise
+        if error is not None:
+            _tell(loans, error)
+        else:
             _warn_of_graphs(graphs)
 
     def _give_back(self) -> None:
         for loan in self._loans:
             loan.give_back()
         self._loans, self._graphs = [], None
+
+
+def _tell(loans: Sequence[_Loan | PiecesLoan], error: BaseException) -> None:
+    """Say that this rank has failed, where others come to the end of a loan whatever it does."""
+    for loan in loans:
+        if isinstance(loan, PiecesLoan):
+            loan.tell(error)
 
 
 def _warn_of_graphs(graphs: Graphs | None) -> None:

@@ -133,11 +133,10 @@ class Former:
                     if new and comm.rank == 0:
                         view.copy_(parameter)
                 comm.broadcast(whole)
-            for view, parameter, value in zip(views, buffer.parameters, values, strict=True):
+            for view, value in zip(views, values, strict=True):
                 if value is not None:
                     view.copy_(value)
-                else:
-                    take_over(parameter, view)
+            take_over(buffer.parameters, views)
 
         return fill
 

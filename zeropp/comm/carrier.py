@@ -13,10 +13,12 @@ from zeropp._compat import all_gather_single, backends
 from zeropp.comm.collective import exchange, naming_absence
 from zeropp.comm.groups import HOST, host_group
 from zeropp.comm.members import Group, group_size, to_process_group
+from zeropp.comm.watch import warn_of_waiting
 
 __all__ = ["Carrier"]
 
 _T = TypeVar("_T")
+_SILENCE = 30.0  # seconds to wait silently for other ranks
 
 
 class Carrier:
@@ -55,7 +57,9 @@ class Carrier:
 
     def exchange(self, account: _T, doing: str) -> list[_T]:
         """What every rank says, picklable, in the order of the group; see :func:`zeropp.comm.collective.exchange`."""
-        return exchange(self._group, account, doing, self._seconds)
+        late = f"waiting at {doing} for {_SILENCE:g} s; some rank has not come to it"
+        with warn_of_waiting(_SILENCE, f"rank {self.ranks[self.rank]} has been {late}"):
+            return exchange(self._group, account, doing, self._seconds)
 
     def scatter(self, own: Tensor, rows: list[Tensor] | None, source: int, doing: str) -> None:
         """Each rank gets its row.

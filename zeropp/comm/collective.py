@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -14,13 +15,20 @@ from zeropp.comm.groups import HOST
 from zeropp.comm.members import Group, gather_objects, is_fake, to_process_group, whereabouts, world_group
 from zeropp.comm.watch import warn_of_waiting
 
-__all__ = ["PATIENCE", "exchange", "naming_absence", "on_all_ranks"]
+__all__ = ["PATIENCE", "Failure", "exchange", "naming_absence", "on_all_ranks"]
 
 _T = TypeVar("_T")
 _SILENCE = 30.0  # seconds to wait silently for other ranks, where warn_after may not be known yet
 
 PATIENCE = 600.0
 """Seconds to wait for other ranks where no configuration has been read: the default of ``hang_timeout``."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank says instead of an account, wherever the others are: it has failed, and so, in words."""
+
+    text: str
 
 
 def on_all_ranks(
@@ -86,7 +94,7 @@ def exchange(group: Group, account: _T, what: str, seconds: float) -> list[_T]:
         seconds: to wait for the others.
 
     Raises:
-        RuntimeError: some rank has not come, or ended.
+        RuntimeError: some rank has not come, or ended, or failed; or ranks are at different calls. On all alike.
     """
     if not dist.is_initialized():
         return [account]
@@ -104,7 +112,24 @@ def exchange(group: Group, account: _T, what: str, seconds: float) -> list[_T]:
     # The user's own timeout, where it is shorter.
     chosen = chosen_timeout(process_group, HOST)
     with naming_absence(what):
-        return gather_objects(account, process_group, seconds if chosen is None else min(seconds, chosen))
+        limit = seconds if chosen is None else min(seconds, chosen)
+        rows = gather_objects((what, account), process_group, limit)
+    if not isinstance(account, Failure):
+        _refuse_apart(rows, dist.get_process_group_ranks(process_group), what)
+    return [each for _, each in rows]
+
+
+def _refuse_apart(rows: Sequence[tuple[str, object]], ranks: Sequence[int], what: str) -> None:
+    """Refuse accounts of ranks that have failed, or that are about something else."""
+    for rank, (_, account) in zip(ranks, rows, strict=True):
+        if isinstance(account, Failure):
+            raise RuntimeError(f"{what} failed on rank {rank}: {account.text}")
+    for rank, (other, _) in zip(ranks, rows, strict=True):
+        if other != rows[0][0]:
+            raise RuntimeError(
+                f"ranks are at different calls: rank {ranks[0]} is at {rows[0][0]}, rank {rank} at {other}. Every rank "
+                "makes the same calls, in one order"
+            )
 
 
 @contextlib.contextmanager

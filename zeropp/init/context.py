@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,14 +17,16 @@ from torch.nn.modules.module import (
 )
 
 from zeropp.comm.carrier import Carrier
+from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group
 from zeropp.config import ConfigSource, load_config
-from zeropp.init.settings import InitSettings, choose_settings
+from zeropp.init.settings import InitSettings, choose_group, choose_settings
 from zeropp.params.spread import Spread
 
 __all__ = ["Init", "MiCS_Init"]
 
 _M = TypeVar("_M", bound=nn.Module)
+_FLAGS = ("zero_quantized_weights", "zero_quantized_nontrainable_weights")
 
 
 class Init:
@@ -61,39 +64,39 @@ class Init:
             module: partition this model at once, as if it had been built inside.
             data_parallel_group: ranks to partition among; None for the world.
             sequence_data_parallel_group: takes the place of the former where sequences are split over ranks, too.
-            mem_efficient_linear: nothing is left to do: no layer keeps gathered weights alive until backward.
+            mem_efficient_linear: nothing is left to do: no layer keeps gathered weights until backward.
             remote_device: "cpu" for pieces in the host's memory until the model is wrapped; None for the device of
                 ``offload_param`` in the configuration, or else the one that trains.
             pin_memory: page-locked, with "cpu".
             config_dict_or_path: as for ZeroOptimizer, which must be given the same.
             config: an older name of it.
             enabled: False makes this do nothing.
-            dtype: torch's default dtype inside, which parameters are then built in; None leaves it. What the model
-                computes in is what the configuration says, and main weights keep the precision that they were built in.
-            mpu: asked for ``get_data_parallel_group()`` where no group is given.
-            zero_param_parallel_group: the group of hpZ; the configuration must have its size as
-                ``zero_hpz_partition_size``.
+            dtype: torch's default dtype inside, for main weights; the configuration says what the model computes in.
+            mpu: asked for ``get_data_parallel_group()`` where there is no group.
+            zero_param_parallel_group: of hpZ; ``zero_hpz_partition_size`` of the configuration must be its size.
             zero_quantized_weights, zero_quantized_nontrainable_weights: the configuration must say the same.
 
         Raises:
-            ConfigError, TypeError, ValueError: an argument cannot be used.
+            ConfigError, TypeError, ValueError: an argument cannot be used; RuntimeError on the other ranks.
         """
         self._spread: Spread | None = None
         self._stack = contextlib.ExitStack()
-        # Modules that another one has, and which are therefore built.
-        self._built: WeakSet[nn.Module] = WeakSet()
+        self._built: WeakSet[nn.Module] = WeakSet()  # modules that another one has
         if not enabled:
             return
-        asked: dict[str, object] = {}
-        if zero_quantized_weights:
-            asked["zero_quantized_weights"] = True
-        if zero_quantized_nontrainable_weights:
-            asked["zero_quantized_nontrainable_weights"] = True
-        self._settings = choose_settings(
-            data_parallel_group=data_parallel_group, sequence_data_parallel_group=sequence_data_parallel_group,
-            remote_device=remote_device, pin_memory=pin_memory, config_dict_or_path=config_dict_or_path, config=config,
-            dtype=dtype, mpu=mpu, hpz_group=zero_param_parallel_group, asked=asked,
-        )  # fmt: skip
+        group = choose_group(data_parallel_group, sequence_data_parallel_group, mpu)
+        flags = (zero_quantized_weights, zero_quantized_nontrainable_weights)
+
+        def choose() -> InitSettings:
+            _check(module, data_parallel_group, sequence_data_parallel_group)
+            return choose_settings(
+                group=group, remote_device=remote_device, pin_memory=pin_memory,
+                config_dict_or_path=config_dict_or_path, config=config, dtype=dtype,
+                hpz_group=zero_param_parallel_group, asked=dict.fromkeys(itertools.compress(_FLAGS, flags), True),
+            )  # fmt: skip
+
+        # What one rank refuses no other waits for.
+        self._settings = on_all_ranks(group, "preparing zero.Init", choose, patience=lambda chosen: chosen.seconds)
         self._spread = make_spread(self._settings)
         if module is not None:
             with self:
@@ -103,6 +106,8 @@ class Init:
         if self._spread is None:
             return
         dtype, spread = self._settings.dtype, self._spread
+        if spread.building:
+            raise RuntimeError("this zero.Init was entered inside its own block; make another one")
         if dtype is not None:
             before = torch.get_default_dtype()
             self._stack.callback(torch.set_default_dtype, before)
@@ -129,7 +134,8 @@ class Init:
         if error is None:
             self._spread.finish()
         else:
-            self._spread.give_up(error)
+            self._spread.end()
+            self._spread.tell(error)
 
     def _parameter_given(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         assert self._spread is not None  # hooks are there inside only
@@ -186,6 +192,16 @@ class MiCS_Init(Init):
         )  # fmt: skip
 
 
+def _check(module: object, data_parallel_group: Group, sequence_data_parallel_group: Group) -> None:
+    if data_parallel_group is not None and sequence_data_parallel_group is not None:
+        raise ValueError(
+            "data_parallel_group and sequence_data_parallel_group are both given; the second takes the place of the "
+            "first where sequences are split over ranks. Give one"
+        )
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"module is a {type(module).__name__}; expected a torch.nn.Module")
+
+
 def make_spread(settings: InitSettings) -> Spread:
     """Connect the ranks that build together. Collective."""
     carrier = Carrier(settings.group, settings.trains_on, settings.seconds)
@@ -206,15 +222,12 @@ def _gathering_apply(spread: Spread) -> Iterator[None]:
     plain = nn.Module.apply
 
     def apply(module: _M, fn: Callable[[nn.Module], None]) -> _M:
-        def with_values(each: nn.Module) -> None:
-            spread.fetch(parameter for parameter in each._parameters.values() if parameter is not None)
-            fn(each)
-            spread.let_go()
-
-        # The plain one goes down by children's own apply, which may be one of theirs.
+        # As the plain one, by children's own apply, which may be one of theirs.
         for child in module.children():
             child.apply(fn)
-        with_values(module)
+        spread.fetch(parameter for parameter in module._parameters.values() if parameter is not None)
+        fn(module)
+        spread.let_go()
         return module
 
     nn.Module.apply = apply  # type: ignore[method-assign, assignment]

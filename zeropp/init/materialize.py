@@ -7,48 +7,63 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group
 from zeropp.config import ConfigSource
 from zeropp.init.context import make_spread
-from zeropp.init.settings import choose_settings
+from zeropp.init.settings import InitSettings, choose_group, choose_settings
 from zeropp.params.piece import Piece, piece_of
 from zeropp.params.spread import Spread
 from zeropp.setup.placing import give_memory, without_weak_weights
 
 __all__ = ["materialize"]
 
-_Named = list[tuple[str, Tensor]]
+_POISON = 0x5A  # each byte of what nobody has given a value yet; floating tensors are NaN
+
+Initialize = Callable[[nn.Module], object]
 
 
 def materialize(
     model: nn.Module,
-    initialize: Callable[[nn.Module], object] | None = None,
+    initialize: Initialize | None = None,
     *,
+    buffers: Initialize | None = None,
     process_group: Group = None,
-    remote_device: str | None = None,
+    remote_device: torch.device | str | None = None,
     config: ConfigSource = None,
 ) -> None:
     """Prepare a model on the meta device for ZeroOptimizer, in place; no rank ever has all of it. Collective.
 
     With ``initialize``, each module's own parameters and buffers get memory in turn, then values, and are partitioned.
-    Without, parameters have no values before the wrapped model gets them by ``zeropp.checkpoint.load_safetensors``,
-    ``load`` or ``load_state_dict``, of which each rank reads its part; a forward before that is refused.
+    Without, parameters and persistent buffers have no values before the wrapped model gets them by
+    ``zeropp.checkpoint.load_safetensors``, ``load`` or ``load_state_dict``, of which each rank reads its part; a
+    forward before that is refused.
 
     Args:
         model: what of it is not on the meta device is partitioned as it is.
-        initialize: called with each module that has parameters or buffers without values, on every rank; as
+        initialize: called with each module that has tensors without values, on every rank; as
             ``lambda module: module.reset_parameters()``. Rank 0's values become everyone's.
+        buffers: where there is no ``initialize``, called with each module that has buffers which no file has; its
+            parameters stay on the meta device. Of transformers' models ``model._init_weights`` does.
         process_group: ranks to partition among; None for the world.
         remote_device: as for :class:`zeropp.zero.Init`.
         config: as for ZeroOptimizer.
 
     Raises:
+        TypeError: ``model`` is no module.
         ValueError: a tensor has no values afterwards and will not be loaded either, by name.
     """
-    settings = choose_settings(
-        data_parallel_group=process_group, sequence_data_parallel_group=None, remote_device=remote_device,
-        pin_memory=False, config_dict_or_path=config, config=None, dtype=None, mpu=None, hpz_group=None, asked={},
-    )  # fmt: skip
+    group = choose_group(process_group, None, None)
+
+    def choose() -> InitSettings:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        return choose_settings(
+            group=group, remote_device=remote_device, pin_memory=False, config_dict_or_path=config, config=None,
+            dtype=None, hpz_group=None, asked={},
+        )  # fmt: skip
+
+    settings = on_all_ranks(group, "preparing materialize", choose, patience=lambda chosen: chosen.seconds)
     spread = make_spread(settings)
     spread.building = True
     try:
@@ -56,49 +71,72 @@ def materialize(
             for path, module in model.named_modules():
                 name = path or type(module).__name__
                 if initialize is None:
-                    _await(module, name, spread)
+                    _await(module, name, spread, buffers)
                 else:
-                    _initialize(module, name, initialize)
+                    _initialize(module, name, _without_values(module), initialize)
                 own = ((f"{name}.{key}", each, module) for key, each in module._parameters.items() if each is not None)
                 spread.ready(own)
-            spread.finish()
     except BaseException as error:
-        spread.give_up(error)
+        spread.end()
+        spread.tell(error)
         raise
+    spread.finish()
 
 
-def _without_values(module: nn.Module) -> _Named:
+def _without_values(module: nn.Module) -> dict[str, Tensor]:
     own = (*module._parameters.items(), *module._buffers.items())
-    return [(key, each) for key, each in own if each is not None and each.is_meta and piece_of(each) is None]
+    return {key: each for key, each in own if each is not None and each.is_meta and piece_of(each) is None}
 
 
-def _initialize(module: nn.Module, name: str, initialize: Callable[[nn.Module], object]) -> None:
-    tensors = _without_values(module)
+def _initialize(module: nn.Module, name: str, tensors: dict[str, Tensor], initialize: Initialize) -> None:
+    """Give tensors memory, let a function fill it, and look whether it has."""
     if not tensors:
         return
-    for _, tensor in tensors:
+    for tensor in tensors.values():
         give_memory(tensor, torch.device("cpu"))
-        if tensor.is_floating_point():
-            # To find afterwards what nobody has initialised.
-            tensor.fill_(float("nan"))
+        _poison(tensor)
     initialize(module)
-    left = [f"{name}.{key}" for key, tensor in tensors if tensor.is_floating_point() and bool(tensor.isnan().any())]
+    # By name: it may have put others in their places.
+    now = {**module._parameters, **module._buffers}
+    left = [f"{name}.{key}" for key in tensors if (found := now.get(key)) is not None and _is_poisoned(found)]
     if left:
         raise ValueError(
-            f"initialize left {left} without values, or gave them NaN; it is called with each module that has tensors "
-            f"without values, here a {type(module).__name__}"
+            f"the function that initialises left {left} without values, or gave them NaN; it is called with each "
+            f"module that has tensors without values, here a {type(module).__name__}"
         )
 
 
-def _await(module: nn.Module, name: str, spread: Spread) -> None:
-    for key, tensor in _without_values(module):
+def _poison(tensor: Tensor) -> None:
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
+    else:
+        tensor.untyped_storage().fill_(_POISON)  # type: ignore[attr-defined]  # torch's stubs lack it
+
+
+def _is_poisoned(tensor: Tensor) -> bool:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    found = tensor.reshape(-1).view(torch.uint8).view(-1, tensor.element_size()).eq(_POISON).all(-1)
+    # A single byte may really have that value.
+    return bool(found.any() if tensor.element_size() > 1 else found.all() and found.numel())
+
+
+def _await(module: nn.Module, name: str, spread: Spread, buffers: Initialize | None) -> None:
+    """Let parameters wait for being loaded, and buffers have memory, and values if no file has them."""
+    tensors = _without_values(module)
+    missing = {key: each for key, each in tensors.items() if key in module._non_persistent_buffers_set}
+    if missing and buffers is None:
+        raise ValueError(
+            f"buffer {name}.{next(iter(missing))} is on the meta device and in no file, since it is not persistent; "
+            "give a function that fills it, materialize(model, buffers=...), which for models of transformers is "
+            "model._init_weights; or initialize"
+        )
+    for key, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
             Piece(spread, f"{name}.{key}", awaited=True).tie(tensor)
-        elif not isinstance(tensor, nn.Parameter) and key in module._non_persistent_buffers_set:
-            raise ValueError(
-                f"buffer {name}.{key} is on the meta device and in no file, since it is not persistent; build the "
-                "model with its buffers on the CPU, or give initialize"
-            )
-        else:
+        elif key not in missing:
             give_memory(tensor, torch.device("cpu"))
-            tensor.zero_()
+            # NaN, so that a forward of what was not loaded is found out.
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+    if missing and buffers is not None:
+        _initialize(module, name, missing, buffers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from zeropp.comm.members import Group, to_process_group
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.config.base import notify
 
-__all__ = ["InitSettings", "choose_settings"]
+__all__ = ["InitSettings", "choose_group", "choose_settings"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -46,16 +47,14 @@ class InitSettings:
 
 def choose_settings(
     *,
-    data_parallel_group: Group,
-    sequence_data_parallel_group: Group,
-    remote_device: str | None,
+    group: Group,
+    remote_device: torch.device | str | None,
     pin_memory: bool,
     config_dict_or_path: ConfigSource,
     config: ConfigSource,
     dtype: torch.dtype | None,
-    mpu: Any,
     hpz_group: Group,
-    asked: dict[str, object],
+    asked: Mapping[str, object],
 ) -> InitSettings:
     """See :class:`zeropp.zero.Init`.
 
@@ -70,30 +69,33 @@ def choose_settings(
     loaded = None if given is None else load_config(given)
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, _DTYPES))}, or None")
-    _connect()
     device = remote_device if remote_device is not None else _offloaded_to(loaded)
     trains_on = _accelerator()
+    must = dict(asked)
     if hpz_group is not None:
-        asked["zero_hpz_partition_size"] = dist.get_world_size(to_process_group(hpz_group))
+        must["zero_hpz_partition_size"] = dist.get_world_size(to_process_group(hpz_group))
+    if loaded is not None:
+        # Over which ranks weights are spread; the rest of the configuration may change.
+        must["mics_shard_size"] = loaded.zero.mics_shard_size
     return InitSettings(
-        _choose_group(data_parallel_group, sequence_data_parallel_group, mpu),
+        group,
         _where(device, trains_on, pin_memory),
         trains_on,
         pin_memory and trains_on.type == "cuda",
         dtype,
         PATIENCE if loaded is None else loaded.zeropp.hang_timeout,
         loaded is None or loaded.zero.override_module_apply,
-        # Over which ranks weights are spread; the rest of the configuration may change.
-        {**asked, "mics_shard_size": loaded.zero.mics_shard_size} if loaded is not None else asked,
+        must,
     )
 
 
-def _choose_group(data_parallel: Group, sequence: Group, mpu: Any) -> Group:
-    if data_parallel is not None and sequence is not None:
-        raise ValueError(
-            "data_parallel_group and sequence_data_parallel_group are both given; the second takes the place of the "
-            "first where sequences are split over ranks. Give one"
-        )
+def choose_group(data_parallel: Group, sequence: Group, mpu: Any) -> Group:
+    """The ranks to build among; starts torch.distributed where a launcher has said how and nobody has.
+
+    Raises:
+        TypeError: ``mpu`` cannot say.
+    """
+    _connect()
     chosen = data_parallel if sequence is None else sequence
     if chosen is None and mpu is not None:
         if not callable(getattr(mpu, "get_data_parallel_group", None)):
@@ -104,15 +106,18 @@ def _choose_group(data_parallel: Group, sequence: Group, mpu: Any) -> Group:
 
 
 def _connect() -> None:
-    """Start torch.distributed where a launcher has said how and nobody has: DeepSpeed's Init does so, too."""
+    # DeepSpeed's Init does so, too.
     launched = all(os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
     if launched and dist.is_available() and not dist.is_initialized():
+        if (device := _accelerator()).type == "cuda":
+            torch.cuda.set_device(device)
         dist.init_process_group()
 
 
 def _accelerator() -> torch.device:
     if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
+        # A launcher's word before the current device, which is the first one until somebody has chosen.
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     return torch.device("cpu")
 
 
@@ -121,18 +126,18 @@ def _offloaded_to(config: Config | None) -> str | None:
     return None if block is None or block.device == "none" else block.device
 
 
-def _where(remote: str | None, trains_on: torch.device, pin_memory: bool) -> torch.device:
-    if remote == "nvme":
+def _where(remote: torch.device | str | None, trains_on: torch.device, pin_memory: bool) -> torch.device:
+    """Where pieces lie."""
+    kind = None if remote is None else str(remote)
+    if kind == "nvme":
         raise ValueError(
             'remote_device "nvme" keeps weights in files, which is not in this version; give "cpu", or None for the '
             "device that trains"
         )
-    try:
-        device = trains_on if remote is None else torch.device(remote)
-    except RuntimeError as error:
-        raise ValueError(f'remote_device is {remote!r}; expected "cpu", or None ({error})') from None
-    if pin_memory and remote != "cpu":
+    if kind not in (None, "cpu", trains_on.type, str(trains_on)):
+        raise ValueError(f'remote_device is {remote!r}; expected "cpu", or None for {trains_on}')
+    if pin_memory and kind != "cpu":
         raise ValueError(
             f'pin_memory asks for page-locked memory of the host, and remote_device is {remote!r}; give "cpu", too'
         )
-    return trains_on if device.type == trains_on.type and device.index is None else device
+    return torch.device("cpu") if kind == "cpu" else trains_on

@@ -104,11 +104,12 @@ class BufferMaker:
     """Makes the flat buffers of one engine; they hold nothing until they adopt values.
 
     Attributes:
+        config: of the engine.
         mode: levels of the parts of units, persistent ones aside.
     """
 
     def __init__(self, config: Config, mode: Mode, comm: Comm) -> None:
-        self._config = config
+        self.config = config
         self.mode = mode
         self._comm = comm
         self._encoding = choose_encoding(config)
@@ -121,7 +122,7 @@ class BufferMaker:
             placement = Placement(self.mode.of(spec.persistent), self._comm.rank, self._comm.local)
             buffers = [
                 self._make(spec.name, placement, key, [parameters[name] for name in names], layout)
-                for key, names, layout in buffer_layouts(parameters, spec, self._config, self._comm.world)
+                for key, names, layout in buffer_layouts(parameters, spec, self.config, self._comm.world)
             ]
             units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
         return units
@@ -133,7 +134,7 @@ class BufferMaker:
         layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
         dtype = buffer.compute_dtype
         main = torch.promote_types(dtype, torch.float32) if trainable else buffer.main_dtype
-        key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self._config))
+        key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self.config))
         return self._make(buffer.unit, buffer.placement, key, [buffer.parameters[index] for index in indices], layout)
 
     def _make(

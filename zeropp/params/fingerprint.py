@@ -12,5 +12,5 @@ def fingerprint(value: Tensor) -> tuple[object, ...]:
     """Shape, dtype and a sum over the bits, which an edit changes unless it only exchanges values."""
     # Bits, since a NaN is not equal to itself, and -0.0 is to 0.0.
     kind = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[value.element_size()]
-    total = value.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64) if value.numel() else torch.tensor(0)
-    return tuple(value.shape), value.dtype, int(total)
+    total = int(value.detach().contiguous().view(-1).view(kind).sum(dtype=torch.int64)) if value.numel() else 0
+    return tuple(value.shape), value.dtype, total

@@ -90,7 +90,7 @@ class FlatBuffer:
         # Autograd's counters as last set here; an edit in place moves them. See [Note: versions].
         self._noted_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
-        self.shard = torch.empty(0)
+        self.shard = torch.empty(0, device=device)
         self.secondary: Tensor | None = None
 
     def adopt(self, fill: Callable[[Tensor], None]) -> None:

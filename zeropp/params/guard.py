@@ -9,6 +9,7 @@ them, find NaN: the parameter's data is then a single NaN seen at every index.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -269,7 +270,11 @@ def _intercept(
             touched.append(handler)
         # Every released argument has been fetched, and has its own class and values by now.
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is torch.Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__:
+                # nn.Parameter(p) has asked for the class of a released one, and wants its own back.
+                return result.as_subclass(type(args[0]))
+            return result
         finally:
             for handler in touched:
                 handler.use_ended()

@@ -38,6 +38,7 @@ class Piece(GuardHandler):
         row: [ceil(numel / world)] of the values in the order of memory, the end padded with zeros, where they are
             partitioned; None while they are whole.
         awaited: there are no values, they are to be loaded once the model is wrapped.
+        lent: somebody has the whole values, to read or to edit.
     """
 
     def __init__(self, fetcher: Fetcher, name: str, *, awaited: bool = False) -> None:
@@ -45,6 +46,7 @@ class Piece(GuardHandler):
         self.name = name
         self.row: Tensor | None = None
         self.awaited = awaited
+        self.lent = False
         self.strides: tuple[int, ...] = ()
 
     def tie(self, parameter: nn.Parameter) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from zeropp._compat import is_aliased
 from zeropp.comm.carrier import Carrier
+from zeropp.comm.collective import Failure
 from zeropp.params.guard import is_managed
 from zeropp.params.piece import Piece, dense_row, piece_of
 
-__all__ = ["Spread", "can_be_spread", "is_whole", "take_over"]
+__all__ = ["Spread", "is_whole", "take_over"]
 
 LIMIT_NBYTES = 1 << 26
 """Of built parameters that wait to be partitioned, and of small ones that stay whole."""
@@ -31,12 +32,13 @@ _MESSAGE_NBYTES = 1 << 25  # of several parameters that are sent together
 SMALL = 1 << 16
 """Elements up to which a parameter stays whole."""
 _ALONE_NBYTES = 1 << 24  # of a parameter that is sent by itself, from where it lies
+_CUTTING = "partitioning what was built"
 _ALIGNED = 16  # bytes, where a row of any dtype may begin in a message
 
 _T = TypeVar("_T")
 
 
-def can_be_spread(parameter: nn.Parameter) -> bool:
+def _can_be_cut(parameter: nn.Parameter) -> bool:
     """Whether a parameter has values that can be cut, and is nobody's yet."""
     return (
         not nn.parameter.is_lazy(parameter)
@@ -78,31 +80,33 @@ class Spread:
         self._pinned = pinned
         self._limit = self._bound = LIMIT_NBYTES
         # By identity, each held until it is cut: which ones there are must not depend on garbage collection.
-        self._begun: dict[int, nn.Parameter] = {}
+        self._begun: dict[int, tuple[nn.Parameter, int]] = {}  # with bytes, which a cast may change
         self._waiting: dict[int, nn.Parameter] = {}
         self._small: dict[int, nn.Parameter] = {}
         self._begun_nbytes = self._waiting_nbytes = self._small_nbytes = 0
-        self._begins = 0  # identity of the module that was given a parameter last
+        self._begins: nn.Module | None = None  # it was given a parameter last
         self._lost = False
 
     # While the model is built.
 
     def begin(self, name: str, parameter: nn.Parameter, module: nn.Module) -> None:
         """Take note of a parameter that a module has been given, which it may not have initialised yet."""
-        if piece_of(parameter) is None and can_be_spread(parameter):
-            if self._begun_nbytes > self._limit and self._begins != id(module):
-                # Modules that nothing has yet, such as those of a list that is being made: most of them are built.
-                self._end_begun()
-                self.let_go()
-            self._begins = id(module)
-            Piece(self, name).tie(parameter)
-            self._begun[id(parameter)] = parameter
-            self._begun_nbytes += parameter.nbytes
+        if self.world == 1 or piece_of(parameter) is not None or not _can_be_cut(parameter):
+            return
+        # Modules that nothing has yet, such as those of a list that is being made: most of them are built. Of one with
+        # many parameters of its own some may not be, and are fetched then.
+        if self._begun_nbytes > (2 * self._limit if module is self._begins else self._limit):
+            self._end_begun()
+            self.let_go()
+        self._begins = module
+        Piece(self, name).tie(parameter)
+        self._begun[id(parameter)] = parameter, parameter.nbytes
+        self._begun_nbytes += parameter.nbytes
 
     def _end_begun(self) -> None:
-        for parameter in self._begun.values():
+        for parameter, _ in self._begun.values():
             self._wait(parameter)
-        self._begun, self._begun_nbytes = {}, 0
+        self._begun, self._begun_nbytes, self._begins = {}, 0, None
 
     def ready(self, parameters: Iterable[tuple[str, nn.Parameter, nn.Module]]) -> None:
         """Modules are built, with these parameters: they may be cut, now or later.
@@ -112,8 +116,8 @@ class Spread:
         """
         for name, parameter, module in parameters:
             self.begin(name, parameter, module)
-            if self._begun.pop(id(parameter), None) is not None:
-                self._begun_nbytes -= parameter.nbytes
+            if (begun := self._begun.pop(id(parameter), None)) is not None:
+                self._begun_nbytes -= begun[1]
                 self._wait(parameter)
         self.let_go()
 
@@ -133,8 +137,8 @@ class Spread:
     def _cut_waiting(self, *, aliased: bool) -> None:
         """Cut what waits; what something else refers to waits on, if ``aliased``."""
         parameters = list(self._waiting.values())
-        held = [i for i, parameter in enumerate(parameters) if aliased and is_aliased(parameter)]
-        accounts = self.agree("partitioning what was built", parameters, held)
+        held = [i for i, p in enumerate(parameters) if _piece(p).lent or (aliased and is_aliased(p))]
+        accounts = self.agree(_CUTTING, parameters, held)
         # Whatever any rank holds: when an alias goes may depend on garbage collection.
         kept = {index for account in accounts for index in account}
         self.scatter([p for i, p in enumerate(parameters) if i not in kept])
@@ -154,15 +158,16 @@ class Spread:
             raise RuntimeError(
                 f"parameter {piece.name!r} of shape {tuple(parameter.shape)} was built to be partitioned, and its "
                 "values are with all ranks. To train, wrap the model: zeropp.ZeroOptimizer(optimizer, model, config). "
-                "To read or edit values use, on every rank, zeropp.zero.GatheredParameters(params, modifier_rank=...)"
+                "To read or edit values use, on every rank, zeropp.zero.GatheredParameters(params, modifier_rank=...). "
+                "Wrapping brings it to its device, so leave out model.to(...)"
             )
         self.fetch([parameter])
 
     def fetch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Bring together what is in pieces of some parameters, while the model is built."""
-        wanted = [p for p in parameters if self._has(p) and _piece(p).row is not None]
+        # Who has whole values on loan reads and edits those.
+        wanted = [p for p in parameters if self._has(p) and _piece(p).row is not None and not _piece(p).lent]
         if wanted:
-            self.agree("fetching parameters that are touched while the model is built", wanted, None)
             self.gather(wanted)
             for parameter in wanted:
                 self._wait(parameter)
@@ -173,21 +178,30 @@ class Spread:
 
     def finish(self) -> None:
         """The model is built: what is whole is cut, and small parameters are the same on every rank."""
-        self._end_begun()
-        small = list(self._small.values())
-        self.agree("sharing small parameters", small, None)
-        self.broadcast(small)
-        self._cut_waiting(aliased=False)
-        self._small, self._small_nbytes, self.building = {}, 0, False
+        try:
+            self._end_begun()
+            self.broadcast(list(self._small.values()))
+            self._cut_waiting(aliased=False)
+        except BaseException as error:
+            self.tell(error)
+            raise
+        finally:
+            self.end()
 
-    def give_up(self, error: BaseException) -> None:
-        """This rank failed while building; tell those that wait for it."""
+    def end(self) -> None:
+        """Nothing is built any more, well or not."""
         self.building = False
-        # Who is interrupted does not wait for others.
+        self._begun, self._waiting, self._small, self._begins = {}, {}, {}, None
+        self._begun_nbytes = self._waiting_nbytes = self._small_nbytes = 0
+
+    def tell(self, error: BaseException) -> None:
+        """This rank has failed where others wait for it, or will; tell them."""
+        # Who is interrupted does not wait for others; and who has lost them has nobody to tell.
         if not self._lost and isinstance(error, Exception):
+            self._lost = True
             # This rank's own error says more than that others have gone.
             with contextlib.suppress(RuntimeError):
-                self.carrier.exchange(("failed", f"{type(error).__name__}: {error}", []), "building the model")
+                self.carrier.exchange(Failure(f"{type(error).__name__}: {error}"), "building the model")
 
     def agree(self, doing: str, parameters: Sequence[nn.Parameter], account: _T) -> list[_T]:
         """What every rank says, before they do something with the same parameters.
@@ -197,24 +211,20 @@ class Spread:
             ValueError: ranks are at different places.
         """
         try:
-            rows = self.carrier.exchange(("at", f"{doing}: {_describe(parameters)}", account), doing)
+            rows = self.carrier.exchange((_describe(parameters), account), doing)
         except RuntimeError:
             self._lost = True
             raise
-        for rank, (kind, text, _) in enumerate(rows):
-            if kind == "failed":
-                self._lost = True
-                raise RuntimeError(f"building the model failed on rank {self.carrier.ranks[rank]}: {text}")
-        for rank, (_, text, _) in enumerate(rows):
-            if text != rows[0][1]:
+        for rank, (text, _) in enumerate(rows):
+            if text != rows[0][0]:
                 self._lost = True
                 raise ValueError(
-                    f"ranks {self.carrier.ranks[0]} and {self.carrier.ranks[rank]} build different models: at "
-                    f"{rows[0][1]}, and at {text}. All ranks must build the same model by the same steps"
+                    f"ranks {self.carrier.ranks[0]} and {self.carrier.ranks[rank]} build different models: at {doing} "
+                    f"they have {rows[0][0]}, and {text}. All ranks must build the same model by the same steps"
                 )
-        return [row[2] for row in rows]
+        return [row[1] for row in rows]
 
-    # Values: scattered, shared, gathered. Ranks have agreed that they are here.
+    # Values: scattered, shared, gathered. What may fail comes before ranks agree that they are here.
 
     def scatter(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
         """Cut whole parameters; each rank keeps its piece of the values that the source, a rank of the group, has."""
@@ -248,7 +258,8 @@ class Spread:
                 _bytes(part if part.numel() == count else torch.cat([part, part.new_zeros(count - part.numel())]))
                 for part in rows
             ]
-        carrier.scatter(_bytes(own), rows, source, "partitioning what was built")
+        self.agree(_CUTTING, [parameter], None)
+        carrier.scatter(_bytes(own), rows, source, _CUTTING)
         piece.hide(parameter, self._kept(own))
 
     def _scatter_jointly(self, parameters: Sequence[nn.Parameter], source: int) -> None:
@@ -261,7 +272,7 @@ class Spread:
             end += -(-nbytes // _ALIGNED) * _ALIGNED
         rows = None
         if carrier.rank == source:
-            messages = torch.zeros(self.world, end, dtype=torch.uint8)
+            messages = torch.zeros(self.world, end, dtype=torch.uint8, device="cpu")
             for parameter, (begin, nbytes) in zip(parameters, places, strict=True):
                 row, _ = dense_row(parameter.data)
                 own = _bytes(row).cpu()
@@ -273,7 +284,8 @@ class Spread:
                     there[whole, : own.numel() - whole * nbytes] = own[whole * nbytes :]
             rows = list(messages.to(carrier.device).unbind())
         message = torch.empty(end, dtype=torch.uint8, device=carrier.device)
-        carrier.scatter(message, rows, source, "partitioning what was built")
+        self.agree(_CUTTING, parameters, None)
+        carrier.scatter(message, rows, source, _CUTTING)
         message = self._kept(message)
         for parameter, (begin, nbytes) in zip(parameters, places, strict=True):
             _piece(parameter).hide(parameter, message[begin : begin + nbytes].view(parameter.dtype))
@@ -297,33 +309,51 @@ class Spread:
         self._broadcast(batch, source)
 
     def _broadcast(self, parameters: Sequence[nn.Parameter], source: int) -> None:
-        rows = [dense_row(parameter.data)[0] for parameter in parameters]
+        rows = [_bytes(dense_row(parameter.data)[0]).to(self.carrier.device) for parameter in parameters]
         if not rows:
             return
-        message = torch.cat([_bytes(row) for row in rows]).to(self.carrier.device)
-        self.carrier.broadcast(message, source, "sharing small parameters")
-        if self.carrier.rank != source:
-            with torch.no_grad():
-                for parameter, part in zip(parameters, message.split([_bytes(r).numel() for r in rows]), strict=True):
-                    row, strides = dense_row(parameter.data)
-                    own = part.cpu().clone().view(row.dtype).as_strided(parameter.shape, strides)
-                    parameter.data.copy_(own)
+        message, doing = torch.cat(rows), "sharing small parameters"
+        self.agree(doing, parameters, None)
+        self.carrier.broadcast(message, source, doing)
+        if self.carrier.rank == source:
+            return
+        for parameter, part in zip(parameters, message.split([row.numel() for row in rows]), strict=True):
+            row, strides = dense_row(parameter.data)
+            # Not copied to where they lie: elements of an expanded parameter overlap.
+            parameter.data = part.clone().to(parameter.device).view(row.dtype).as_strided(parameter.shape, strides)
 
     def gather(self, parameters: Sequence[nn.Parameter], *, lent: bool = False) -> None:
         """Bring whole values together, for the parameters to have; ``lent`` as in :meth:`Piece.show`."""
-        for parameter in parameters:
-            piece = _piece(parameter)
-            if piece.row is not None:
-                piece.show(parameter, self.whole(parameter).to(parameter.device), lent=lent)
+        for parameter, values in self.wholes([p for p in parameters if _piece(p).row is not None]):
+            _piece(parameter).show(parameter, values.to(parameter.device), lent=lent)
 
-    def whole(self, parameter: nn.Parameter) -> Tensor:
-        """Whole values of a parameter in pieces, on the carrier's device, with its strides."""
-        piece = _piece(parameter)
-        assert piece.row is not None  # in pieces
-        own = piece.row.to(self.carrier.device)
-        values = torch.empty(own.numel() * self.world, dtype=own.dtype, device=own.device)
-        self.carrier.all_gather(_bytes(values), _bytes(own), f"gathering {piece.name!r}")
-        return values.as_strided(parameter.shape, piece.strides)
+    def wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Whole values of parameters in pieces, on the carrier's device, with their strides; several in one message."""
+        joint: list[nn.Parameter] = []
+        nbytes = 0
+        for parameter in parameters:
+            joint.append(parameter)
+            nbytes += parameter.nbytes
+            if nbytes > _MESSAGE_NBYTES:
+                yield from self._wholes(joint)
+                joint, nbytes = [], 0
+        yield from self._wholes(joint)
+
+    def _wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        rows = [_bytes(row).to(self.carrier.device) for p in parameters if (row := _piece(p).row) is not None]
+        if not rows:
+            return
+        own = rows[0] if len(rows) == 1 else torch.cat(rows)
+        message = torch.empty(self.world * own.numel(), dtype=torch.uint8, device=own.device)
+        doing = "fetching parameters that are in pieces"
+        self.agree(doing, parameters, None)
+        self.carrier.all_gather(message, own, doing)
+        begin = 0
+        for parameter, row in zip(parameters, rows, strict=True):
+            # One piece after the other is the whole in the order of memory; a view, where there is one parameter.
+            found = message.view(self.world, -1)[:, begin : begin + row.numel()].reshape(-1)
+            begin += row.numel()
+            yield parameter, found.view(parameter.dtype).as_strided(parameter.shape, _piece(parameter).strides)
 
 
 def is_whole(parameter: nn.Parameter) -> bool:
@@ -332,22 +362,25 @@ def is_whole(parameter: nn.Parameter) -> bool:
     return piece is None or (piece.row is None and not piece.awaited)
 
 
-def take_over(parameter: nn.Parameter, view: Tensor) -> None:
-    """Bring the pieces of a parameter together in a place of an engine's, and forget them. Collective if there are any.
+def take_over(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
+    """Bring the pieces of parameters together in places of an engine's, and forget them. Collective if there are any.
 
     Args:
-        parameter: built whole, in pieces, or without values.
-        view: of its shape; left as it is if the parameter is whole, NaN if it has no values yet.
+        parameters: built whole, in pieces, or without values.
+        views: of their shapes; left as they are where parameters are whole, NaN where they have no values yet.
     """
-    piece = piece_of(parameter)
-    if piece is None:
-        return
-    if piece.awaited:
-        view.fill_(float("nan"))
-    elif piece.row is not None:
-        assert isinstance(piece.fetcher, Spread)  # who else would have made it
-        view.copy_(piece.fetcher.whole(parameter))
-    piece.untie(parameter)
+    places = {id(parameter): view for parameter, view in zip(parameters, views, strict=True)}
+    built = [parameter for parameter in parameters if piece_of(parameter) is not None]
+    cut = [parameter for parameter in built if _piece(parameter).row is not None]
+    if cut:
+        spread = _piece(cut[0]).fetcher
+        assert isinstance(spread, Spread)  # who else would have made them
+        for parameter, values in spread.wholes(cut):
+            places[id(parameter)].copy_(values)
+    for parameter in built:
+        if _piece(parameter).awaited:
+            places[id(parameter)].fill_(float("nan"))
+        _piece(parameter).untie(parameter)
 
 
 def _piece(parameter: nn.Parameter) -> Piece:

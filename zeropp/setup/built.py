@@ -39,8 +39,10 @@ def check_built(model: nn.Module, config: Config, ranks: tuple[int, ...]) -> Non
 
     Raises:
         ValueError: other ranks, or another setting.
-        RuntimeError: it is still being built.
+        RuntimeError: it is still being built, or its values are lent.
     """
+    if any(piece is not None and piece.lent for piece in map(piece_of, model.parameters())):
+        raise RuntimeError("the model was wrapped inside GatheredParameters; leave that block first")
     for spread in _spreads(model):
         if spread.building:
             raise RuntimeError("the model was wrapped inside zero.Init; leave that block first")

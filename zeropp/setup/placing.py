@@ -39,7 +39,7 @@ def find_device(model: nn.Module, device: torch.device | str | int | None) -> to
         raise ValueError(
             f"{kind} {name!r} is on the meta device and has no values. Say where the model trains, "
             "ZeroOptimizer(..., device=...): rank 0's values then become everyone's, and the other ranks need none. Or "
-            "call model.to_empty(device=...) and initialise it before wrapping"
+            "call zeropp.zero.materialize(model), and load it after wrapping"
         )
     if len(found) > 1:
         raise ValueError(
@@ -61,7 +61,8 @@ def require_values(model: nn.Module) -> None:
             continue
         raise ValueError(
             f"{kind} {name!r} of the first rank is on the meta device; its values become everyone's, so it needs them: "
-            "build the model on the CPU there, and on the meta device on the other ranks alone"
+            "build the model on the CPU there, and on the meta device on the other ranks alone; or call "
+            "zeropp.zero.materialize(model) on every rank, and load it after wrapping"
         )
 
 
