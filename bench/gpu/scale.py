@@ -101,15 +101,12 @@ DRY = Scale(
     device="cpu",
     workers=1,
     chosen={
-        "kernels": ("-k", "quantize and 127 and (dtype0 or bfloat16)"),
+        "kernels": ("-k", "quantize and 255 and (dtype0 or bfloat16)"),
         "streams": ("-k", "cpu and (nobody or (lanes and kept))"),
         "hops": ("-k", "cpu and (identity or bf16-local)"),
         "engine": (),
     },
-    models=(
-        Model("tiny", _model(2, 64, 2, 32, 2), side_by_side=True),
-        Model("tinier", _model(2, 32, 2, 32, 2)),
-    ),
+    models=(Model("tiny", _model(2, 64, 2, 32, 2), side_by_side=True),),
     turns=("--rounds=2", "--discard=1", "--steps=3"),
     staged=(2,),
     staged_flags=(*_model(1, 192, 2, 16, 2), "--rounds=2", "--discard=1", "--steps=4"),

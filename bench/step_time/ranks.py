@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 
@@ -65,9 +64,6 @@ class Race:
             if isinstance(contestant.optimizer, zeropp.ZeroOptimizer):
                 contestant.optimizer.close()
             del contestant
-            gc.collect()
-            if self.device.type == "cuda":  # last, or the next would begin with what this one has freed
-                torch.cuda.empty_cache()
 
     def _note(self, contestant: Contestant) -> None:
         self.systems[contestant.name] = contestant.measured()

@@ -176,6 +176,7 @@ class MemoryMeter:
         self.device = device
         if device.type == "cuda":
             torch._C._cuda_clearCublasWorkspaces()  # or only the first system would have them in its peak
+            torch.cuda.empty_cache()  # after that, or what the system before has freed would count as reserved
             torch.cuda.reset_peak_memory_stats(device)
         else:
             with contextlib.suppress(OSError):

@@ -6,8 +6,7 @@ On CPU, where sums are read late only if a test asks for it; see [Note: sums rea
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,34 +17,9 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Routed, make_config, share
+from tests.distributed.late import ADAM, STATIC, Leaning, backward, numbers, wrapped
+from tests.distributed.shapes import make_config
 from zeropp.engine.hash_sums import differ, differ_on_device, spread
-
-ADAM: dict[str, Any] = {"lr": 0.05, "fused": True}
-STATIC: dict[str, object] = {"static_graph": True, "gradient_clipping": 0.1}
-
-
-def wrapped(late: bool, kind: Any = torch.optim.AdamW, **settings: object) -> zeropp.ZeroOptimizer:
-    torch.manual_seed(3)
-    model = Routed(3)
-    share(model)
-    fused = {} if settings.pop("unfused", False) else {"fused": True}
-    inner = kind(model.parameters(), lr=0.05, **fused)
-    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings))
-    optimizer.model = model  # type: ignore[attr-defined]
-    optimizer.boundary.reads_late = late
-    return optimizer
-
-
-def backward(optimizer: Any, step: int, factor: float = 1.0) -> None:
-    generator = torch.Generator().manual_seed(10 * step + (dist.get_rank() if dist.is_initialized() else 0))
-    (optimizer.model(torch.randn(3, 8, generator=generator)).square().mean() * factor).backward()
-
-
-def numbers(optimizer: zeropp.ZeroOptimizer) -> list[Tensor]:
-    """Main weights and states of this rank."""
-    states = [v.clone() for row in optimizer.state.values() for v in row.values() if isinstance(v, Tensor)]
-    return [gradient.clone() for buffer in optimizer.engine.trainable_buffers for gradient in [buffer.shard]] + states
 
 
 def alike(settings: dict[str, object], poisoned: int | None, by_hand: bool) -> list[str]:
@@ -153,19 +127,6 @@ def test_a_parameter_that_no_rank_uses_is_not_stepped() -> None:
     assert run_ranks(1, partly_used) == [(1, True)]
 
 
-class Leaning(nn.Module):
-    """Blocks, the last of which adds a vector on some ranks only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = Routed(2)
-        self.vector = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor, leans: bool) -> Tensor:
-        x = self.body(x)
-        return x + self.vector if leans else x
-
-
 def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], list[int]]:
     """Four steps in which rank 1 does not use a parameter, the third with a factor, beside hosts that all wait."""
     pair, wrong = [], []
@@ -199,29 +160,23 @@ def test_a_rank_that_waits_does_what_others_have_done(settings: dict[str, object
     assert [reads for _, reads in found] == [[0, 4], [4, 4], [0, 4]]
 
 
-def left_over() -> tuple[str, bool]:
-    """What is raised when rank 1 alone has a gradient left in the third step, and whether that was taken."""
-    optimizer = wrapped(True, **STATIC)
-    gradient, before = optimizer.engine.gradients[0], list[Tensor]()
-    for step in range(4):
-        try:
-            backward(optimizer, step)
-            alone = step == 2 and dist.get_rank() == 1
-            with mock.patch.object(gradient, "has_unsent", lambda: True) if alone else contextlib.nullcontext():
-                optimizer.step()
-        except RuntimeError as raised:
-            return f"step {step}: {raised}", not all(map(torch.equal, before, numbers(optimizer)))
-        if step < 2:
-            before = numbers(optimizer)
+def norms_between() -> tuple[float | None, dict[str, float], list[float | None]]:
+    """The norm of a step that nobody asked about before the next gradients were measured, by two kinds of ranks."""
+    found: list[float | None] = []
+    for late in (True, False):
+        optimizer = wrapped(late, **STATIC)
+        backward(optimizer, 0)
+        optimizer.step()
         optimizer.zero_grad()
-    return "nothing", True
+        backward(optimizer, 1)
+        norms = optimizer.grad_norms()
+        found.append(optimizer.grad_norm)
+    return optimizer.grad_norm, norms, found
 
 
-def test_a_gradient_that_one_rank_alone_has_left_is_a_broken_promise() -> None:
-    """That rank raises, and the others where they meet it next; nobody has stepped."""
-    (late, stepped_late), (waiting, stepped) = run_ranks(2, left_over)
-    assert waiting.startswith("step 2") and "static_graph rules out" in waiting and not stepped
-    assert late.startswith("step 3") and "static_graph rules out" in late and not stepped_late
+def test_measuring_gradients_does_not_lose_the_norm_of_the_step_before() -> None:
+    for norm, norms, found in run_ranks(2, norms_between):
+        assert norm and norms and found == [norm, norm]
 
 
 def resumed() -> list[str]:
@@ -261,79 +216,6 @@ def twice() -> tuple[float, float]:
 def test_a_second_step_measures_what_the_first_has_clipped() -> None:
     for first, second in run_ranks(2, twice):
         assert first > 0.1 and second == pytest.approx(0.01, rel=1e-4)
-
-
-def out_of_step(disturb: Callable[[zeropp.ZeroOptimizer], None], asks: bool) -> tuple[str, bool]:
-    """What is raised after rank 1 was disturbed before the third step, and whether weights are those of the second."""
-    optimizer = wrapped(True, **STATIC)
-    error = ""
-    for step in range(4):
-        backward(optimizer, step)
-        if step == 2 and dist.get_rank() == 1:
-            disturb(optimizer)
-        if step == 2:
-            before = copy.deepcopy(numbers(optimizer))
-        try:
-            optimizer.step()
-            if step == 2 and asks:
-                optimizer.skipped_steps  # noqa: B018
-        except RuntimeError as raised:
-            error = f"step {step}: {raised}"
-            break
-        optimizer.zero_grad()
-    return error, all(map(torch.equal, before, numbers(optimizer)))
-
-
-def _issue(optimizer: zeropp.ZeroOptimizer) -> None:
-    optimizer.engine.issued.add(0, 1, 2)
-
-
-def _set_rate(optimizer: zeropp.ZeroOptimizer) -> None:
-    optimizer.inner.param_groups[0]["lr"] = 0.01
-
-
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize(
-    ("disturb", "message"),
-    [(_issue, "comparing what was gathered and reduced"), (_set_rate, "differed between ranks")],
-)
-def test_ranks_out_of_step_change_no_weight_and_raise_at_the_next_read(
-    disturb: Callable[[zeropp.ZeroOptimizer], None], message: str, asks: bool
-) -> None:
-    for error, unchanged in run_ranks(2, out_of_step, disturb, asks):
-        assert unchanged and message in error and error.startswith("step 2" if asks else "step 3")
-
-
-def asks_alone() -> str:
-    """Rank 0 alone asks what has become of a step for which the ranks had other settings."""
-    optimizer = wrapped(True, **STATIC)
-    backward(optimizer, 0)
-    if dist.get_rank() == 1:
-        _set_rate(optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    if dist.get_rank() == 0:
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"differed between ranks at the last step.* group 0 lr is 0.05"):
-                optimizer.step_was_taken  # noqa: B018
-        _set_rate(optimizer)
-    # The others are in their next pass by now, and hear of it at their next step, where this rank does, too.
-    backward(optimizer, 1)
-    with pytest.raises(RuntimeError) as caught:
-        optimizer.step()
-    optimizer.zero_grad()
-    # All are in step, and have one rate by now.
-    for step in (2, 3):
-        backward(optimizer, step)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.step_was_taken and not optimizer.step_was_skipped
-    return str(caught.value)
-
-
-def test_one_rank_may_ask_alone() -> None:
-    first, second = run_ranks(2, asks_alone)
-    assert "group 0 lr is 0.05" in first and "group 0 lr is 0.01" in second
 
 
 def unfreezes(adds: bool) -> list[float]:
@@ -410,3 +292,26 @@ def test_on_a_card_sums_are_read_late() -> None:
     assert Boundary(engine, mock.Mock()).reads_late
     engine.device = torch.device("cpu")
     assert not Boundary(engine, mock.Mock()).reads_late
+
+
+def test_an_event_is_asked_on_the_card_it_is_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``torch.cuda.set_device`` another one is current, where asking makes a context of half a gigabyte."""
+    from zeropp.engine.unread import Unread
+
+    current: list[torch.device] = []
+    seen: list[list[torch.device]] = []
+
+    @contextlib.contextmanager
+    def entered(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    event = mock.Mock(query=lambda: bool(seen.append([*current])) or len(seen) > 1)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", mock.Mock())
+    monkeypatch.setattr(torch.cuda, "device", entered)
+    card = torch.device("cuda", 1)
+    vector = mock.Mock(device=card, to=lambda *_, **__: torch.ones(2))
+    assert Unread(vector).read(mock.Mock(wait=lambda arrives, _: arrives(5.0))) == [1.0, 1.0]
+    assert seen == [[card], [card]] and not current

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -24,9 +25,9 @@ class Event:
 class Owner:
     """What has a monitor, and is told by it."""
 
-    def __init__(self, hang_timeout: float) -> None:
+    def __init__(self, hang_timeout: float, device: str = "cpu") -> None:
         self.told: list[str] = []
-        self.monitor = Monitor(hang_timeout, self.tell)
+        self.monitor = Monitor(hang_timeout, self.tell, torch.device(device))
 
     def tell(self, doing: str) -> None:
         self.told.append(doing)
@@ -95,3 +96,21 @@ def test_only_devices_that_no_host_waits_for_need_one() -> None:
     owner = Owner(1.0)
     assert make_monitor(torch.device("cpu"), 1.0, owner.tell) is None
     assert make_monitor(torch.device("cuda"), 1.0, owner.tell) is not None
+
+
+def test_its_thread_is_on_the_card_whose_events_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread has a current device, at first card 0; asking an event makes a context on the current one."""
+    current, seen = threading.local(), list[object]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    owner, asked = Owner(0.2, "cuda:1"), threading.Event()
+
+    class Asked(Event):
+        def done(self) -> bool:
+            seen.append(getattr(current, "device", None))
+            asked.set()
+            return True
+
+    owner.monitor.note(Asked(), "a piece")
+    assert asked.wait(10)
+    owner.monitor.close()
+    assert seen[0] == torch.device("cuda", 1)

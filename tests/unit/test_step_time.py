@@ -14,6 +14,7 @@ from text_data import on_device
 from bench.common import machine
 from bench.step_time import report
 from bench.step_time.__main__ import parse_arguments
+from bench.step_time.systems import MemoryMeter
 
 ARMS = ("fsdp2", "fsdp2_clipped", "zeropp", "zeropp_clipped")
 
@@ -137,3 +138,14 @@ def test_inputs_go_to_a_card_from_pinned_memory_without_waiting() -> None:
         calls.clear()
         on_device(tensors, torch.device("cpu"))
         assert [what for what, _ in calls] == ["to", "to"]
+
+
+def test_what_the_system_before_has_freed_is_not_reserved_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workspaces of cuBLAS are freed into torch's cache, which is emptied after that; then peaks begin anew."""
+    done: list[str] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: done.append("workspaces"), raising=False)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: done.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    MemoryMeter(torch.device("cuda", 0))
+    assert done == ["workspaces", "empty_cache", "reset_peak_memory_stats"]

@@ -170,6 +170,7 @@ class Comm:
         self.device = members.device
         self.timeout = timeout
         self.ledger = Ledger()
+        self.lost_at: float | None = None  # when the ranks lost each other, by time.monotonic()
         self.world_group: dist.ProcessGroup | None = None
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
@@ -271,6 +272,7 @@ class Comm:
         The user's own group, too, where it was shared: what hangs on it would keep the host. Not gloo's, whose waits
         have limits of their own.
         """
+        self.lost_at = time.monotonic()
         groups = [] if self.backend == "gloo" else [*self._made, self.world_group]
         ending = [
             threading.Thread(target=_abort, args=(group,), name="zeropp abort", daemon=True)

@@ -136,9 +136,9 @@ def gather_objects(value: _T, group: dist.ProcessGroup, seconds: float) -> list[
     group, timeout = host_group(group, seconds), timedelta(seconds=seconds)
     # A bytearray: torch warns of memory that it may not write to.
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = gather_rows(torch.tensor([own.numel()]), group, timeout).view(-1)
+    sizes = gather_rows(torch.tensor([own.numel()], device=HOST), group, timeout).view(-1)
     # Rows are of one length, so each is padded to the longest.
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=HOST)
     padded[: own.numel()] = own
     texts = zip(gather_rows(padded, group, timeout), sizes.tolist(), strict=True)
     # tolist and not numpy(): PyTorch does not require NumPy, and zeropp needs nothing beside PyTorch for this.

@@ -38,9 +38,11 @@ class Monitor:
     Args:
         hang_timeout: seconds without progress that are too many.
         give_up: called once, on the monitor's thread, with what is waited for.
+        device: whose work that is.
     """
 
-    def __init__(self, hang_timeout: float, give_up: Callable[[str], object]) -> None:
+    def __init__(self, hang_timeout: float, give_up: Callable[[str], object], device: torch.device) -> None:
+        self._device = device
         self._hang_timeout = hang_timeout
         self._give_up = weakref.WeakMethod(give_up)  # it is a method of what owns this
         self._queued: deque[tuple[Event, str, float]] = deque()  # both ends are used, each by one thread
@@ -55,7 +57,7 @@ class Monitor:
         if self._thread is None:  # at the first: a rank that sends nothing needs no thread
             self._thread = threading.Thread(
                 target=_patrol,
-                args=(weakref.ref(self), self._stop, min(self._hang_timeout / _LOOKS, _PERIOD)),
+                args=(weakref.ref(self), self._stop, min(self._hang_timeout / _LOOKS, _PERIOD), self._device),
                 name="zeropp monitor",
                 daemon=True,
             )
@@ -85,19 +87,22 @@ class Monitor:
 
 def make_monitor(device: torch.device, hang_timeout: float, give_up: Callable[[str], object]) -> Monitor | None:
     """A monitor where the device needs one."""
-    return Monitor(hang_timeout, give_up) if device.type in BLIND else None
+    return Monitor(hang_timeout, give_up, device) if device.type in BLIND else None
 
 
 _watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
 
 
-def _patrol(ref: weakref.ref[Monitor], stop: threading.Event, period: float) -> None:
+def _patrol(ref: weakref.ref[Monitor], stop: threading.Event, period: float, device: torch.device) -> None:
     """Holds the monitor only while it looks, so that a dropped one ends this."""
     while not stop.wait(period):
         monitor = ref()
         if monitor is None:
             return
         try:
+            if device.type == "cuda":
+                # A thread begins on the first card, and asking an event would make a context there, of half a gigabyte.
+                torch.cuda.set_device(device)
             monitor.look(time.monotonic())
         except Exception as error:
             # An error of an earlier kernel comes up in whatever asks the device next; the user's own call has it, too.

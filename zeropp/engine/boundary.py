@@ -10,14 +10,14 @@ it: the device leaves a step out, and the host reads the vector at the next step
 this one. That takes one rank, or the promise of ``static_graph``; a fused Adam, which looks at ``found_inf``; and no
 codec to which leaving a step out is more than changing nothing (differences, carried errors). Of each rank by itself it
 takes that it has used every trained parameter and sent every gradient. One that has not waits for the sum, which tells
-it whether others have gone on: then it does what they do.
+it whether others have gone on: then it does what they do, and what else the sum says it reads where they read it.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -151,8 +151,11 @@ class Boundary:
         Raises:
             RuntimeError: the ranks did not issue the same collectives; or had not, when they stepped last.
         """
-        if self._verdict is None and late and self._may_read_late() and self._needs_nothing():
-            self._verdict = self._sum_unread()
+        if self._verdict is None:
+            # Of a sum that no step has followed, as after clipping: every rank has it, and raises here or none does.
+            self.read_unread()
+            if late and self._may_read_late() and self._needs_nothing():
+                self._verdict = self._sum_unread()
         if self._verdict is None:
             values = self._exchange()
             if values[_LATE] > 0:
@@ -204,10 +207,7 @@ class Boundary:
         )
 
     def _sum_unread(self) -> Verdict:
-        self.read_unread()
-        self._sum(self._measure_doubted(), late=True)
-        assert self._vector is not None
-        self._unread = Unread(self._vector)
+        self._unread = Unread(self._sum(self._measure_doubted(), late=True))
         if (monitor := self.engine.agreement.monitor) is not None:
             monitor.note(self._unread, "the sum of norms and flags")
         self._go_on_late()
@@ -219,9 +219,11 @@ class Boundary:
 
     def _follow_late(self, values: list[float]) -> Verdict:
         """Other ranks have gone on without these numbers: so does this one, which has them."""
-        self._check_late(values)
+        assert self._vector is not None
+        # What is wrong with them it raises where the others see it.
+        self._unread = Unread(self._vector)
         self._go_on_late()
-        self._verdict = replace(self._interpret(values), late=True)
+        self._verdict = Verdict(None, self._flags(values), late=True)
         return self._verdict
 
     def left_out(self) -> Tensor:
@@ -245,6 +247,10 @@ class Boundary:
         values = unread.read(self.engine.agreement)
         self._check_late(values)
         return Verdict(norm_of(values[0]), [])  # no flags: parameters may have been unfrozen since
+
+    def forget_unread(self) -> None:
+        """Drop such a sum; every rank does."""
+        self._unread = None
 
     def _check_late(self, values: list[float]) -> None:
         """What a sum says that some rank has not waited for."""

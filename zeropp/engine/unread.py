@@ -20,6 +20,7 @@ class Unread:
     """
 
     def __init__(self, vector: Tensor) -> None:
+        self._device = vector.device
         self._event: torch.cuda.Event | None = None
         if vector.device.type == "cuda":
             self._host = vector.to("cpu", non_blocking=True)
@@ -37,7 +38,9 @@ class Unread:
             RuntimeError: the common error, if they do not come within ``hang_timeout``.
         """
         if self._event is not None:
-            agreement.wait(self.wait, "waiting for the sum of norms and flags")
+            # Asking an event makes a context on the card that is current, which need not be the model's.
+            with torch.cuda.device(self._device):
+                agreement.wait(self.wait, "waiting for the sum of norms and flags")
         values: list[float] = self._host.tolist()
         return values
 

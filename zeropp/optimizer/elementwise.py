@@ -72,7 +72,7 @@ def treats_each_alone(optimizer: torch.optim.Optimizer) -> bool:
 def _steps_alike(optimizer: torch.optim.Optimizer) -> bool:
     # The same numbers on every rank: all accept the optimizer, or none.
     generator = torch.Generator().manual_seed(20)
-    values, gradient = torch.randn(2, 64, generator=generator).unbind()
+    values, gradient = torch.randn(2, 64, generator=generator, device="cpu").unbind()
     # So that anything scaled by a norm shows.
     gradient[32:] *= 100
     # As a matrix: some optimizers treat vectors alike and matrices in their own way.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
 from typing import Any
 
-from zeropp.engine.boundary import Verdict
+from zeropp.engine.boundary import Boundary, Verdict
 
 __all__ = ["Outcome", "told"]
 
@@ -14,7 +14,7 @@ class Outcome:
     """The end of the last step, and counts of all.
 
     Args:
-        read: gives what the sum of a step says that no host has waited for, or None.
+        boundary: has what the sum of a step says that no host has waited for.
 
     Attributes:
         grad_norm: at the last step.
@@ -23,10 +23,11 @@ class Outcome:
         step_was_taken: since the last backward.
     """
 
-    def __init__(self, read: Callable[[], Verdict | None]) -> None:
-        self._read = read
+    def __init__(self, boundary: Boundary) -> None:
+        self._boundary = boundary
         self._unread = False
-        self._error: RuntimeError | None = None  # which the next step raises, too
+        # Text of an error that the next step raises, too. No exception: it would hold what holds this.
+        self._error: str | None = None
         self.grad_norm: float | None = None
         self.skipped_steps = 0
         self.step_was_skipped = self.step_was_taken = False
@@ -40,9 +41,18 @@ class Outcome:
             self.grad_norm = verdict.norm
 
     def load(self, skipped_steps: int) -> None:
-        """Go on from a saved count."""
-        self.wait()
+        """Go on from a saved count; what is wrong with the step before is of no interest any more."""
+        # On every rank, whether it has asked or not: one alone would raise at the next step, or read a sum.
+        self._boundary.forget_unread()
+        self._error, self._unread = None, False
+        self.step_was_skipped = self.step_was_taken = False
         self.skipped_steps = skipped_steps
+
+    def count(self) -> int:
+        """``skipped_steps``, to be saved: also after a step at which ranks were out of step, which is none of them."""
+        with contextlib.suppress(RuntimeError):  # the next step raises it
+            self.wait()
+        return self.skipped_steps
 
     def pass_over(self) -> None:
         """A step was asked for inside a window, and does nothing."""
@@ -59,13 +69,13 @@ class Outcome:
         found = None
         if self._error is None and self._unread:
             try:
-                found = self._read()
+                found = self._boundary.read_unread()
             except RuntimeError as caught:
-                self._error, self.step_was_taken = caught, False
+                self._error, self.step_was_taken = str(caught), False
         self._unread = False
         if (error := self._error) is not None:
             self._error = None if stepping else error
-            raise error
+            raise RuntimeError(error)
         if found is not None:
             taken = self.step_was_taken
             self.decided(found)

@@ -124,7 +124,7 @@ class ZeroOptimizer(Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
-        self.outcome, self._norms = Outcome(self.boundary.read_unread), dict[str, float]()
+        self.outcome, self._norms = Outcome(self.boundary), dict[str, float]()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
     # The optimizer's own surface.
@@ -205,8 +205,7 @@ class ZeroOptimizer(Optimizer):
                 nothing.
 
         Returns:
-            The norm before clipping, a scalar on the model's device; where nothing was touched that of the last step,
-            0 before the first.
+            Norm before clipping, a scalar on the model's device; where nothing was touched the last step's, or 0.
         """
         self.engine.require_idle("clip_grad_norm_")
         if self.engine.window.unfinished and not now:
@@ -227,6 +226,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("grad_norms")
         if not self.engine.window.unfinished:
+            self.outcome.wait()  # of the step before: the verdict would read over it
             self._take_edits()
             self._norms = gradient_norms(self.engine, self.boundary.verdict())
         return dict(self._norms)
@@ -342,7 +342,7 @@ class ZeroOptimizer(Optimizer):
             "main_weights": main_weights(self.engine),
             "waiting": self.slices.frozen_states(),
             "carried": self.carried.state_dict(),
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.outcome.count(),
         }
         return state
 
