@@ -10,6 +10,7 @@ torch.distributed.checkpoint of FSDP2 at once, and torch.save of whole states on
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -31,7 +32,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mebibytes", type=int, default=1024, help="of main weights and states, on each rank")
     parser.add_argument("--rounds", type=int, default=4, help="the first one warms up, and is reported apart")
     parser.add_argument("--folder", type=Path, help="on the disk to write to; default: a temporary one")
-    parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md, .json and .png")
     args = parser.parse_args(argv)
     if args.ranks < 1 or args.rounds < 2 or args.mebibytes < 12:
         parser.error("--ranks must be at least 1, --rounds 2 and --mebibytes 12")
@@ -91,6 +92,10 @@ def main(argv: list[str] | None = None) -> None:
         place = ROOT / "bench" / "results" / f"{about['date'][:10]}_{args.save}"
         place.with_suffix(".md").write_text(text)
         place.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        if importlib.util.find_spec("matplotlib") is not None:
+            from bench.checkpoint import plot  # which needs it
+
+            plot.draw(rows).savefig(place.with_suffix(".png"), dpi=110)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """A program that saves, and is killed at every system call by which it changes the disk: what is left must load.
 
-Prints how many calls there were. A process of its own, since it forks.
+    python -m tests.distributed.cut_off "in place" "all renames" none
+
+For each kind of file system, prints how many calls there were, and after how many the older checkpoint was there. A
+process of its own, since it forks.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -17,10 +21,26 @@ from typing import Any
 import torch
 
 import zeropp
-from tests.distributed.checkpoints import train, wrap
+from tests.distributed.checkpoints import make_optimizer, train, wrap
+from tests.distributed.quantized import Model
 from zeropp import checkpoint
+from zeropp.checkpoint import place
 
 CALLS = ("pwrite", "fsync", "ftruncate", "posix_fallocate", "open", "mkdir", "rename", "replace", "unlink", "rmdir")
+_MIDDLE = 12  # calls, by which a save has begun to write
+
+
+def without_renames(files: bool) -> None:
+    """Let this process see a file system that renames no folders, nor, unless ``files``, files; it is a stand-in."""
+    replace = os.replace
+
+    def refuse(one: Any, other: Any) -> None:
+        if os.path.isfile(one) and files:
+            return replace(one, other)
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    place.exchange_names = lambda one, other: False  # type: ignore[assignment]
+    os.rename, os.replace = refuse, refuse  # type: ignore[assignment]
 
 
 def before_call(number: int, act: Callable[[], object]) -> Callable[[], int]:
@@ -88,7 +108,9 @@ class Scene:
         return found
 
 
-def main(in_place: bool) -> None:
+def run(in_place: bool, renames: str) -> None:
+    if renames != "all renames":
+        without_renames(files=renames == "files alone")
     with tempfile.TemporaryDirectory() as folder:
         kept, root = Path(folder) / "kept", Path(folder) / "root"
         scene = Scene(root, in_place)
@@ -96,23 +118,33 @@ def main(in_place: bool) -> None:
         number, old, status = 0, 0, -signal.SIGKILL
         while status == -signal.SIGKILL:
 
-            def killed(number: int = number) -> None:
-                before_call(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            def killed(after: int) -> None:
+                before_call(after, lambda: os.kill(os.getpid(), signal.SIGKILL))
                 scene.save(2)
 
-            status = in_child(killed)
+            status = in_child(lambda number=number: killed(number))  # type: ignore[misc]
             assert status in (0, -signal.SIGKILL), status
             step = scene.load()
             old += step == 1
             assert status != 0 or step == 2, "the save has ended, and what is there is older"
-            # Again, by a program that was started anew.
+            # Again, by programs that were started anew. Where they clear up in the folder itself, the first is killed.
+            if renames != "all renames":
+                in_child(lambda: killed(_MIDDLE))
+                scene.load()
             assert in_child(lambda: scene.save(2)) == 0
-            assert scene.load() == 2 and not list(root.glob(".*")), list(root.glob(".*"))
+            left = [each for each in root.rglob("*") if each.name.startswith(".")]
+            assert scene.load() == 2 and not left, left
+            names = [each.name for each in root.rglob("*.safetensors")]
+            assert len(names) == 1, names
             shutil.rmtree(root)
             shutil.copytree(kept, root)
             number += 1
-        print(number - 1, old)
+        print(number - 1, old, flush=True)
 
 
 if __name__ == "__main__":
-    main(in_place=sys.argv[1:] == ["in place"])
+    # What torch imports with the first optimizer would be imported by every process.
+    make_optimizer(Model())
+    # Each in a process of its own, which may change what system calls do.
+    statuses = [in_child(lambda renames=renames: run(sys.argv[1] == "in place", renames)) for renames in sys.argv[2:]]
+    sys.exit(any(statuses))

@@ -21,20 +21,32 @@ from tests.distributed.checkpoints import train, wrap
 from tests.distributed.cut_off import CALLS
 from tests.distributed.harness import ROOT, run_ranks
 from zeropp import checkpoint
+from zeropp.checkpoint import place
 from zeropp.checkpoint.checksums import Checksums
 
 Pair = tuple[torch.nn.Module, zeropp.ZeroOptimizer]
 
 
-@pytest.mark.parametrize("how", ["in place", "in a series"])
-def test_killed_at_every_call_that_changes_the_disk(how: str) -> None:
+# What the file system renames: where it is not folders, files have names of their own in the checkpoint's folder.
+CUT_OFF = [
+    ("in place", ("all renames", "none")),
+    ("in a series", ("all renames",)),
+    pytest.param("in place", ("files alone",), marks=pytest.mark.campaign),
+    pytest.param("in a series", ("files alone", "none"), marks=pytest.mark.campaign),
+]
+
+
+@pytest.mark.parametrize(("how", "renames"), CUT_OFF)
+def test_killed_at_every_call_that_changes_the_disk(how: str, renames: tuple[str, ...]) -> None:
     """What is there loads, the next save succeeds, and nothing is left beside it."""
-    command = [sys.executable, "-m", "tests.distributed.cut_off", how]
+    command = [sys.executable, "-m", "tests.distributed.cut_off", how, *renames]
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), *(each for each in sys.path if each)])
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    calls, old = map(int, done.stdout.split())
-    assert calls > 15 and 5 < old <= calls
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(renames)
+    for calls, old in (map(int, line.split()) for line in lines):
+        assert calls > 15 and 5 < old <= calls
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +70,15 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in right)
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize(
+    ("code", "renames"), [(errno.ENOSPC, True), (errno.EIO, True), (errno.EROFS, True), (errno.EIO, False)]
+)
 def test_a_disk_that_fails_at_any_call(
-    code: int, trained: Pair, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, renames: bool, trained: Pair, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error says what went wrong, what was there before loads, and saving again succeeds."""
+    if not renames:
+        monkeypatch.setattr(place, "exchange_names", lambda one, other: False)
     model, optimizer = trained
     before = weights(model)
     train(model, optimizer, [7])
@@ -242,7 +258,37 @@ def beyond(saved: Path) -> None:
     rewrite(saved, tensors=tensors)
 
 
+def of(saved: Path) -> Any:
+    return json.loads((saved / "metadata.json").read_bytes())["checkpoint"]
+
+
+def overlapping(saved: Path) -> None:
+    """As many elements as there should be, the first half of them twice."""
+    tensors = of(saved)["tensors"]
+    (box,) = tensors["model.head.weight"]["boxes"]
+    rows = box["sizes"][0] // 2
+    half = {**box, "sizes": [rows, *box["sizes"][1:]]}
+    tensors["model.head.weight"]["boxes"] = [half, half]
+    rewrite(saved, tensors=tensors)
+
+
+def no_ranks(saved: Path) -> None:
+    rewrite(saved, ranks=[])
+
+
+def no_groups(saved: Path) -> None:
+    rewrite(saved, values={k: v for k, v in of(saved)["values"].items() if k != "groups"})
+
+
+def nul(saved: Path) -> None:
+    rewrite(saved, files=[{**of(saved)["files"][0], "name": "a\0b"}])
+
+
 UNUSABLE = {
+    overlapping: "parts of 'model.head.weight' that overlap",
+    no_ranks: "does not have what each of 1 ranks",
+    no_groups: "and the optimizer, save",
+    nul: "is no plain name",
     truncate: "has .* bytes, and was written with",
     remove: "cannot be read: .*No such file",
     away: "nothing of that name is there",
@@ -275,10 +321,10 @@ def test_latest_that_is_damaged_or_ahead(trained: Pair, tmp_path: Path) -> None:
         series.save(step, *trained)
     assert series.steps() == [2, 3] and series.latest() == 3
     latest = tmp_path / "latest"
-    for place in range(len(latest.read_bytes())):
+    for number in range(len(latest.read_bytes())):
         kept = latest.read_bytes()
         data = bytearray(kept)
-        data[place] ^= 1
+        data[number] ^= 1
         latest.write_bytes(data)
         with pytest.warns(UserWarning, match="damaged or names no complete"):
             assert series.latest() == 3
@@ -286,6 +332,19 @@ def test_latest_that_is_damaged_or_ahead(trained: Pair, tmp_path: Path) -> None:
     (tmp_path / "step-00000003" / "metadata.json").unlink()
     with pytest.warns(UserWarning, match="damaged or names no complete"):
         assert series.latest() == 2
+
+
+def test_what_cut_off_jobs_have_left_goes(trained: Pair, tmp_path: Path) -> None:
+    """Folders with files of tensors and no metadata, of any step; nothing else."""
+    (tmp_path / "step-00000050").mkdir()
+    (tmp_path / "step-00000050" / "rank-00000-01234567-00000.safetensors").write_text("half")
+    (tmp_path / "step-00000051").mkdir()
+    (tmp_path / "step-00000051" / "notes").write_text("keep me")
+    (tmp_path / "step-00000052").write_text("keep me, too")
+    series = checkpoint.Series(tmp_path)
+    series.save(1, *trained)
+    left = ["latest", "step-00000001", "step-00000051", "step-00000052"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == left and series.steps() == [1]
 
 
 def test_what_is_no_checkpoint_is_not_written_over(trained: Pair, tmp_path: Path) -> None:

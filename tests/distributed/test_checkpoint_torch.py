@@ -13,32 +13,17 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 
 import zeropp
 from tests.distributed.checkpoints import Went, make_optimizer, moments, states_of, train, wrap
+from tests.distributed.foreign_jobs import FLAT, Shardable, fsdp2_saves, sharded, train_fsdp2
 from tests.distributed.harness import run_ranks
-from tests.distributed.quantized import Model, tokens
+from tests.distributed.quantized import Model
 from zeropp import checkpoint
-
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-class Shardable(Model):
-    """FSDP2 takes no scalars."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(self.scale.detach().reshape(1))
-        self.conv.to(memory_format=torch.contiguous_format)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens).sum()
 
 
 def saves_by_torch(path: Path, name: str, how: str, make: type[Model] = Model) -> Went:
@@ -99,23 +84,18 @@ def test_torch_saves_and_loads(saved: str, how: str, world: int, loaded: str, tr
         assert after[0].losses == pytest.approx(before[0].losses, abs=0.2)
 
 
-def sharded() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = Shardable()
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
-    return model, make_optimizer(model)
+class WithNothing(Model):
+    """A parameter without elements, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(3, 0))
 
 
-def train_fsdp2(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = model(tokens(step, dist.get_rank()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def test_a_parameter_without_elements(tmp_path: Path) -> None:
+    before = run_ranks(2, saves_by_torch, tmp_path / "here", "stage 3", "app", WithNothing, local_world_size=2)
+    after = run_ranks(2, loads_by_torch, tmp_path / "here", "stage 3", "app", 0, WithNothing, local_world_size=2)
+    assert after[0].losses == before[0].losses
 
 
 def fsdp2_loads(path: Path) -> list[float]:
@@ -124,14 +104,6 @@ def fsdp2_loads(path: Path) -> list[float]:
     given = {"model": weights, "optimizer": states}
     dcp.load(given, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"], options=FLAT)
-    return train_fsdp2(model, optimizer, range(4, 8))
-
-
-def fsdp2_saves(path: Path) -> list[float]:
-    model, optimizer = sharded()
-    train_fsdp2(model, optimizer, range(4))
-    weights, states = get_state_dict(model, optimizer, options=FLAT)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
     return train_fsdp2(model, optimizer, range(4, 8))
 
 

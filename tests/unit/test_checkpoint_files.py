@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from zeropp.checkpoint import tasks
 from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.checksums import STRETCH, Checksums
 from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks, write_blocks
@@ -18,6 +22,7 @@ from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import write_files
 from zeropp.checkpoint.metadata import DTYPES, FileEntry
 from zeropp.checkpoint.parts import Part, whole
+from zeropp.checkpoint.tasks import in_threads
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -82,6 +87,21 @@ def test_blocks(nbytes: int, tmp_path: Path) -> None:
     assert seen == dict(enumerate(sums)) and count == nbytes
 
 
+def test_ranges_that_overlap(tmp_path: Path) -> None:
+    """The same bytes twice, one range in another, across borders of blocks and from one on."""
+    data = torch.randint(0, 256, (20 * STRETCH,), dtype=torch.uint8)
+    (tmp_path / "file").write_bytes(bytes(data.numpy()))
+    block = 8 * STRETCH
+    ranges = [(0, 20 * STRETCH), (block - 5, block + 5), (block, block + 9), (block, block + 9), (block, 2 * block + 1)]
+    rooms = [torch.zeros(end - begin, dtype=torch.uint8) for begin, end in ranges]
+    wanted = [Wanted(begin, room) for (begin, _), room in zip(ranges, rooms, strict=True)]
+    read_blocks(tmp_path / "file", data.numel(), wanted, (), lambda *_: None)
+    assert all(torch.equal(room, data[begin:end]) for (begin, end), room in zip(ranges, rooms, strict=True))
+    rooms[2].zero_()
+    read_blocks(tmp_path / "file", data.numel(), wanted[2:4], (), lambda *_: None)
+    assert torch.equal(rooms[2], rooms[3])
+
+
 def test_a_file_that_ends_early(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"1234")
     with pytest.raises(OSError, match="the file ends at byte 4, before 10"):
@@ -113,3 +133,30 @@ def test_where_xxhash_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         Checksums.of("xxh3_64")
     with pytest.raises(CheckpointError, match="of the unknown kind 'md5'"):
         Checksums.of("md5")
+
+
+def test_threads_share_work_also_when_the_program_has_ended() -> None:
+    """A checkpoint that is still being written is finished; an executor would take no more work."""
+    program = """
+import runpy, sys, threading
+tasks = runpy.run_path(sys.argv[1])
+def late():
+    threading.main_thread().join()
+    tasks["in_threads"](5, lambda numbers: print(*numbers), 1)
+tasks["Task"](late, "late")
+"""
+    done = subprocess.run([sys.executable, "-c", program, tasks.__file__], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("0 1 2 3 4\n", "")
+
+
+def test_the_first_error_of_a_thread_ends_all() -> None:
+    taken: list[int] = []
+
+    def work(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            taken.append(number)
+            raise OSError(number, "full")
+
+    with pytest.raises(OSError, match="full"):
+        in_threads(100, work, 4)
+    assert len(taken) <= 4

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import enum
 import json
+import warnings
 from collections import Counter, OrderedDict
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor
+from pydantic_core import from_json
+from torch import Tensor, nn
 
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.values import decode, encode
+from zeropp.checkpoint.values import comparable, decode, encode, tensors_in
 
 
 def there_and_back(value: object) -> Any:
     tensors: dict[str, Tensor] = {}
     text = json.dumps(encode(value, "it", tensors), allow_nan=False)
-    return decode(json.loads(text), tensors.__getitem__)
+    # What reads a checkpoint, which refuses some of what json writes.
+    return decode(from_json(text), tensors.__getitem__)
 
 
 PLAIN: list[object] = [
     None, True, 3, -1.5, "words", [1, [2, "three"]], (1, (2.0, None)), {"a": {"b": [1]}},
     {1: "one", (2, 3): "pair", None: 0}, {"~tensor": "not one"}, [], {}, (), 10**30, 1e-300,
-    Counter({3: 2, 5: 1}), {"": {"": ""}}, {True: 1, 2.5: 2},
+    Counter({3: 2, 5: 1}), {"": {"": ""}}, {True: 1, 2.5: 2}, "\udcff/x", {"\udcff": "\ud800"},
 ]  # fmt: skip
 
 
@@ -71,9 +74,64 @@ def test_states_of_torch_s_schedulers() -> None:
         assert there_and_back(state) == state
 
 
+def test_no_two_tensors_have_one_name() -> None:
+    one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    found = there_and_back([{"a.b": one, "a": {"b": two}}, {"s": {0: one, "~0": two}}, {"\udcff": one, "\\udcff": two}])
+    assert [found[0]["a.b"], found[0]["a"]["b"]] == [1, 2] and list(found[1]["s"].values()) == [1, 2]
+    assert list(found[2].values()) == [1, 2]
+    keys = {(numpy.int64(1),): "a", (numpy.int64(2),): "b"}
+    assert there_and_back(keys) == keys
+
+
+def test_conjugates_and_negatives_have_values_of_their_own() -> None:
+    given = torch.tensor([1 + 2j, 3 - 1j], dtype=torch.complex64)
+    tensors: dict[str, Tensor] = {}
+    encode([given.conj(), given.conj().imag, nn.Parameter(given.real)], "it", tensors)
+    assert all(not each.is_conj() and not each.is_neg() for each in tensors.values())
+    assert torch.equal(tensors["it.0"], given.conj()) and torch.equal(tensors["it.1"], -given.imag)
+
+
+def nested(depth: int) -> dict[int, Any]:
+    found: dict[int, Any] = {0: torch.ones(1)}
+    for _ in range(depth):
+        found = {0: found}
+    return found
+
+
+def test_what_is_kept_is_never_too_deep_to_be_read() -> None:
+    assert there_and_back(nested(49))
+    loop: list[Any] = []
+    loop.append(loop)
+    for value in (nested(51), loop):
+        with pytest.raises(CheckpointError, match="nested more than 50 deep, or contains itself"):
+            encode(value, "it", {})
+
+
+def test_equal_values_compare_equal_under_other_names() -> None:
+    tensors: dict[str, Tensor] = {}
+    groups = [{"lr": torch.tensor(lr), "eps": [1, "x"]} for lr in (0.5, 0.5, 0.25)]
+    encoded = [encode(group, f"group.{index}", tensors) for index, group in enumerate(groups)]
+    first, same, other = (comparable(each, tensors.__getitem__) for each in encoded)
+    assert first == same != other
+    assert list(tensors_in(encoded)) == list(tensors)
+
+
 class Colour(enum.IntEnum):
     RED = 1
 
+
+class Shade(str, enum.Enum):  # as Python 3.10 has them
+    DARK = "dark"
+
+
+class Own(Tensor):
+    pass
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # they are deprecated, and users may have some
+    QUANTIZED = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
 
 REFUSED: dict[str, object] = {
     "a class": {"inner": [object()]},
@@ -83,7 +141,36 @@ REFUSED: dict[str, object] = {
     "an enumeration": Colour.RED,
     "a key of a class": {Colour: 1},
     "numpy objects": numpy.array([object()]),
+    "an enumeration of strings": Shade.DARK,
+    "a key that is one": {Shade.DARK: 1},
+    "a string of numpy": numpy.str_("words"),
+    "a key of numpy": {numpy.str_("words"): 1},
+    "the other order of bytes": numpy.arange(3, dtype=">i4"),
+    "complex128": torch.ones(1, dtype=torch.complex128),
+    "complex128 of numpy": numpy.ones(1, dtype=numpy.complex128),
+    "quantized": QUANTIZED,
+    "sparse": torch.ones(2).to_sparse(),
+    "mkldnn": torch.ones(2).to_mkldnn(),
+    "meta": torch.ones(2, device="meta"),
+    "nested": NESTED,
+    "jagged": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "a class of tensors": torch.ones(2).as_subclass(Own),
+    "not materialised": nn.UninitializedParameter(),
 }
+
+
+def test_tensors_without_memory_are_refused_by_name() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    for value in (fake, freed):
+        with pytest.raises(CheckpointError, match=r"it\.t is a tensor .*which a checkpoint cannot keep"):
+            encode({"t": value}, "it", {})
+    with pytest.raises(CheckpointError, match="it is a tensor without values"):
+        torch.func.vmap(lambda row: encode(row, "it", {}))(torch.ones(2))
 
 
 @pytest.mark.parametrize("kind", REFUSED)

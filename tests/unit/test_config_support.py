@@ -187,7 +187,7 @@ def test_both_values_of_a_key_with_nothing_to_do_pass(name: str) -> None:
 def test_all_refusals_come_together() -> None:
     config = load_config(
         {
-            "zero_optimization": {"load_from_fp32_weights": False, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": {"save_muon_momentum_buffer_in_memory": True, "offload_optimizer": {"device": "cpu"}},
             "fp16": {"enabled": True},
             "optimizer": {"type": "AdamW"},
         }
@@ -195,7 +195,7 @@ def test_all_refusals_come_together() -> None:
     with pytest.raises(UnsupportedConfigError) as caught:
         require_supported(config)
     assert set(caught.value.problems) == {
-        "zero_optimization.load_from_fp32_weights: false is not in this version; leave it at true",
+        "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false",
         'zero_optimization.offload_optimizer.device: "cpu" is not in this version; leave it at "none"',
         "fp16.enabled: true is not in this version; enable bf16 or train in fp32",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '

@@ -7,9 +7,10 @@ Start with :mod:`~zeropp.checkpoint.parts`, which makes boxes of what a rank has
 from zeropp.checkpoint.background import wait
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.export import consolidate, export
-from zeropp.checkpoint.load import Loaded, load, load_safetensors
+from zeropp.checkpoint.load import Loaded, load, load_foreign, load_safetensors
 from zeropp.checkpoint.save import save
 from zeropp.checkpoint.series import Series
+from zeropp.checkpoint.sixteen_bit import save_16bit_model
 from zeropp.checkpoint.stateful import state
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "consolidate",
     "export",
     "load",
+    "load_foreign",
     "load_safetensors",
     "save",
+    "save_16bit_model",
     "state",
     "wait",
 ]

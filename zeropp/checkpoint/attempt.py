@@ -1,13 +1,13 @@
 """One attempt to write a checkpoint: beside its place, by all ranks; put in place when every file is on the disk.
 
-Nothing that is complete is touched before. A job that ends in the middle, or a disk that fills, leaves a folder with a
-name of its own, which the next save to the same place removes.
+Nothing that is complete is touched before. A job that ends in the middle, or a disk that fills, leaves a folder or
+files with names of their own, which the next save to the same place removes; see :mod:`~zeropp.checkpoint.place`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import errno
+import contextlib
+import glob
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -31,6 +31,17 @@ from zeropp.checkpoint.metadata import (
     dtype_code,
     sync_folder,
 )
+from zeropp.checkpoint.place import (
+    clear,
+    exchange_names,
+    exchanges_names,
+    has_files_of,
+    others_in,
+    remove_others,
+    stays,
+    stem_of,
+)
+from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import tried
 from zeropp_kernels import __version__
 
@@ -40,14 +51,16 @@ _T = TypeVar("_T")
 BESIDE = ".saving-"
 """In the names of folders that are being written."""
 
-_EXCHANGE = 2  # of renameat2: both names are there, before and after
-
 
 class Meeting(Protocol):
     """Where ranks tell each other how it went."""
 
     rank: int
     world: int
+
+    def do(self, work: Callable[[], _T], doing: str) -> _T:
+        """What this rank's work comes to; others may still be at theirs when it returns."""
+        ...
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value."""
@@ -59,11 +72,12 @@ class Attempt:
     """What a checkpoint is made of, on this rank.
 
     Attributes:
-        path: where it is to be.
+        path: where it is to be; what symbolic links on the way lead to.
         token: of this attempt alone, the same on every rank.
         contents: of this rank; only read.
         checks: algorithm of checksums.
         limit: largest size of a file.
+        progress: of this rank.
         completed: called on the first rank when the checkpoint is in place.
     """
 
@@ -72,7 +86,12 @@ class Attempt:
     contents: Contents
     checks: Checksums
     limit: int
+    progress: Progress
     completed: Callable[[], None] | None = None
+
+    def __post_init__(self) -> None:
+        # A link would be replaced itself, by a folder on its own disk. Of each rank: nodes may have other links.
+        self.path = Path(os.path.realpath(self.path))
 
     @property
     def beside(self) -> Path:
@@ -87,26 +106,35 @@ class Attempt:
         """
         first = meeting.rank == 0
         try:
-            self._together(meeting, "making a folder for a checkpoint", self._make if first else _nothing)
-            stem = f"rank-{meeting.rank:05d}"
+            beside, *_ = self._together(meeting, "making a folder for a checkpoint", self._make if first else _nothing)
+            folder = self.beside if beside else self.path
+            stem = stem_of(meeting.rank, "" if beside else self.token)
             parts, own = self.contents.parts, self.contents.own
             written = self._together(
                 meeting, "writing a checkpoint",
-                lambda: (write_files(self.beside, stem, parts, self.checks, self.limit), own),
+                lambda: (write_files(folder, stem, parts, self.checks, self.limit, self.progress), own),
             )  # fmt: skip
-            self._together(meeting, "completing a checkpoint", (lambda: self._finish(written)) if first else _nothing)
+            finish = self._finish_beside if beside else self._finish_here
+            self._together(
+                meeting, "completing a checkpoint",
+                (lambda: finish(self._metadata(written))) if first else _nothing,
+            )  # fmt: skip
         except BaseException:
             if first:
-                shutil.rmtree(self.beside, ignore_errors=True)
+                self._discard()
             raise
+        finally:
+            self.progress.close()
 
     def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
         """Every rank's result, or an error on every rank if one has failed."""
-        result, error, told = tried(work)
+        result, error, told = meeting.do(lambda: tried(work), doing)
         cause: BaseException | None = error
         if isinstance(error, _InPlaceError):
             cause, told = error.__cause__, str(error)
         answers = meeting.exchange((result, told, isinstance(error, _InPlaceError)), doing)
+        if error is not None and not isinstance(error, Exception):
+            raise error
         failed = {rank: told for rank, (_, told, _) in enumerate(answers) if told is not None}
         if failed:
             left = "Nothing was saved, and what was there before is as it was"
@@ -118,33 +146,66 @@ class Attempt:
             ) from cause
         return [result for result, _, _ in answers]  # type: ignore[misc]
 
-    def _make(self) -> None:
+    def _make(self) -> bool:
+        """Make the folder to write to; whether it is one beside."""
         check_target(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.path.parent.glob(f".{self.path.name}{BESIDE}*"):
+        for left in self.path.parent.glob(f".{glob.escape(self.path.name)}{BESIDE}*"):
             # Of a job that ended while it wrote; two jobs that save to one place would not end well anyway.
             shutil.rmtree(left, ignore_errors=True)
-        self.beside.mkdir()
+        if not stays(self.path):
+            self.beside.mkdir()
+            if exchanges_names(self.beside):
+                return True
+            self.beside.rmdir()
+        clear(self.path)
+        return False
 
-    def _finish(self, ranks: Iterable[tuple[Written, dict[str, Any]]]) -> None:
+    def _discard(self) -> None:
+        shutil.rmtree(self.beside, ignore_errors=True)
+        if not has_files_of(self.path, self.token):
+            with contextlib.suppress(OSError):
+                remove_others(self.path, of=self.token)
+
+    def _metadata(self, ranks: Iterable[tuple[Written, dict[str, Any]]]) -> Metadata:
         written, own = zip(*ranks, strict=True)
         contents = self.contents
         files, tensors = _merged(written, contents)
-        Metadata(
+        return Metadata(
             format=FORMAT, zeropp=__version__, torch=torch.__version__, world=len(own),
             algorithm=self.checks.name, stretch=STRETCH, files=tuple(files), tensors=tensors, aliases=contents.aliases,
             coded=contents.coded, values=contents.values, ranks=tuple(own),
-        ).write(self.beside)  # fmt: skip
-        sync_folder(self.beside)
+        )  # fmt: skip
+
+    def _finish_beside(self, metadata: Metadata) -> None:
+        metadata.write(self.beside)
+        # Again: something may have come in while files were written.
+        check_target(self.path)
         left = put_in_place(self.beside, self.path)
         try:
             sync_folder(self.path.parent)
             if left is not None:
                 shutil.rmtree(left)
-            if self.completed is not None:
-                self.completed()
+            self._complete()
         except Exception as error:
             raise _InPlaceError(f"{type(error).__name__}: {error}") from error
+
+    def _finish_here(self, metadata: Metadata) -> None:
+        try:
+            # The names of the files first, and that of the folder.
+            sync_folder(self.path)
+            sync_folder(self.path.parent)
+            metadata.write(self.path)
+            remove_others(self.path, keep={file.name for file in metadata.files})
+            self._complete()
+        except Exception as error:
+            if has_files_of(self.path, self.token):
+                raise _InPlaceError(f"{type(error).__name__}: {error}") from error
+            raise
+
+    def _complete(self) -> None:
+        if self.completed is not None:
+            self.completed()
 
 
 class _InPlaceError(Exception):
@@ -156,15 +217,25 @@ def _nothing() -> None:
 
 
 def check_target(path: Path) -> None:
-    """Refuse to write over what is no checkpoint.
+    """Refuse to write over what is no checkpoint, or has more in it.
 
     Raises:
         CheckpointError: something else is there.
     """
-    if path.exists() and not (path.is_dir() and ((path / METADATA).exists() or not any(path.iterdir()))):
+    if not path.exists():
+        return
+    others = others_in(path) if path.is_dir() else [path.name]
+    if not others:
+        return
+    if METADATA in others or not (path / METADATA).exists():
         raise CheckpointError(
-            f"{str(path)!r} is there, and is no checkpoint of zeropp; it is left as it is. Choose another path"
+            f"{str(path)!r} is there, and is no checkpoint of zeropp; it is left as it is: it has {others[:5]}. Choose "
+            "another path"
         )
+    raise CheckpointError(
+        f"the checkpoint {str(path)!r} has more in it, which would go with it: {others[:5]}; it is left as it is. Move "
+        "that elsewhere, or choose another path"
+    )
 
 
 def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEntry], dict[str, TensorEntry]]:
@@ -192,7 +263,7 @@ def put_in_place(beside: Path, path: Path) -> Path | None:
     if not path.exists():
         os.rename(beside, path)
         return None
-    if _exchange_names(beside, path):
+    if exchange_names(beside, path):
         return beside
     # For a moment none has the name; the older one is complete, beside.
     old = path.with_name(f".{path.name}{BESIDE}replaced")
@@ -204,16 +275,3 @@ def put_in_place(beside: Path, path: Path) -> Path | None:
         os.rename(old, path)
         raise
     return old
-
-
-def _exchange_names(one: Path, other: Path) -> bool:
-    """Let two folders have each other's name, at once; whether this system can."""
-    try:
-        call = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    at_current = -100
-    done = call(at_current, os.fsencode(one), at_current, os.fsencode(other), ctypes.c_uint(_EXCHANGE))
-    if done != 0 and ctypes.get_errno() not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(other))
-    return bool(done == 0)

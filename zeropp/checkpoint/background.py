@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,6 +17,8 @@ from torch import Tensor
 from zeropp.checkpoint.attempt import Attempt
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.parts import Part
+from zeropp.checkpoint.tasks import Task
+from zeropp.comm.groups import HOST, gather_rows
 from zeropp.comm.hops import Comm
 from zeropp.comm.members import gather_objects
 from zeropp.engine.engine import Engine
@@ -24,25 +28,63 @@ __all__ = ["Background", "background_of", "backgrounds", "wait"]
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
 _ALIGNED = 64  # bytes; so that every dtype may lie at the beginning of a part
-_PATIENCE = 1800.0  # seconds that a rank's disk may be slower than another's, at least
+# Seconds at most for others' disks once training has failed: no longer than torchrun lets a rank take to end.
+_AFTER_LOSS = 30.0
+_ROUND = 1.0  # seconds at most from one round of ranks that write to the next
 
 
 class _Apart:
     """Where the writing threads of all ranks meet: a group of their own, since collectives of one have one order."""
 
     def __init__(self, comm: Comm) -> None:
+        # While a thread writes it holds this: an engine that is dropped meanwhile takes its groups along only then.
+        self._comm = comm
         self.rank, self.world = comm.rank, comm.world
         self._group = comm.host_group("checkpoint") if comm.world > 1 and comm.backend != "fake" else None
-        self._seconds = max(comm.timeout.total_seconds(), _PATIENCE)
+        self._timeout = comm.timeout
+
+    def do(self, work: Callable[[], _T], doing: str) -> _T:
+        """What work comes to, when every rank's is done, in rounds in which ranks tell that they are still there.
+
+        A disk may be as slow as it likes, and a rank that is lost is noticed within ``hang_timeout``: the process ends
+        when this does. Where training has lost a rank that still writes, its disk is not waited for without limit.
+        """
+        if self._group is None:
+            return work()
+        task, pause = Task(work, "zeropp checkpoint work"), _ROUND / 64
+        while not self._all(task.done, doing):
+            task.wait(pause)
+            self._give_up_late(doing)
+            pause = min(2 * pause, _ROUND, self._timeout.total_seconds() / 4)
+        return task.result()
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value."""
         if self._group is None:
             return [value] * self.world
-        try:
-            return gather_objects(value, self._group, self._seconds)
-        except RuntimeError as error:
-            raise CheckpointError(f"some rank has failed, ended or not come to {doing}: {error}") from error
+        with _lost(doing):
+            return gather_objects(value, self._group, self._timeout.total_seconds())
+
+    def _give_up_late(self, doing: str) -> None:
+        since, limit = self._comm.lost_at, min(_AFTER_LOSS, self._timeout.total_seconds())
+        if since is not None and time.monotonic() - since > limit:
+            raise CheckpointError(
+                f"the ranks lost each other {limit:g} s ago, and {doing} is not done on all of them; one before it is "
+                "as it was"
+            )
+
+    def _all(self, done: bool, doing: str) -> bool:
+        assert self._group is not None
+        with _lost(doing):
+            return bool(gather_rows(torch.tensor([int(done)], device=HOST), self._group, self._timeout).all())
+
+
+@contextmanager
+def _lost(doing: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(f"some rank has failed, ended or not come to {doing}: {error}") from error
 
 
 class Background:
@@ -51,14 +93,13 @@ class Background:
     def __init__(self, comm: Comm) -> None:
         self._meeting = _Apart(comm)
         self._memory: Tensor | None = None
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._task: Task[None] | None = None
         self._path = ""
 
     @property
     def busy(self) -> bool:
         """Whether one is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._task is not None and not self._task.done
 
     def wait(self) -> None:
         """Until it is written.
@@ -66,11 +107,14 @@ class Background:
         Raises:
             CheckpointError: it could not be; once, and on every rank.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
+        if self._task is None:
+            return
+        self._task.wait()
+        task, self._task = self._task, None
+        _unfinished.pop(self, None)
+        try:
+            task.result()
+        except BaseException as error:
             raise CheckpointError(f"the checkpoint {self._path!r} was not written: {error}") from error
 
     def finish(self) -> None:
@@ -89,36 +133,40 @@ class Background:
         def write() -> None:
             try:
                 attempt.run(self._meeting)
+                _unfinished.pop(self, None)
             except BaseException as error:
-                self._error = error
+                if not threading.main_thread().is_alive():  # it is not going to ask
+                    _log.error("the checkpoint %r was not written: %s", str(attempt.path), error)
+                raise
 
-        # No daemon: a program that ends waits for its last checkpoint.
-        self._thread = threading.Thread(target=write, name="zeropp checkpoint")
-        self._thread.start()
+        _unfinished[self] = None
+        self._task = Task(write, "zeropp checkpoint")
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
         sizes = [-(-part.values.nbytes // _ALIGNED) * _ALIGNED for part in parts]
-        memory, on_card = self._room(sum(sizes), parts), False
+        memory = self._room(sum(sizes), parts)
         found, begin = [], 0
         for part, size in zip(parts, sizes, strict=True):
             room = memory[begin : begin + part.values.nbytes].view(part.values.dtype).view(part.box.sizes)
             room.copy_(part.values, non_blocking=True)
-            on_card |= part.values.is_cuda
             found.append(replace(part, values=room))
             begin += size
-        if on_card:
-            torch.cuda.current_stream().synchronize()
+        # Each on the stream of its device, which need not be the one that is current.
+        for device in dict.fromkeys(part.values.device for part in parts if part.values.is_cuda):
+            torch.cuda.current_stream(device).synchronize()
         return found
 
     def _room(self, nbytes: int, parts: Sequence[Part]) -> Tensor:
         """Memory that is kept for the next time: fresh pages cost many times what the copy does."""
         if self._memory is None or self._memory.numel() < nbytes:
-            self._memory = None
-            self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=any(p.values.is_cuda for p in parts))
+            self._memory, pinned = None, any(part.values.is_cuda for part in parts)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=HOST, pin_memory=pinned)
         return self._memory
 
 
 backgrounds: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDictionary()
+# In order. What is written for an engine that is dropped goes on, and an error of it waits here for whoever asks.
+_unfinished: dict[Background, None] = {}
 
 
 def background_of(engine: Engine) -> Background:
@@ -136,5 +184,13 @@ def wait() -> None:
     Raises:
         CheckpointError: one could not be; on every rank of its model.
     """
-    for each in list(backgrounds.values()):
-        each.wait()
+    errors: list[CheckpointError] = []
+    # Those that are done, too: their threads may not have ended yet.
+    for each in dict.fromkeys([*backgrounds.values(), *_unfinished]):
+        try:
+            each.wait()
+        except CheckpointError as error:
+            # After the others have been waited for.
+            errors.append(error)
+    if errors:
+        raise errors[0]

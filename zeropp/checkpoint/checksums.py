@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,16 @@ class Checksums:
         """The faster one that is there."""
         found = _xxhash()
         return found if found is not None else _CRC32
+
+    @staticmethod
+    def common(names: Iterable[str]) -> Checksums:
+        """The faster one that all ranks have.
+
+        Args:
+            names: of :meth:`best` of each, this one's among them.
+        """
+        best = Checksums.best()
+        return best if all(name == best.name for name in names) else _CRC32
 
     @staticmethod
     def crc32() -> Checksums:

@@ -91,9 +91,9 @@ def decoded(codes: Tensor, scales: Tensor, entry: CodedEntry) -> Tensor:
     """
     numel = codes.numel()
     layout = message_layout(numel, 8)
-    message = torch.zeros(layout.nbytes, dtype=torch.uint8)
+    message = torch.zeros(layout.nbytes, dtype=torch.uint8, device="cpu")
     message[: layout.codes_nbytes] = codes.reshape(-1)
     message[layout.scales_offset : layout.scales_offset + 2 * layout.groups] = scales.view(torch.uint8)
-    out = torch.empty(numel, dtype=torch.float32)
+    out = torch.empty(numel, dtype=torch.float32, device="cpu")
     dequantize_(message, out)
     return out.to(DTYPES[entry.dtype]).as_strided(entry.shape, entry.strides)

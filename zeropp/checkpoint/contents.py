@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.coded import coded_entries, coded_parts
 from zeropp.checkpoint.disk import as_bytes, view_of
+from zeropp.checkpoint.dtypes import dtype_code
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import CodedEntry
 from zeropp.checkpoint.names import model_names
@@ -72,6 +73,9 @@ def contents(
     found.parts += [whole(name, tensor) for name, tensor in tensors.items()]
     found.states = {name: _state_of(name, value) for name, value in extra.items()}
     found.digest = _digest(found.states, checks)
+    for part in found.parts:
+        # Before anything is copied or written.
+        dtype_code(part.values.dtype, part.name)
     return found
 
 
@@ -123,7 +127,8 @@ def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) ->
                 else:
                     _add_number(found, numbers, name, key, value)
     found.values["groups"] = list(_groups(found, engine, optimizer))
-    found.values["skipped_steps"] = optimizer.skipped_steps
+    found.values["optimizer"] = type(optimizer.inner).__qualname__
+    found.values["skipped_steps"] = optimizer.outcome.count()
     carried = optimizer.carried.state_dict()
     tensors: dict[str, Tensor] = {}
     found.own["carried"] = encode(carried, of_rank(engine.comm.rank, "carried"), tensors)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import bisect
 import ctypes
 import errno
+import itertools
 import os
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zeropp.checkpoint.checksums import STRETCH
+from zeropp.checkpoint.tasks import in_threads
 
 __all__ = ["Wanted", "as_bytes", "read_blocks", "write_blocks"]
 
@@ -49,42 +49,9 @@ def view_of(buffer: Tensor) -> memoryview:
 
 
 def _aligned(nbytes: int) -> Tensor:
-    room = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8)
+    room = torch.empty(nbytes + _ALIGNED, dtype=torch.uint8, device="cpu")
     begin = -room.data_ptr() % _ALIGNED
     return room[begin : begin + nbytes]
-
-
-def in_threads(count: int, work: Callable[[Iterator[int]], None]) -> None:
-    """Let threads share the numbers below ``count``; the first error of one ends all.
-
-    Args:
-        count: pieces of work.
-        work: takes numbers from an iterator until there are none.
-    """
-    numbers, lock, stop = iter(range(count)), threading.Lock(), threading.Event()
-
-    def some() -> Iterator[int]:
-        while not stop.is_set():
-            with lock:
-                number = next(numbers, None)
-            if number is None:
-                return
-            yield number
-
-    def guarded() -> None:
-        try:
-            work(some())
-        except BaseException:
-            stop.set()
-            raise
-
-    threads = min(_THREADS, count)
-    if threads <= 1:
-        return guarded()
-    with ThreadPoolExecutor(threads, "zeropp disk") as pool:
-        futures = [pool.submit(guarded) for _ in range(threads)]
-    for future in futures:
-        future.result()
 
 
 @contextmanager
@@ -104,7 +71,11 @@ def _opened(path: Path, flags: int) -> Iterator[tuple[int, bool]]:
 
 
 def write_blocks(
-    path: Path, nbytes: int, fill: Callable[[int, Tensor], None], check: Callable[[memoryview], int]
+    path: Path,
+    nbytes: int,
+    fill: Callable[[int, Tensor], None],
+    check: Callable[[memoryview], int],
+    done: Callable[[int], None] = lambda nbytes: None,
 ) -> list[int]:
     """Write a new file, and sync it.
 
@@ -114,6 +85,7 @@ def write_blocks(
         fill: ``fill(begin, room)`` puts bytes [begin, begin + room.numel()) of the file into ``room``; called by
             several threads.
         check: checksum of a stretch.
+        done: told how many bytes more are written, by several threads.
 
     Returns:
         The checksum of each stretch.
@@ -136,8 +108,9 @@ def write_blocks(
                 # Of a last block that is not aligned, the rest goes beyond the end, and is cut off below.
                 padded = -(-count // _ALIGNED) * _ALIGNED if direct else count
                 _write_all(descriptor, memory[:padded], begin)
+                done(count)
 
-        in_threads(-(-nbytes // BLOCK_NBYTES), work)
+        in_threads(-(-nbytes // BLOCK_NBYTES), work, _THREADS)
         os.ftruncate(descriptor, nbytes)
         os.fsync(descriptor)
     return sums
@@ -176,6 +149,7 @@ def read_blocks(
     wanted: Sequence[Wanted],
     verified: Collection[int],
     verify: Callable[[int, memoryview], None],
+    done: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
     """Read parts of a file.
 
@@ -185,6 +159,7 @@ def read_blocks(
         wanted: what to read.
         verified: numbers of stretches that are read whole, whether wanted or not, and given to ``verify``.
         verify: raises if a stretch, of that number and with those bytes, is not as it was written.
+        done: told how many bytes more are read, by several threads.
 
     Returns:
         Bytes that were read.
@@ -194,7 +169,8 @@ def read_blocks(
     """
     wanted = sorted((each for each in wanted if each.into.numel()), key=lambda each: each.begin)
     begins = [each.begin for each in wanted]
-    # Ends ascend, too: nobody asks for the same bytes twice.
+    # Ends need not ascend: tied weights that are apart here are the same bytes there.
+    reach = list(itertools.accumulate((each.end for each in wanted), max))
     spans = _spans(wanted, verified, nbytes)
     counts: list[int] = []
     with _opened(path, os.O_RDONLY) as (descriptor, _):
@@ -210,15 +186,16 @@ def read_blocks(
                     if stretch in verified:
                         low, high = stretch * STRETCH, min((stretch + 1) * STRETCH, nbytes)
                         verify(stretch, memory[low - begin : high - begin])
-                place = max(bisect.bisect_right(begins, begin) - 1, 0)
+                place = bisect.bisect_right(reach, begin)
                 while place < len(wanted) and begins[place] < end:
                     each = wanted[place]
                     low, high = max(each.begin, begin), min(each.end, end)
                     if low < high:
                         each.into[low - each.begin : high - each.begin].copy_(buffer[low - begin : high - begin])
                     place += 1
+                done(end - begin)
 
-        in_threads(len(spans), work)
+        in_threads(len(spans), work, _THREADS)
     return sum(counts)
 
 

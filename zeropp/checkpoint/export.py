@@ -13,19 +13,23 @@ from torch import Tensor, nn
 
 from zeropp.access.state import engine_of, gather_main
 from zeropp.checkpoint.attempt import BESIDE, put_in_place
+from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
-from zeropp.checkpoint.metadata import DTYPES, METADATA, Metadata
+from zeropp.checkpoint.metadata import DTYPES, Metadata
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL
+from zeropp.checkpoint.place import stays
+from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import together
-from zeropp.checkpoint.whole_files import WholeFiles
+from zeropp.checkpoint.whole_files import WholeFiles, is_ours
 from zeropp.engine.engine import Engine
 
 __all__ = ["consolidate", "export"]
 
 Layout = Literal["hf", "single"]
+_CONFIGS = ("config.json", "generation_config.json")
 
 
 def export(
@@ -35,12 +39,14 @@ def export(
     dtype: torch.dtype | None = None,
     layout: Layout = "hf",
     file_nbytes: int = FILE_NBYTES,
+    progress: bool = True,
 ) -> None:
     """Write whole weights and buffers as safetensors files. Collective: every rank calls it, between passes.
 
     The ranks share the files out; each has one unit in memory at a time. Names are those of the plain model's
-    ``state_dict()``, tied ones under the first. The configuration of a transformers model is written beside, so that
-    ``from_pretrained`` reads the directory.
+    ``state_dict()``, tied ones under the first; those of a transformers model are what transformers itself would save,
+    also where it splits or joins weights for that. Its configuration is written beside, so that ``from_pretrained``
+    reads the directory.
 
     Args:
         path: a directory, made or replaced if it is an earlier export.
@@ -48,14 +54,15 @@ def export(
         dtype: of floating weights; None for the dtype that the model computes in.
         layout: "hf" for several files with an index where one would be larger than ``file_nbytes``; "single" for one.
         file_nbytes: largest size of a file in bytes.
+        progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
 
     Raises:
         CheckpointError: it cannot be written; on every rank, and what was there stays.
     """
     engine = engine_of(model)
-    target = Path(path).absolute()
+    given, target = Path(path).absolute(), Path(os.path.realpath(path))  # a link would be replaced itself
     engine.require_idle("checkpoint.export()", averaged=True)
-    engine.agreement.require_same_call(f"checkpoint.export({str(target)!r}, dtype={dtype}, layout={layout!r})")
+    engine.agreement.require_same_call(f"checkpoint.export({str(given)!r}, dtype={dtype}, layout={layout!r})")
     doing, left = f"exporting to {str(target)!r}", "nothing was written, and what was there before is as it was"
     named, _ = model_names(model)
     own = {n: b.compute_dtype for b in engine.buffers for n in b.names}
@@ -65,33 +72,45 @@ def export(
     token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]
     beside = target.with_name(f".{target.name}{BESIDE}{token}")
     first = engine.comm.rank == 0
+    shown = Progress(f"exporting to {target.name}", progress and first)
 
-    def prepare() -> WholeFiles:
+    def prepare() -> tuple[WholeFiles, Outgoing]:
+        outgoing = Outgoing(model, kinds)
         if first:
-            _check_target(target)
             beside.mkdir(parents=True)
-        return WholeFiles(beside, kinds, _limit(layout, file_nbytes))
+            _save_configs(model, beside)
+            _check_target(target, beside)
+        return WholeFiles(beside, outgoing.kinds, _limit(layout, file_nbytes), shown), outgoing
 
     try:
-        files = together(engine, doing, prepare, left)
-        together(engine, doing, lambda: _write(engine, named, files), left)
-        together(engine, doing, (lambda: _finish(files, model, beside, target)) if first else lambda: None, left)
+        files, outgoing = together(engine, doing, prepare, left)
+        together(engine, doing, lambda: _write(engine, named, files, outgoing), left)
+        together(engine, doing, (lambda: _finish(files, beside, target)) if first else lambda: None, left)
     except BaseException:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
         raise
+    finally:
+        shown.close()
 
 
-def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles) -> None:
+def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing: Outgoing) -> None:
     rank, world = engine.comm.rank, engine.comm.world
-    error: OSError | None = None
+    own = range(rank, len(files.names), world)
+    files.expect(own)
+    error: Exception | None = None
+
+    def is_own(made: str) -> bool:
+        return files.file_of(made) in own
 
     def write(name: str, values: Tensor) -> None:
         nonlocal error
-        if error is None and files.file_of(name) % world == rank:
+        if error is None and outgoing.wanted(name, is_own):
             try:
-                files.write(name, values)
-            except OSError as caught:
+                for made, converted in outgoing.give(name, values):
+                    if is_own(made):
+                        files.write(made, converted)
+            except Exception as caught:
                 # Raised at the end: gathering is collective, and the others go on with it.
                 error = caught
 
@@ -106,17 +125,24 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles) -> None:
     if error is not None:
         files.abandon()
         raise error
-    files.close([number for number in range(len(files.names)) if number % world == rank])
+    files.close(own)
 
 
-def _finish(files: WholeFiles, model: nn.Module, beside: Path, target: Path) -> None:
+def _save_configs(model: nn.Module, beside: Path) -> None:
     each: Any
     for each in (getattr(model, "config", None), getattr(model, "generation_config", None)):
         # Of transformers: what else has a configuration may save it in another way, or somewhere else.
         if type(each).__module__.startswith("transformers.") and hasattr(each, "save_pretrained"):
             each.save_pretrained(beside)
+
+
+def _finish(files: WholeFiles, beside: Path, target: Path) -> None:
     files.write_index()
-    _replace(beside, target)
+    # Again: something may have come in while files were written.
+    _check_target(target, beside)
+    left = put_in_place(beside, target)
+    if left is not None:
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def consolidate(
@@ -127,6 +153,7 @@ def consolidate(
     layout: Layout = "single",
     file_nbytes: int = FILE_NBYTES,
     verify: Verify = "all",
+    progress: bool = True,
 ) -> None:
     """Make whole safetensors files of a checkpoint's weights: on any machine, without ranks, one tensor in memory.
 
@@ -137,34 +164,38 @@ def consolidate(
         layout: as in :func:`export`.
         file_nbytes: largest size of a file in bytes.
         verify: as in :func:`zeropp.checkpoint.load`.
+        progress: show a bar once it has taken two seconds, if tqdm is installed.
 
     Raises:
         CheckpointError: it is no complete checkpoint, is damaged, or the files cannot be written.
     """
-    folder, target = Path(checkpoint).absolute(), Path(out).absolute()
+    folder, target = Path(checkpoint).absolute(), Path(os.path.realpath(out))
     metadata = Metadata.read(folder)
     source = Source(folder, metadata, verify)
     shapes = {
         n.removeprefix(MODEL): (DTYPES[t.dtype], t.shape) for n, t in metadata.tensors.items() if n.startswith(MODEL)
     }
     shapes |= {name: (DTYPES[entry.dtype], entry.shape) for name, entry in metadata.coded.items()}
-    _check_target(target)
     beside = target.with_name(f".{target.name}{BESIDE}{secrets.token_hex(4)}")
+    shown = Progress(f"writing {target.name}", progress)
     try:
         beside.mkdir(parents=True)
+        _check_target(target, beside)
         kinds = {name: (_cast(own, dtype), shape) for name, (own, shape) in shapes.items()}
-        files = WholeFiles(beside, kinds, _limit(layout, file_nbytes))
+        files = WholeFiles(beside, kinds, _limit(layout, file_nbytes), shown)
+        files.expect(range(len(files.names)))
         for name in kinds:
             files.write(name, source.weight(name))
-        files.close(list(range(len(files.names))))
-        files.write_index()
+        files.close(range(len(files.names)))
         source.verify_rest(0, 1)
-        _replace(beside, target)
+        _finish(files, beside, target)
     except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
         if isinstance(error, OSError):
             raise CheckpointError(f"{str(target)!r} cannot be written: {error}. What was there is as it was") from error
         raise
+    finally:
+        shown.close()
 
 
 def _as(tensor: Tensor, own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
@@ -173,6 +204,8 @@ def _as(tensor: Tensor, own: torch.dtype, dtype: torch.dtype | None) -> torch.dt
 
 
 def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype is {dtype!r}; expected a floating torch.dtype, such as torch.bfloat16, or None")
     return dtype if dtype is not None and own.is_floating_point else own
 
 
@@ -182,16 +215,26 @@ def _limit(layout: str, file_nbytes: int) -> int | None:
     return file_nbytes if layout == "hf" else None
 
 
-def _check_target(target: Path) -> None:
-    """Refuse to write over what is no export."""
+def _check_target(target: Path, beside: Path) -> None:
+    """Refuse to write over what is no export, or cannot be replaced.
+
+    Args:
+        target: of the export.
+        beside: what is about to be put there; transformers may save more than configurations with them.
+    """
     if not target.exists():
         return
-    names = [each.name for each in target.iterdir()] if target.is_dir() else [target.name]
-    if not target.is_dir() or METADATA in names or (names and not any(name.endswith(".safetensors") for name in names)):
-        raise CheckpointError(f"{str(target)!r} is there, and is no export; it is left as it is. Choose another path")
-
-
-def _replace(beside: Path, target: Path) -> None:
-    left = put_in_place(beside, target)
-    if left is not None:
-        shutil.rmtree(left, ignore_errors=True)
+    if stays(target):
+        raise CheckpointError(
+            f"{str(target)!r} is a mount point or the working directory, which cannot be replaced by what is written "
+            "beside it; choose a folder in it"
+        )
+    names = sorted(each.name for each in target.iterdir()) if target.is_dir() else [target.name]
+    files = [name for name in names if is_ours(target / name)] if target.is_dir() else []
+    known = {*files, *_CONFIGS, *(each.name for each in beside.iterdir())}
+    others = [name for name in names if name not in known] if files else names
+    if others:
+        raise CheckpointError(
+            f"{str(target)!r} is there, and is no export of zeropp or has more in it: {others[:5]}; it is left as it "
+            "is. Choose another path"
+        )

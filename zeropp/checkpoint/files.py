@@ -21,6 +21,7 @@ from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.disk import as_bytes, write_blocks
 from zeropp.checkpoint.metadata import BoxEntry, FileEntry, dtype_code
 from zeropp.checkpoint.parts import Part
+from zeropp.checkpoint.progress import Progress
 
 __all__ = ["FILE_NBYTES", "Written", "write_files"]
 
@@ -39,7 +40,14 @@ class Written:
     tensors: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]]
 
 
-def write_files(folder: Path, stem: str, parts: Sequence[Part], checks: Checksums, limit: int = FILE_NBYTES) -> Written:
+def write_files(
+    folder: Path,
+    stem: str,
+    parts: Sequence[Part],
+    checks: Checksums,
+    limit: int = FILE_NBYTES,
+    progress: Progress | None = None,
+) -> Written:
     """Write parts of tensors to ``<stem>-00000.safetensors`` and on, and sync them.
 
     Args:
@@ -48,19 +56,25 @@ def write_files(folder: Path, stem: str, parts: Sequence[Part], checks: Checksum
         parts: to write; no two of one tensor with common elements.
         checks: algorithm of checksums.
         limit: largest size of a file in bytes, headers aside.
+        progress: told of what is written.
 
     Raises:
         CheckpointError: a dtype that such files cannot hold.
         OSError: a file cannot be written; what is there of it stays.
     """
-    found = Written([], {})
-    for number, group in enumerate(_grouped(parts, limit)):
+    found, progress = Written([], {}), progress or Progress()
+    for part in parts:
+        # In no file, and read again all the same.
+        if not part.values.numel():
+            found.tensors[part.name] = dtype_code(part.values.dtype, part.name), part.shape, []
+    groups = [(group, *_header(group)) for group in _grouped(parts, limit)]
+    progress.expect(sum(len(head) + sum(part.values.nbytes for part in group) for group, head, _ in groups))
+    for number, (group, head, begins) in enumerate(groups):
         name = f"{stem}-{number:05d}.safetensors"
-        head, begins = _header(group)
         data = [torch.frombuffer(bytearray(head), dtype=torch.uint8), *(part.values for part in group)]
         nbytes = len(head) + sum(part.values.nbytes for part in group)
         content = _Content(data, [0, *begins])
-        sums = write_blocks(folder / name, nbytes, content.fill, checks.of_bytes)
+        sums = write_blocks(folder / name, nbytes, content.fill, checks.of_bytes, progress.add)
         found.files.append(FileEntry(name=name, nbytes=nbytes, sums=FileEntry.pack(sums, checks.width)))
         for part, begin in zip(group, begins, strict=True):
             entry = BoxEntry(file=number, begin=begin, offsets=part.box.offsets, sizes=part.box.sizes)

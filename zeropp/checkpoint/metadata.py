@@ -6,61 +6,53 @@ The file that makes a directory a checkpoint, written last. Its own checksum com
 from __future__ import annotations
 
 import base64
+import contextlib
+import errno
 import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import from_json
 
-from zeropp.checkpoint.boxes import Box
+from zeropp.checkpoint.boxes import Box, BoxIndex
 from zeropp.checkpoint.checksums import Checksums
+from zeropp.checkpoint.dtypes import DTYPES, dtype_code
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.values import tensors_in
 
 __all__ = [
     "DTYPES",
     "FORMAT",
     "METADATA",
+    "NO_RENAMES",
     "BoxEntry",
     "CodedEntry",
     "FileEntry",
     "Metadata",
     "TensorEntry",
+    "begins_as_ours",
     "dtype_code",
+    "end_write",
+    "sync_folder",
+    "write_synced",
+    "written_first",
 ]
 
 METADATA = "metadata.json"
 FORMAT = 1
 """Version of the format; a reader refuses later ones."""
 
-# As safetensors spells them.
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "BOOL": torch.bool, "C64": torch.complex64,
-}  # fmt: skip
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+NO_RENAMES = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)
+"""What file systems say that cannot give things another name, and sandboxes that do not let them."""
+
 _HEAD = b'{"checksum": "'
 _MIDDLE = b'", "checkpoint": '
 _TAIL = b"}\n"
-
-
-def dtype_code(dtype: torch.dtype, name: str) -> str:
-    """How safetensors spells a dtype.
-
-    Raises:
-        CheckpointError: it has no name for it.
-    """
-    if dtype not in _CODES:
-        raise CheckpointError(
-            f"{name!r} is of {dtype}, which safetensors files cannot hold; they hold {', '.join(map(str, _CODES))}"
-        )
-    return _CODES[dtype]
 
 
 class _Entry(BaseModel):
@@ -152,8 +144,13 @@ class Metadata(_Entry):
     ranks: tuple[dict[str, Any], ...]
 
     def write(self, folder: Path) -> None:
-        """Write and sync ``metadata.json`` in ``folder``; it is there whole or not at all."""
+        """Write and sync ``metadata.json`` in ``folder``; it is there whole or not at all.
+
+        Raises:
+            CheckpointError: it would not load; nothing is written.
+        """
         body = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=True).encode()
+        self._check_loads(body)
         checks = Checksums.of(self.algorithm)
         text = _HEAD + checks.hexdigest(body).encode() + _MIDDLE + body + _TAIL
         write_synced(folder / METADATA, text)
@@ -167,9 +164,22 @@ class Metadata(_Entry):
         """
         path = folder / METADATA
         try:
+            return cls.parse(path)
+        except CheckpointError:
+            # Perhaps it was being written over; then the first copy is whole.
+            if not written_first(path).exists():
+                raise
+            with contextlib.suppress(CheckpointError):
+                return cls.parse(written_first(path))
+            raise
+
+    @classmethod
+    def parse(cls, path: Path) -> Metadata:
+        """As :meth:`read`, of one file."""
+        try:
             text = path.read_bytes()
         except FileNotFoundError:
-            raise CheckpointError(_why_none(folder)) from None
+            raise CheckpointError(_why_none(path.parent)) from None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
         end = text.find(_MIDDLE, len(_HEAD), len(_HEAD) + 40)
@@ -204,10 +214,20 @@ class Metadata(_Entry):
         entry = self.tensors.get(f"model.{name}") or self.coded.get(name)
         return None if entry is None else entry.shape
 
+    def _check_loads(self, body: bytes) -> None:
+        try:
+            # What reads it refuses some of what json writes.
+            from_json(body)
+        except ValueError as error:
+            raise CheckpointError(f"what the checkpoint has to say cannot be read again: {error}") from error
+        lacking = [name for name in tensors_in([self.values, list(self.ranks)]) if name not in self.tensors]
+        if lacking:
+            raise CheckpointError(f"the tensors {lacking[:5]} were not written; it would not load")
+
     def _check(self, path: Path) -> None:
         """What the types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""
         for file in self.files:
-            if Path(file.name).name != file.name or file.name in ("", ".", ".."):
+            if Path(file.name).name != file.name or file.name in ("", ".", "..") or "\0" in file.name:
                 raise CheckpointError(f"{path} names a file {file.name!r}, which is no plain name")
         for name, tensor in self.tensors.items():
             if tensor.dtype not in DTYPES:
@@ -223,6 +243,13 @@ class Metadata(_Entry):
                 raise CheckpointError(
                     f"{path} has {sum(each.box.numel for each in tensor.boxes)} of {tensor.numel} elements of {name!r}"
                 )
+            # So many elements in all, and none twice: then each is there.
+            index = BoxIndex(tensor.shape, [(each.box, each) for each in tensor.boxes])
+            if any(sum(1 for _ in index.meeting(each.box)) > 1 for each in tensor.boxes):
+                raise CheckpointError(f"{path} has parts of {name!r} that overlap")
+        whole = self.world == len(self.ranks) > 0 and all("random" in rank for rank in self.ranks)
+        if not whole or ("groups" in self.values) != ("skipped_steps" in self.values):
+            raise CheckpointError(f"{path} does not have what each of {self.world} ranks, and the optimizer, save")
 
 
 def _why_none(folder: Path) -> str:
@@ -235,16 +262,54 @@ def _why_none(folder: Path) -> str:
     )
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file by way of another name, and see that it is on the disk."""
+def written_first(path: Path) -> Path:
+    """Where :func:`write_synced` writes first; what reads the file looks there if it is not whole."""
     # One name, so that what a program leaves that is killed here is written over by the next.
-    beside = path.with_name(f".{path.name}.writing")
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
+    return path.with_name(f".{path.name}.writing")
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a small file by way of another name, and see that it is on the disk.
+
+    Where files cannot be renamed it is written over, and the first copy goes after that.
+    """
+    _write(written_first(path), data)
+    try:
+        os.replace(written_first(path), path)
+    except OSError as error:
+        if error.errno not in NO_RENAMES:
+            raise
+        sync_folder(path.parent)
+        _write(path, data)
+        written_first(path).unlink()
     sync_folder(path.parent)
+
+
+def end_write(path: Path, check: Callable[[Path], object]) -> None:
+    """If a file was cut off while it was written over, write it from the first copy.
+
+    Args:
+        path: of the file.
+        check: raises CheckpointError if a file is not whole.
+    """
+    try:
+        check(path)
+    except CheckpointError:
+        check(written_first(path))
+        # Over the file alone: the copy is what there is until then.
+        _write(path, written_first(path).read_bytes())
+        sync_folder(path.parent)
+
+
+def _write(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(descriptor, data[done:], done)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
@@ -256,3 +321,13 @@ def sync_folder(folder: Path) -> None:
         pass  # some network file systems sync no folders
     finally:
         os.close(descriptor)
+
+
+def begins_as_ours(path: Path) -> bool:
+    """Whether a file begins as a ``metadata.json`` of zeropp, of this format or a later one, whole or damaged."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(len(_HEAD) + 40 + len(_MIDDLE))
+    except OSError:
+        return False
+    return begin.startswith(_HEAD) and _MIDDLE in begin

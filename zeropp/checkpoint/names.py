@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import Metadata
 from zeropp.checkpoint.parts import MODEL, STATE
+from zeropp.checkpoint.source import Source
+from zeropp.checkpoint.values import comparable
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["compare", "match", "match_groups", "model_names"]
@@ -93,13 +95,20 @@ def compare(
 
 
 def match_groups(
-    optimizer: ZeroOptimizer, named: Mapping[str, Tensor], matched: Mapping[str, str], metadata: Metadata
+    optimizer: ZeroOptimizer, named: Mapping[str, Tensor], matched: Mapping[str, str], source: Source
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Settings for each group, encoded, as the checkpoint has them for its parameters; and trained ones without states.
+
+    Args:
+        optimizer: whose groups they are.
+        named: of :func:`model_names`.
+        matched: of :func:`match`.
+        source: of the checkpoint; settings that are tensors are read where they have to be compared.
 
     Raises:
         CheckpointError: parameters that are one group here had different settings there.
     """
+    metadata = source.metadata
     groups = metadata.values["groups"]
     saved = {name: index for index, group in enumerate(groups) for name in group["parameters"]}
     names = {id(tensor): name for name, tensor in named.items()}
@@ -112,7 +121,7 @@ def match_groups(
         trained = [name for name in own if stepped and named[name].requires_grad and named[name].numel()]
         fresh += [name for name in trained if matched.get(name) not in stepped]
         settings = [groups[index]["settings"] for index in dict.fromkeys(there.values())]
-        if any(each != settings[0] for each in settings[1:]):
+        if len(settings) > 1 and len({comparable(each, source.tensor) for each in settings}) > 1:
             raise CheckpointError(
                 f"parameters of group {number} were in groups {sorted(set(there.values()))} with different settings "
                 "when they were saved; put them into groups as they were, or load without the optimizer"

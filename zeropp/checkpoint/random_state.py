@@ -17,7 +17,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     state: dict[str, Any] = {
         "seed": torch.initial_seed(),
         "torch": torch.get_rng_state(),
-        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64, device="cpu"), gauss],
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

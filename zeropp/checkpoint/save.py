@@ -18,6 +18,8 @@ from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.checkpoint.progress import Progress
+from zeropp.checkpoint.together import tried
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -34,6 +36,10 @@ class Now:
         self.rank, self.world = engine.comm.rank, engine.comm.world
         self._engine = engine
 
+    def do(self, work: Callable[[], _T], doing: str) -> _T:
+        """What work comes to."""
+        return work()
+
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value."""
         return self._engine.agreement.exchange_objects(value, doing)
@@ -48,6 +54,7 @@ def save(
     asynchronous: bool = False,
     busy: Literal["wait", "refuse"] = "wait",
     file_nbytes: int = FILE_NBYTES,
+    progress: bool = True,
 ) -> None:
     """Make ``path`` one complete checkpoint. Collective: every rank calls it, between optimizer steps.
 
@@ -64,13 +71,14 @@ def save(
             :func:`wait` and the next save raise what goes wrong. Costs one copy of this rank's part in memory.
         busy: while another is being written, wait for it or raise.
         file_nbytes: largest size of a file in bytes.
+        progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
 
     Raises:
         CheckpointError: it cannot be saved; on every rank, and nothing has changed.
         RuntimeError: called inside a pass, or ranks are at different calls.
         TypeError: the optimizer is none that zeropp has wrapped.
     """
-    begin(Path(path).absolute(), model, optimizer, extra, asynchronous, busy, file_nbytes)
+    begin(Path(path).absolute(), model, optimizer, extra, asynchronous, busy, file_nbytes, progress)
 
 
 def begin(
@@ -81,6 +89,7 @@ def begin(
     asynchronous: bool,
     busy: str,
     file_nbytes: int,
+    progress: bool,
     completed: Callable[[], None] | None = None,
 ) -> None:
     """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place."""
@@ -93,9 +102,11 @@ def begin(
     engine.finish_load()
     engine.refresh.start_put_off()
     engine.refresh.wait()
-    checks, meeting = Checksums.best(), Now(engine)
+    names = engine.agreement.exchange_objects(Checksums.best().name, "choosing checksums")
+    checks, meeting = Checksums.common(names), Now(engine)
     found, token = _prepare(engine, model, optimizer, extra or {}, checks, target, file_nbytes)
-    attempt = Attempt(target, token, found, checks, file_nbytes, completed)
+    shown = Progress(f"saving {target.name}", progress and meeting.rank == 0)
+    attempt = Attempt(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
         attempt.run(meeting)
     else:
@@ -124,8 +135,8 @@ def _prepare(
     limit: int,
 ) -> tuple[Contents, str]:
     """What this rank has to write, and the attempt's token; fails on all ranks if it fails on any."""
-    found, error = Contents(), None
-    try:
+
+    def collect() -> Contents:
         if not isinstance(limit, int) or limit < 1 << 16:
             raise ValueError(f"file_nbytes is {limit!r}; expected a number of bytes, 65536 or more")
         if engine.window.count:
@@ -137,9 +148,11 @@ def _prepare(
         found = contents(engine, model, owner, extra, checks)
         found.own["layout"] = layout_id(engine)
         found.values["config"] = owner.config.model_dump(mode="json") if owner is not None else {}
-    except Exception as caught:
-        error = caught
-    own = (None if error is None else f"{type(error).__name__}: {error}", found.digest, secrets.token_hex(4))
+        return found
+
+    collected, error, told = tried(collect)
+    found = collected or Contents()
+    own = (told, found.digest, secrets.token_hex(4))
     accounts = engine.agreement.exchange_objects(own, f"preparing the checkpoint {str(target)!r}")
     if error is not None:
         raise error

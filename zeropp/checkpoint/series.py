@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -19,7 +20,8 @@ from zeropp.checkpoint.attempt import BESIDE
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
-from zeropp.checkpoint.metadata import METADATA, write_synced
+from zeropp.checkpoint.metadata import METADATA, write_synced, written_first
+from zeropp.checkpoint.place import is_unfinished, remove
 from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.source import Verify
 from zeropp.checkpoint.together import together
@@ -37,7 +39,8 @@ class Series:
 
     Attributes:
         root: a directory that all ranks see; made when something is saved.
-        keep: how many to keep, the newest ones; None for all.
+        keep: how many to keep, the one that was saved last among them; None for all. Those of later steps, which a run
+            that went back has left, go first, then those of the earliest.
     """
 
     root: str | os.PathLike[str]
@@ -70,7 +73,8 @@ class Series:
         steps, named = self.steps(), None
         path = Path(self.root) / _LATEST
         if path.exists():
-            named = _read_latest(path)
+            # Where files cannot be renamed it may have been cut off while it was written over.
+            named = next((n for n in map(_read_latest, (path, written_first(path))) if n is not None), None)
             if named not in steps:
                 notify(f"{str(path)!r} is damaged or names no complete checkpoint; the newest that is there is taken")
                 named = None
@@ -86,10 +90,12 @@ class Series:
         asynchronous: bool = False,
         busy: Literal["wait", "refuse"] = "wait",
         file_nbytes: int = FILE_NBYTES,
+        progress: bool = True,
     ) -> Path:
         """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
         path = self.path(step)
-        begin(path, model, optimizer, extra, asynchronous, busy, file_nbytes, lambda: self._completed(step))
+        completed = functools.partial(self._completed, step)
+        begin(path, model, optimizer, extra, asynchronous, busy, file_nbytes, progress, completed)
         return path
 
     def load(
@@ -102,6 +108,7 @@ class Series:
         strict: bool = True,
         only: Collection[str] | None = None,
         verify: Verify = "all",
+        progress: bool = True,
     ) -> tuple[int, Loaded] | None:
         """Restore the newest checkpoint, or that of a step; see :func:`zeropp.checkpoint.load`.
 
@@ -116,7 +123,8 @@ class Series:
         chosen = engine.agreement.exchange_objects(own, "looking for the newest checkpoint")[0]
         if chosen is None:
             return None
-        return chosen, load(self.path(chosen), model, optimizer, extra, strict=strict, only=only, verify=verify)
+        how: dict[str, Any] = {"strict": strict, "only": only, "verify": verify, "progress": progress}
+        return chosen, load(self.path(chosen), model, optimizer, extra, **how)
 
     def _completed(self, step: int) -> None:
         """On the first rank, once a checkpoint is in place: name it, and let old ones go."""
@@ -127,12 +135,14 @@ class Series:
         for left in root.glob(f".step-*{BESIDE}*"):
             # Of jobs that ended while they wrote, perhaps another step: this one has its name by now.
             shutil.rmtree(left, ignore_errors=True)
+        for left in root.glob("step-*"):
+            if _NAME.fullmatch(left.name) and is_unfinished(left):
+                shutil.rmtree(left, ignore_errors=True)
         if self.keep is None:
             return
-        for each in [each for each in self.steps() if each != step][: -(self.keep - 1) or None]:
-            # First what makes it one, so that a half-deleted one is none.
-            (self.path(each) / METADATA).unlink()
-            shutil.rmtree(self.path(each), ignore_errors=True)
+        others = sorted((each for each in self.steps() if each != step), key=lambda each: (each < step, each))
+        for each in others[: -(self.keep - 1) or None]:
+            remove(self.path(each))
 
 
 def _read_latest(path: Path) -> int | None:

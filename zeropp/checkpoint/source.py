@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,13 +19,38 @@ from zeropp.checkpoint.coded import CODES, SCALES, decoded
 from zeropp.checkpoint.disk import Wanted, as_bytes, read_blocks
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, BoxEntry, Metadata
-from zeropp.checkpoint.parts import MODEL, Part
+from zeropp.checkpoint.parts import MODEL, Part, whole
+from zeropp.checkpoint.progress import Progress
 
-__all__ = ["Source", "Verify"]
+__all__ = ["Built", "Source", "StridedBox", "Verify"]
 
 Verify = Literal["all", "sample", "none"]
 _SAMPLE = 16  # of so many stretches one is verified
 _BATCH_NBYTES = 1 << 28  # of values that cannot be read to where they belong, and wait to be converted
+
+
+class StridedBox(BoxEntry):
+    """A box whose values do not lie in a row, as other programs store transposed weights; strides in elements."""
+
+    strides: tuple[int, ...]
+
+    @property
+    def extent(self) -> int:
+        """Elements of memory from its first to its last."""
+        return self.box.within(self.box).last(self.strides) + 1 if self.box.numel else 0
+
+
+@dataclass(frozen=True)
+class Built:
+    """Tensors that are made of stored ones when they are read.
+
+    Attributes:
+        key: of this making; its last results stay, since boxes of one tensor are asked for in a row.
+        make: gets a function from names of stored tensors to whole ones, gives what is made, by name.
+    """
+
+    key: str
+    make: Callable[[Callable[[str], Tensor]], Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -39,6 +65,8 @@ class _Request:
     @property
     def in_place(self) -> bool:
         """Whether bytes of the file may go there as they are."""
+        if isinstance(self.entry, StridedBox):
+            return False
         return self.into.dtype == self.dtype and self.into.is_contiguous() and self.into.device.type == "cpu"
 
     @property
@@ -53,13 +81,30 @@ class Source:
     Attributes:
         metadata: of it.
         nbytes_read: so far, by this rank.
+        nbytes_converted: so far, of stored tensors that others were made of; not among ``nbytes_read``.
+        built: tensors of the metadata that are made of others, and lie in no file themselves.
+        locate: gives a box its first byte, where the metadata has no more than what to look at for it.
+        progress: told of what is read.
     """
 
-    def __init__(self, folder: Path, metadata: Metadata, verify: Verify) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        metadata: Metadata,
+        verify: Verify,
+        progress: Progress | None = None,
+        *,
+        built: Mapping[str, Built] | None = None,
+        locate: Callable[[BoxEntry], BoxEntry] | None = None,
+    ) -> None:
         if verify not in ("all", "sample", "none"):
             raise ValueError(f'verify is {verify!r}; expected "all", "sample" or "none"')
         self.metadata = metadata
         self.nbytes_read = 0
+        self.nbytes_converted = 0
+        self.built = built or {}
+        self.locate = locate
+        self.progress = progress or Progress()
         self._folder = folder
         self._verify = verify
         self._checks = Checksums.of(metadata.algorithm) if verify != "none" else None
@@ -72,6 +117,7 @@ class Source:
         self._verified: defaultdict[int, set[int]] = defaultdict(set)
         self._sums: dict[int, list[int]] = {}
         self._last: tuple[str, Tensor] | None = None
+        self._made: tuple[str, Mapping[str, Tensor]] | None = None
         # Where boxes begin in each file, to name what a damaged stretch has.
         self._begins: dict[int, list[tuple[int, int, str]]] = {}
 
@@ -87,20 +133,61 @@ class Source:
             if (name := part.name.removeprefix(MODEL)) in self.metadata.coded and part.name.startswith(MODEL):
                 part.values.copy_(part.box.of(self._decoded(name)))
                 continue
+            if part.name in self.built:
+                part.values.copy_(part.box.of(self._make(part.name, part.shape)))
+                continue
             for request in self._requests(part):
                 by_file[request.entry.file].append(request)
+        self.progress.expect(sum(each.nbytes for requests in by_file.values() for each in requests))
         for number, requests in sorted(by_file.items()):
             for batch in _batches(sorted(requests, key=lambda each: each.entry.begin)):
                 self._read_batch(number, batch)
 
-    def tensor(self, name: str) -> Tensor:
-        """All of one tensor, on the CPU."""
+    def find(self, parts: Iterable[Part]) -> None:
+        """Look up where the values of parts lie, and read none.
+
+        Raises:
+            CheckpointError: as :meth:`read` does, of all but the values themselves.
+        """
+        for part in parts:
+            if part.name in self.metadata.tensors:
+                for _ in self._requests(part):
+                    pass
+
+    def room(self, name: str) -> Part:
+        """All of one tensor, in memory of the CPU for it that is yet to be read.
+
+        Raises:
+            CheckpointError: there is none of that name.
+        """
         entry = self.metadata.tensors.get(name)
         if entry is None:
             raise CheckpointError(f"{str(self._folder)!r} has no tensor {name!r}")
-        values = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-        self.read([Part(name, entry.shape, Box((0,) * len(entry.shape), entry.shape), values)])
-        return values
+        return whole(name, torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu"))
+
+    def tensor(self, name: str) -> Tensor:
+        """All of one tensor, on the CPU."""
+        part = self.room(name)
+        self.read([part])
+        return part.values
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """All of a tensor that is made of others; what else is made with it stays for the next call."""
+        built = self.built[name]
+        if self._made is None or self._made[0] != built.key:
+            self._made = None
+            before = self.nbytes_read
+            self._made = built.key, built.make(self.tensor)
+            self.nbytes_converted += self.nbytes_read - before
+            self.nbytes_read = before
+        found = self._made[1].get(name)
+        if found is None or tuple(found.shape) != shape:
+            made = "nothing" if found is None else f"one of shape {tuple(found.shape)}"
+            raise CheckpointError(
+                f"{name.removeprefix(MODEL)!r} is of shape {shape} here, and {made} was made for it of what "
+                f"{str(self._folder)!r} has"
+            )
+        return found
 
     def _decoded(self, name: str) -> Tensor:
         """Values of a parameter that is there in codes; the last one stays, since its boxes are asked for in a row."""
@@ -124,7 +211,9 @@ class Source:
             return
         for number in range(share, len(self.metadata.files), shares):
             every = range(-(-self.metadata.files[number].nbytes // STRETCH))
-            self._read_file(number, [], set(every) - self._verified[number])
+            rest = set(every) - self._verified[number]
+            self.progress.expect(len(rest) * STRETCH)
+            self._read_file(number, [], rest)
 
     def _requests(self, part: Part) -> Iterator[_Request]:
         entry = self.metadata.tensors.get(part.name)
@@ -139,15 +228,24 @@ class Source:
             self._indices[part.name] = BoxIndex(entry.shape, [(each.box, each) for each in entry.boxes])
         for common, box, found in self._indices[part.name].meeting(part.box):
             place = common.within(part.box)
+            found = self.locate(found) if self.locate is not None else found
             yield _Request(found, DTYPES[entry.dtype], common.within(box), place.of(part.values))
 
     def _read_batch(self, number: int, batch: Sequence[_Request]) -> None:
         wanted: list[Wanted] = []
         waiting: list[tuple[Tensor, Tensor]] = []
+        strided: dict[StridedBox, Tensor] = {}
         for request in batch:
             values = request.into
+            if isinstance(request.entry, StridedBox):
+                if request.entry not in strided:
+                    strided[request.entry] = torch.empty(request.entry.extent, dtype=request.dtype, device="cpu")
+                    wanted.append(Wanted(request.entry.begin, as_bytes(strided[request.entry])))
+                whole = strided[request.entry].as_strided(request.entry.sizes, request.entry.strides)
+                waiting.append((request.into, request.part.of(whole)))
+                continue
             if not request.in_place:
-                values = torch.empty(request.part.sizes, dtype=request.dtype)
+                values = torch.empty(request.part.sizes, dtype=request.dtype, device="cpu")
                 waiting.append((request.into, values))
             row, size = as_bytes(values), request.dtype.itemsize
             for there, here, count in runs(request.part, request.entry.sizes):
@@ -186,7 +284,7 @@ class Source:
                         "another than when it was written"
                     )
 
-            self.nbytes_read += read_blocks(path, file.nbytes, wanted, verified, verify)
+            self.nbytes_read += read_blocks(path, file.nbytes, wanted, verified, verify, self.progress.add)
         except OSError as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
         self._verified[number] |= verified
@@ -199,7 +297,7 @@ class Source:
             file = self.metadata.files[number]
             try:
                 found = file.checksums(self._checks.width)
-            except ValueError as error:
+            except (ValueError, struct.error) as error:
                 raise CheckpointError(f"the checksums of {file.name!r} are damaged: {error}") from error
             if len(found) != -(-file.nbytes // STRETCH):
                 raise CheckpointError(

@@ -19,7 +19,7 @@ from zeropp.access.state import engine_of
 from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.names import model_names
-from zeropp.checkpoint.parts import MODEL, STATE, Part, Which, fragments, main_parts, parts_of_row, state_parts
+from zeropp.checkpoint.parts import MODEL, STATE, Part, Which, fragments, main_parts, parts_of_row, state_parts, whole
 from zeropp.checkpoint.save import require_ours
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.elementwise import Twin
@@ -86,6 +86,10 @@ class SpreadTensor(Tensor):
             "values are in zeropp.full_state(model)"
         )
 
+    def _of(self, parts: list[Part]) -> list[Part]:
+        """Boxes; of a tensor without elements, which nobody has a piece of, one of none, as torch expects it."""
+        return parts if self.numel() else [whole("", torch.empty(self.shape, dtype=self.dtype, device="cpu"))]
+
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         return [
             WriteItem(
@@ -95,15 +99,15 @@ class SpreadTensor(Tensor):
                     chunk=_chunk(part.box), properties=TensorProperties(dtype=self.dtype), size=self.size()
                 ),
             )
-            for part in self.written
+            for part in self._of(self.written)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(part.box) for part in self.read]
+        return [_chunk(part.box) for part in self._of(self.read)]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         wanted = tuple(index.offset or ())
-        for part in self.read:
+        for part in self._of(self.read):
             if part.box.offsets == wanted:
                 return part.values
         raise CheckpointError(f"torch asks for a box at {wanted}, and this rank has none there")

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.engine.engine import Engine
 
-__all__ = ["together", "tried"]
+__all__ = ["telling", "together", "tried"]
 
 _T = TypeVar("_T")
 
 
-def tried(work: Callable[[], _T]) -> tuple[_T | None, Exception | None, str | None]:
-    """What work comes to: its result, or its error and that in words, for ranks that are told of it."""
+def tried(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None, str | None]:
+    """What work comes to: its result, or its error and that in words, for ranks that are told of it.
+
+    Also what a handler of a signal raises: others would wait for a rank that is about to end.
+    """
     try:
         return work(), None, None
-    except Exception as error:
+    except BaseException as error:
         # As text: not every error can be pickled.
         return None, error, f"{type(error).__name__}: {error}"
 
@@ -45,3 +49,22 @@ def together(engine: Engine, doing: str, work: Callable[[], _T], left: str) -> _
         if failure is not None:
             raise CheckpointError(f"{doing} failed on rank {rank}: {failure} ({left})")
     return result  # type: ignore[return-value]
+
+
+@contextmanager
+def telling(what: str, target: object) -> Iterator[None]:
+    """Around code that is not ours: its error says whose it is.
+
+    Args:
+        what: is called.
+        target: whose that is.
+
+    Raises:
+        CheckpointError: it raised; with its error as the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{what}, of class {type(target).__qualname__}, raised {type(error).__name__}: {error}"
+        ) from error

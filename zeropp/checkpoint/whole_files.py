@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,10 +18,14 @@ from torch import Tensor
 
 from zeropp.checkpoint.disk import as_bytes, view_of
 from zeropp.checkpoint.metadata import dtype_code, sync_folder, write_synced
+from zeropp.checkpoint.progress import Progress
 
-__all__ = ["WholeFiles"]
+__all__ = ["WholeFiles", "is_ours"]
 
 _INDEX = "model.safetensors.index.json"
+_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors")
+_MADE_BY = {"format": "pt", "writer": "zeropp"}
+"""Of each header: the format is what transformers asks for."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +35,27 @@ class _Place:
 
 
 class WholeFiles:
-    """Files in a folder that is there, and empty.
+    """Files in a folder that is there, and has none of their names.
 
     Args:
         folder: of the files.
         tensors: name, dtype and shape of each.
         limit: largest size of a file in bytes, headers aside; None for one file.
+        progress: told of what is written.
 
     Attributes:
         names: of the files.
     """
 
     def __init__(
-        self, folder: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int | None
+        self,
+        folder: Path,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        limit: int | None,
+        progress: Progress | None = None,
     ) -> None:
         self._folder = folder
+        self._progress = progress or Progress()
         self._tensors = dict(tensors)
         groups: list[list[str]] = [[]]
         nbytes = 0
@@ -73,7 +84,7 @@ class WholeFiles:
         return int(torch.Size(shape).numel()) * dtype.itemsize
 
     def _plan(self, number: int, group: list[str]) -> None:
-        entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        entries: dict[str, object] = {"__metadata__": _MADE_BY}
         end = 0
         for name in group:
             dtype, shape = self._tensors[name]
@@ -96,6 +107,11 @@ class WholeFiles:
         """Number of the file that a tensor is in."""
         return self._places[name].file
 
+    def expect(self, numbers: Collection[int]) -> None:
+        """Tell of what is to be written: files of these numbers."""
+        names = (name for name, place in self._places.items() if place.file in numbers)
+        self._progress.expect(sum(map(self._nbytes, names)))
+
     def write(self, name: str, values: Tensor) -> None:
         """Write one tensor, converted to its dtype there.
 
@@ -110,6 +126,7 @@ class WholeFiles:
         descriptor = self._descriptor(place.file)
         while done < len(memory):
             done += os.pwrite(descriptor, memory[done:], place.begin + done)
+        self._progress.add(done)
 
     def _descriptor(self, number: int) -> int:
         if number not in self._open:
@@ -118,7 +135,7 @@ class WholeFiles:
             os.pwrite(self._open[number], self._heads[number], 0)
         return self._open[number]
 
-    def close(self, numbers: list[int]) -> None:
+    def close(self, numbers: Iterable[int]) -> None:
         """Sync and close files; those of ``numbers`` are there then, also without a tensor in them."""
         for number in numbers:
             self._descriptor(number)
@@ -142,3 +159,12 @@ class WholeFiles:
             }
             write_synced(self._folder / _INDEX, json.dumps(index, indent=2).encode())
         sync_folder(self._folder)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a file is one that :class:`WholeFiles` has written, by its name and header; or an index, by its name."""
+    if not _NAME.fullmatch(path.name) or not path.is_file():
+        return path.name == _INDEX
+    begin = json.dumps({"__metadata__": _MADE_BY}, separators=(",", ":")).encode()[:-1]
+    with path.open("rb") as file:
+        return file.read(8 + len(begin))[8:] == begin

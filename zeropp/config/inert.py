@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
-from pydantic import AllowInfNan, BeforeValidator, Field, JsonValue, create_model
+from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, create_model
 
 from zeropp.config.base import Block, Count, Positive, PositiveReal, alias, number
 from zeropp.config.precision import Dtype
@@ -32,12 +32,20 @@ _Row = tuple[Any, ...]  # key, type, default, description, spellings where there
 Steps = Annotated[float, AllowInfNan(True), BeforeValidator(number), Ge(0)]
 
 
+class _Described(Block):
+    """A block whose fields say what they are without docstrings, for which pydantic would search a second."""
+
+    model_config = ConfigDict(use_attribute_docstrings=False)
+
+
 def _block(name: str, text: str, *rows: _Row) -> type[Block]:
     fields: dict[str, Any] = {
         key: (kind, Field(default=default, description=description, validation_alias=keys[0] if keys else None))
         for key, kind, default, description, *keys in rows
     }
-    return create_model(name, __base__=Block, __doc__=text, **fields)
+    made = create_model(name, __base__=_Described, __doc__=text, **fields)
+    made.model_config = Block.model_config  # of classes that are derived from it, whose own fields have docstrings
+    return made
 
 
 def _upper(value: object) -> object:
@@ -128,10 +136,6 @@ else:
         ("allgather_sequential", bool, False,
          "Asks for one gather per parameter, to save the buffer that several share. Nothing is left to do: that "
          "buffer is the parameters' own storage.", alias("stage3_allgather_sequential", "allgather_sequential")),
-        ("gather_16bit_weights_on_model_save", bool, False,
-         "Asks to collect whole weights in the compute type for saving. Nothing is left to do: "
-         "`model.state_dict()`, called on every rank, gives whole weights anyway.",
-         alias("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save")),
         ("use_all_reduce_for_fetch_params", bool, False,
          "Asks to fetch by an all-reduce of zero-filled buffers, which saves a copy at twice the bytes. Nothing is "
          "left to do: a gather writes to its final place and has no copy to save.",
@@ -156,12 +160,8 @@ else:
     LaterZero = _block(
         "LaterZero",
         "Keys of the zero block for what this version does not have.",
-        ("load_from_fp32_weights", bool, True,
-         "Restores fp32 main weights from a checkpoint rather than widening its 16-bit weights."),
         ("zenflow", dict[str, JsonValue] | None, None,
          "Stepping part of the states on the host while the next micro-batches run (ZenFlow)."),
-        ("pipeline_loading_checkpoint", bool, False,
-         "Lets ranks load a checkpoint one after the other, for less host memory at once."),
         ("save_muon_momentum_buffer_in_memory", bool, False,
          "Keeps the momentum of the Muon optimizer in memory while its other states are swapped."),
         ("elastic_checkpoint", bool, False,

@@ -87,7 +87,8 @@ _ZERO = {
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
         "max_reuse_distance module_granularity_threshold overlap_comm ignore_unused_parameters "
         "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather "
-        "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights override_module_apply",
+        "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights override_module_apply "
+        "gather_16bit_weights_on_model_save load_from_fp32_weights pipeline_loading_checkpoint",
     ),
     **_all(NeedlessZero, NEEDLESS),
     # The last two are errors already when the configuration is loaded.

@@ -86,6 +86,24 @@ class ZeroConfig(NeedlessZero, LaterZero):
     """A module with at most this many elements of parameters for each module in its tree is a leaf module:
     many tiny modules are then one unit. 0 and below make none."""
 
+    gather_16bit_weights_on_model_save: bool = Field(
+        default=False,
+        validation_alias=alias("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
+    )
+    """Lets `zeropp.checkpoint.save_16bit_model` gather whole weights in the compute dtype on the first rank and write
+    them in stage 3; false makes it write nothing and return False there, as in DeepSpeed. Other stages write them in
+    any case. `model.state_dict()` and `checkpoint.export`, which are asked for by name, do not depend on it."""
+
+    load_from_fp32_weights: bool = True
+    """Main weights that are loaded are those of the file in full precision. False rounds them to the compute dtype, so
+    that training goes on from exactly what it computes with. It holds for every function of `zeropp.checkpoint` that
+    loads into a managed model, in each stage."""
+
+    pipeline_loading_checkpoint: bool = False
+    """Ranks of a node read a checkpoint one after the other. What a rank needs for reading alone (at most 256 MB that
+    wait to be converted, tensors that others are made of, buffers) is there once a node at a time then; its own
+    weights and states, and so what is left afterwards, are the same. Loading takes longer."""
+
     ignore_unused_parameters: bool = True
     """Leaves a parameter that got no gradient on any rank as it is, like plain PyTorch. False makes the
     step raise and name such parameters."""

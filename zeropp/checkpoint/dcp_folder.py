@@ -1,0 +1,148 @@
+"""Folders of torch.distributed.checkpoint, as FSDP2's and torchtitan's jobs write them.
+
+``.metadata`` is a pickle of DCP's own classes; each box of a tensor is a file of ``torch.save`` inside another file.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.metadata import BoxEntry, FileEntry, TensorEntry, dtype_code
+from zeropp.checkpoint.named import Found, Later
+from zeropp.checkpoint.pickles import Record, Stored, read_pickle
+from zeropp.checkpoint.torch_files import read_torch_file
+from zeropp.checkpoint.torch_state import box_of
+
+__all__ = ["DCP_METADATA", "find_dcp"]
+
+DCP_METADATA = ".metadata"
+_MODULES = (
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.checkpoint.filesystem",
+    "torch.distributed._shard.sharded_tensor.metadata",  # where torch before 2.3 had two of them
+)
+_CLASSES = {
+    "BytesStorageMetadata", "ChunkStorageMetadata", "MEM_FORMAT_ENCODING", "Metadata", "MetadataIndex", "StorageMeta",
+    "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo", "_StoragePrefix",
+}  # fmt: skip
+
+
+def _is_known(module: str, name: str) -> bool:
+    # A path is there to say where the folder was.
+    if module in ("pathlib", "pathlib._local"):
+        return name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    return module in _MODULES and name in _CLASSES
+
+
+def find_dcp(folder: Path) -> Found:
+    """What a folder holds: tensors by their boxes, of which each is looked for when it is read.
+
+    Raises:
+        CheckpointError: its metadata is damaged, or names what is not DCP's.
+    """
+    return _Folder(folder).find()
+
+
+class _Folder:
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / DCP_METADATA
+        self._folder = folder
+        self._numbers: dict[str, int] = {}
+        self._items: dict[tuple[int, int], int] = {}
+        self._located: dict[tuple[int, int], BoxEntry] = {}
+        self._dtypes: dict[tuple[int, int], torch.dtype] = {}
+        self._names: dict[tuple[int, int], str] = {}
+
+    def find(self) -> Found:
+        try:
+            data = self._path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{str(self._path)!r} cannot be read: {error}") from error
+        metadata = read_pickle(data, repr(str(self._path)), _is_known)
+        try:
+            entries = dict(self._entries(metadata))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{str(self._path)!r} is damaged: {type(error).__name__}: {error}") from error
+        files = [FileEntry(name=name, nbytes=self._nbytes(name), sums="") for name in self._numbers]
+        return Found(self._folder, self._folder, files, entries, self.locate)
+
+    def _nbytes(self, name: str) -> int:
+        try:
+            return (self._folder / name).stat().st_size
+        except OSError as error:
+            raise CheckpointError(f"{str(self._folder / name)!r} cannot be read: {error}") from error
+
+    def _entries(self, metadata: Any) -> Any:
+        stored: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+        for index, info in metadata.get("storage_data").items():
+            offset = index.get("offset")
+            stored[index.get("fqn"), None if offset is None else tuple(offset)] = info
+        paths = metadata.get("planner_data") or {}
+        for name, entry in metadata.get("state_dict_metadata").items():
+            path = tuple(map(str, paths[name])) if name in paths else (name,)
+            if entry.name == "BytesStorageMetadata":
+                yield path, Later(partial(self._value, name, stored[name, None]))
+                continue
+            dtype, shape = entry.get("properties").state[0], tuple(entry.get("size"))
+            yield path, self._tensor(name, dtype, shape, entry.get("chunks"), stored)
+
+    def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...], chunks: Any, stored: Any) -> TensorEntry:
+        boxes = []
+        for chunk in chunks:
+            offsets, sizes = tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))
+            number, begin = self._item(name, stored[name, offsets])
+            box = BoxEntry(file=number, begin=begin, offsets=offsets, sizes=sizes)
+            if len(offsets) != len(shape) or not box.box.inside(shape):
+                raise CheckpointError(f"{str(self._path)!r} gives {name!r} of shape {shape} a part {box} outside of it")
+            self._dtypes[number, begin], self._names[number, begin] = dtype, name
+            boxes.append(box)
+        if sum(box.box.numel for box in boxes) < torch.Size(shape).numel():
+            raise CheckpointError(f"{str(self._path)!r} has only a part of {name!r} of shape {shape}")
+        return TensorEntry(dtype=dtype_code(dtype, name), shape=shape, boxes=tuple(boxes))
+
+    def _item(self, name: str, info: Record) -> tuple[int, int]:
+        """Number of the file that an item is in, and its first byte there."""
+        path, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
+        if info.get("transform_descriptors"):
+            raise CheckpointError(
+                f"{str(self._path)!r} has {name!r} compressed by {info.get('transform_descriptors')}, of which no part "
+                "can be read alone; save it without"
+            )
+        if Path(path).name != path or type(offset) is not int or type(length) is not int:
+            raise CheckpointError(f"{str(self._path)!r} has {name!r} in {path!r}, which is no file of its folder")
+        number = self._numbers.setdefault(path, len(self._numbers))
+        self._items[number, offset] = length
+        return number, offset
+
+    def _value(self, name: str, info: Record) -> object:
+        number, begin = self._item(name, info)
+        path = self._folder / list(self._numbers)[number]
+        value = self._read(name, path, begin, self._items[number, begin])
+        if isinstance(value, Stored):
+            raise CheckpointError(f"{str(path)!r} has a tensor where {name!r} is said to be a value")
+        return value
+
+    def locate(self, entry: BoxEntry) -> BoxEntry:
+        """A box with its first byte, counted from its own first element; its strides are what its file says."""
+        key = entry.file, entry.begin
+        if key not in self._located:
+            path = self._folder / list(self._numbers)[entry.file]
+            stored = self._read(self._names[key], path, entry.begin, self._items[key])
+            if not isinstance(stored, Stored) or (stored.shape, stored.dtype) != (entry.sizes, self._dtypes[key]):
+                raise CheckpointError(
+                    f"{str(path)!r} has {stored} at byte {entry.begin}, where {str(self._path)!r} has a tensor of "
+                    f"shape {entry.sizes} and dtype {self._dtypes[key]}"
+                )
+            self._located[key] = box_of(stored, entry.file)
+        return self._located[key]
+
+    def _read(self, name: str, path: Path, begin: int, length: int) -> Any:
+        try:
+            return read_torch_file(path, begin=begin, length=length)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} (at byte {begin}, where {name!r} lies)") from None

@@ -1,0 +1,86 @@
+"""Work in threads of its own, also when the program's main thread has ended and waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Task", "in_threads"]
+
+_T = TypeVar("_T")
+
+
+class Task(Generic[_T]):
+    """Work that has begun, in a thread that a program which ends waits for.
+
+    Not an executor's: those take no more work once the main thread has ended, and a checkpoint may still be written.
+    """
+
+    def __init__(self, work: Callable[[], _T], name: str) -> None:
+        self._results: list[_T] = []
+        self._error: BaseException | None = None
+
+        def run() -> None:
+            try:
+                self._results.append(work())
+            except BaseException as error:
+                self._error = error
+
+        self._thread = threading.Thread(target=run, name=name)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until it is over, or ``seconds`` have passed."""
+        self._thread.join(seconds)
+
+    def result(self) -> _T:
+        """What it has come to, when it is over; its error is raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> None:
+    """Let threads share the numbers below ``count``; the first error of one ends all.
+
+    Args:
+        count: pieces of work.
+        work: takes numbers from an iterator until there are none.
+        most: threads.
+    """
+    numbers, lock, stop = iter(range(count)), threading.Lock(), threading.Event()
+
+    def some() -> Iterator[int]:
+        while not stop.is_set():
+            with lock:
+                number = next(numbers, None)
+            if number is None:
+                return
+            yield number
+
+    def guarded() -> None:
+        try:
+            work(some())
+        except BaseException:
+            stop.set()
+            raise
+
+    if count <= 1:
+        return guarded()
+    tasks = [Task(guarded, "zeropp disk") for _ in range(min(most, count))]
+    try:
+        for task in tasks:
+            task.wait()
+    except BaseException:
+        # A signal's: what is left of the work would keep its sender waiting.
+        stop.set()
+        raise
+    for task in tasks:
+        task.result()
