@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from job import Job
@@ -32,23 +33,37 @@ class Checkpoints:
         """Micro-steps of an optimizer step, so that a step has as many windows as when the run began.
 
         Raises:
-            ValueError: no number of micro-steps gives that.
+            ValueError: no number of micro-steps gives that; the folder has a run, which is not to be resumed.
         """
         if self._folder is None:
             return accumulate
-        path = self._folder / "run.json"
-        if not (self._resume and path.exists()):
-            if job.rank == 0:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps({"windows": batch * accumulate * job.world}))
-            return accumulate
-        windows: int = json.loads(path.read_text())["windows"]
+        # The first rank's word: on a network's file system others may see an older state of the folder.
+        windows = job.first(self._windows(self._folder, batch * accumulate * job.world) if job.rank == 0 else 0)
+        if not windows:
+            raise ValueError(
+                f"{self._folder} has a run, which would be mixed with this one; give --resume to go on with it, or "
+                "another --checkpoint"
+            )
         if windows % (batch * job.world):
             raise ValueError(
                 f"the run in {self._folder} has {windows} windows a step, which {job.world} ranks with --batch {batch} "
                 f"do not make in any number of micro-steps; give a --batch that divides {windows / job.world:g}"
             )
         return windows // (batch * job.world)
+
+    def _windows(self, folder: Path, windows: int) -> int:
+        """Windows of a step when the run began, which may be now; 0 for a run that is not to be resumed."""
+        path = folder / "run.json"
+        if not self._resume and (path.exists() or checkpoint.Series(folder).steps()):
+            return 0
+        if self._resume and path.exists():
+            return int(json.loads(path.read_text())["windows"])
+        folder.mkdir(parents=True, exist_ok=True)
+        # At once or not at all: the job may be killed here, too.
+        whole = path.with_name(".run.json")
+        whole.write_text(json.dumps({"windows": windows}))
+        os.replace(whole, path)
+        return windows
 
     def resume(self, model: nn.Module, optimizer: object, scheduler: LRScheduler) -> int:
         """Steps that are done: those of the newest checkpoint, which is loaded, or 0."""

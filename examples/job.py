@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -56,10 +56,22 @@ class Job:
             dist.all_reduce(vector)  # on the CPU, through gloo: does not make the host wait for the device
         return vector[0].item() > 0, vector[1].item() / self.world
 
+    def first(self, value: int) -> int:
+        """The first rank's ``value``, on every rank."""
+        number = torch.tensor(value)
+        if self.world > 1:
+            dist.broadcast(number, 0)
+        return int(number)
+
 
 @contextlib.contextmanager
-def start_job(plain: bool) -> Iterator[Job]:
-    """Join the process group torchrun describes, if any, and leave it on the way out."""
+def start_job(plain: bool, patience: float = 600.0) -> Iterator[Job]:
+    """Join the process group torchrun describes, if any, and leave it on the way out.
+
+    Args:
+        plain: one process, without a group.
+        patience: seconds to wait for other ranks before it is an error; ``hang_timeout``, where zeropp trains.
+    """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if plain and world > 1:
         raise ValueError(f"--plain trains in one process, and torchrun started {world}")
@@ -67,8 +79,11 @@ def start_job(plain: bool) -> Iterator[Job]:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if world > 1 and device.type == "cuda":
+        # At its timeout NCCL ends the process; the error of zeropp that names ranks has to come before.
+        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=2 * patience))
+    elif world > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=patience))
     job = Job(int(os.environ.get("RANK", "0")), world, device)
     job.install_signals()
     try:
@@ -81,16 +96,22 @@ def start_job(plain: bool) -> Iterator[Job]:
 
 
 class Metrics:
-    """One JSON object a line, flushed line by line, so that a killed run keeps what it had. Rank 0 only."""
+    """One JSON object a line, flushed line by line, so that a killed run keeps what it had. Rank 0 only.
 
-    def __init__(self, path: Path | None, job: Job) -> None:
+    Args:
+        path: of the file; None makes one.
+        job: whose metrics they are.
+        append: go on behind what is there; else the file begins anew.
+    """
+
+    def __init__(self, path: Path | None, job: Job, append: bool = False) -> None:
         self.path: Path | None = None
         self._file: TextIO | None = None
         if job.rank == 0:
             stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
             self.path = path or Path("runs") / stamp / "metrics.jsonl"
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("w")
+            self._file = self.path.open("a" if append else "w")
 
     def write(self, event: str, **values: object) -> None:
         if self._file:

@@ -69,9 +69,9 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--sample", type=int, default=200, help="bytes to write at the end, 0 for none")
     run.add_argument("--prompt", default="def ")
     run.add_argument("--checkpoint", type=Path, help="directory for checkpoints of the run; default: none")
-    run.add_argument("--save-every", type=positive, default=50, help="steps from one checkpoint to the next")
+    run.add_argument("--save-every", type=positive, default=50, help="steps between checkpoints; the last is saved")
     run.add_argument("--resume", action="store_true", help="go on from the newest one in --checkpoint, if there is one")
-    run.add_argument("--metrics", type=Path, help="JSONL to write; default: runs/<time>/metrics.jsonl")
+    run.add_argument("--metrics", type=Path, help="JSONL; --resume adds to it; default: runs/<time>/metrics.jsonl")
     args = parser.parse_args(argv)
     if not args.prompt:
         parser.error("--prompt is empty; the model needs a byte to go on from")
@@ -109,9 +109,15 @@ def bf16_is_faster(device: torch.device) -> bool:
     return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
-def make_config(args: argparse.Namespace, job: Job, checkpoints: Checkpoints | None = None) -> zeropp.Config:
-    """The configuration: the file as it is, changed only by flags that were given. Settles batch and accumulation."""
-    config = zeropp.load_config(args.config or {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0})
+def read_config(args: argparse.Namespace) -> zeropp.Config:
+    """The configuration of the file that was given, or the default."""
+    return zeropp.load_config(args.config or {"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0})
+
+
+def make_config(
+    config: zeropp.Config, args: argparse.Namespace, job: Job, checkpoints: Checkpoints | None = None
+) -> zeropp.Config:
+    """``config``, changed only by flags that were given. Settles batch and accumulation."""
     bf16 = args.bf16
     if bf16 is None and not args.config:
         # Ranks may time differently; all must compute in one dtype.
@@ -306,7 +312,7 @@ def train(
                 metrics.write("train", **record)
                 bar.set_postfix_str(describe(record))
                 meter.restart()
-            if stop or checkpoints.due(step):
+            if stop or step == args.steps or checkpoints.due(step):
                 checkpoints.save(step, model, optimizer, scheduler)
             if stop:
                 metrics.write("interrupted", step=step)
@@ -350,15 +356,16 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(argv)
     if args.vocab < 256:
         raise ValueError(f"--vocab {args.vocab}: the text is bytes, expected at least 256")
-    with start_job(args.plain) as job:
+    config = read_config(args)
+    with start_job(args.plain, config.zeropp.hang_timeout) as job:
         torch.manual_seed(args.seed)
         checkpoints = Checkpoints(args.checkpoint, args.save_every, args.resume)
-        config = make_config(args, job, checkpoints)
+        config = make_config(config, args, job, checkpoints)
         text = load_text(args.data)
         sizes = GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len, args.tied)
         with job.device:
             model = GPT(sizes)
-        metrics = Metrics(args.metrics, job)
+        metrics = Metrics(args.metrics, job, append=args.resume)
         shape = {"parameters": parameter_count(sizes), "world": job.world, "device": job.device.type}
         settings = config.model_dump(mode="json", exclude_unset=True)
         metrics.write("start", **shape, files=text.files, train_bytes=len(text.train), config=settings)

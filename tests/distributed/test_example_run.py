@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -11,17 +12,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 
 import pytest
+import train_fsdp2
+from job import start_job
+
+from tests.distributed.example import DATA, SMALL, own_signals, records, trains
+from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
-SMALL = [
-    *("--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--no-bf16"),
-    *("--lr=3e-3", "--warmup=2", "--log-every=1", "--validate-windows=8"),
-]
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -40,7 +42,7 @@ def command(ranks: int, metrics: Path, *flags: str) -> list[str]:
         str(SCRIPT),
         f"--metrics={metrics}",
         "--data",
-        str(SCRIPT.parent),
+        str(DATA),
         *SMALL,
         *flags,
     ]
@@ -81,14 +83,6 @@ def run(arguments: list[str], folder: Path, timeout: float = 100) -> str:
     return output
 
 
-def records(path: Path, event: str) -> list[dict]:
-    """Complete lines of one kind."""
-    if not path.exists():
-        return []
-    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [record for record in map(json.loads, lines) if record["event"] == event]
-
-
 def running_with(argument: Path) -> list[int]:
     """Process ids whose command line has this argument."""
     found = []
@@ -105,7 +99,7 @@ def test_two_ranks_train_like_one_without_zeropp(tmp_path: Path) -> None:
     two, plain = tmp_path / "two.jsonl", tmp_path / "plain.jsonl"
     flags = ("--steps=20", "--validate-every=10")
     output = run(command(2, two, *flags, "--batch=4", "--sample=12", "--prompt=import "), tmp_path)
-    run(command(1, plain, *flags, "--batch=8", "--sample=0", "--plain"), tmp_path)
+    assert run_ranks(1, trains, plain, [*flags, "--batch=8", "--sample=0", "--plain"], init=False) == [0]
 
     begin = records(two, "start")
     assert begin[0]["world"] == 2 and begin[0]["config"]["zero_optimization"] == {"stage": 3}
@@ -137,8 +131,10 @@ layers = [torch.nn.Linear(width, width) for _ in range(4)]
 """
 
 
-@pytest.mark.parametrize("width", [pytest.param(16, marks=pytest.mark.campaign), 400])
-def test_readme_s_ten_lines_end_well(width: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("width", "times"), [(400, 1), *(pytest.param(width, 5, marks=pytest.mark.campaign) for width in (16, 400))]
+)
+def test_readme_s_ten_lines_end_well(width: int, times: int, tmp_path: Path) -> None:
     """As they stand: nothing is closed, and what was gathered after the last step may still be on its way."""
     block = re.search(r"## Use\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert block is not None
@@ -148,7 +144,7 @@ def test_readme_s_ten_lines_end_well(width: int, tmp_path: Path) -> None:
     script = tmp_path / "ten_lines.py"
     script.write_text(f"import torch{setting}{loader}{usage}print('trained', flush=True)\n")
     launch = command(2, tmp_path / "unused")[1:5]
-    for _ in range(2):
+    for _ in range(times):
         output = run([sys.executable, *launch, str(script)], tmp_path)
         assert output.count("trained") == 2
 
@@ -156,19 +152,27 @@ def test_readme_s_ten_lines_end_well(width: int, tmp_path: Path) -> None:
 FSDP2_SCRIPT = ROOT / "examples" / "train_fsdp2.py"
 
 
-def fsdp2_losses(folder: Path, *flags: str) -> tuple[list[float], str]:
-    """Losses that the FSDP2 example prints on two ranks, and all of its output."""
-    launch = command(2, folder / "unused")[1:5]
-    small = ("--layers=2", "--d-model=32", "--heads=2", "--seq-len=16", "--steps=8", "--log-every=1")
-    data = ("--data", str(SCRIPT.parent))
-    output = run([sys.executable, *launch, str(FSDP2_SCRIPT), *small, *data, *flags], folder)
-    return [float(each) for each in re.findall(r"^step \d+: loss ([0-9.]+)$", output, re.MULTILINE)], output
+FSDP2_FLAGS = ["--layers=2", "--d-model=32", "--heads=2", "--seq-len=16", "--steps=8", "--log-every=1"]
+
+
+def losses_in(output: str) -> list[float]:
+    """Those that the FSDP2 example has printed."""
+    return [float(each) for each in re.findall(r"^step \d+: loss ([0-9.]+)$", output, re.MULTILINE)]
+
+
+def usual_fsdp2() -> str:
+    """What it prints without quantization."""
+    with redirect_stdout(io.StringIO()) as printed, own_signals():
+        assert train_fsdp2.main([*FSDP2_FLAGS, f"--data={DATA}", "--plain"]) == 0
+    return printed.getvalue()
 
 
 def test_the_fsdp2_example(tmp_path: Path) -> None:
     """Quantized it learns like FSDP2 as it is, and says what it has sent."""
-    usual, plain_output = fsdp2_losses(tmp_path, "--plain")
-    losses, output = fsdp2_losses(tmp_path, "--ranks-per-node=1", "--feedback=cross")
+    plain_output, _ = run_ranks(2, usual_fsdp2, init=False)
+    launch = [*command(2, tmp_path / "unused")[:5], str(FSDP2_SCRIPT), *FSDP2_FLAGS, f"--data={DATA}"]
+    output = run([*launch, "--ranks-per-node=1", "--feedback=cross"], tmp_path)
+    usual, losses = losses_in(plain_output), losses_in(output)
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.1
     assert losses == pytest.approx(usual, rel=0.02) and losses != usual
     rows = re.findall(r"^(\S+) +(gather|reduce) +(\S+) +cross +2 +(\S+) +\d+ +[\d,]+$", output, re.MULTILINE)
@@ -182,7 +186,7 @@ def test_a_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     """From the newest checkpoint, with the same windows in as many more micro-steps; and is refused where none fit."""
     flags = ("--steps=12", "--save-every=2", "--sample=0", f"--checkpoint={tmp_path / 'run'}")
     whole, first, second = (tmp_path / f"{name}.jsonl" for name in ("whole", "first", "second"))
-    run(command(2, whole, "--steps=12", "--sample=0", "--batch=4"), tmp_path)
+    assert run_ranks(2, trains, whole, ["--steps=12", "--sample=0", "--batch=4"], init=False) == [0, 0]
     with started(command(2, first, *flags, "--batch=4"), tmp_path) as process:
         until = time.monotonic() + 60
         while not (tmp_path / "run" / "step-00000004" / "metadata.json").exists() and time.monotonic() < until:
@@ -190,14 +194,41 @@ def test_a_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
         for rank in running_with(first):
             os.kill(rank, signal.SIGKILL)
         process.communicate(timeout=60)
-    run(command(1, second, *flags, "--batch=4", "--resume"), tmp_path)
+    assert run_ranks(1, trains, second, [*flags, "--batch=4", "--resume"], init=False) == [0]
     expected = {record["step"]: record["loss"] for record in records(whole, "train")}
     found = {record["step"]: record["loss"] for record in records(second, "train")}
     assert max(found) == 12 and 4 < min(found) <= 12
     assert found == pytest.approx({step: expected[step] for step in found}, abs=2e-3)
-    with started(command(1, second, *flags, "--batch=3", "--resume"), tmp_path) as process:
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1 and "has 8 windows a step, which 1 ranks with --batch 3 do not make" in output
+    (refused,) = run_ranks(1, trains, second, [*flags, "--batch=3", "--resume"], init=False, catch=True)
+    assert "has 8 windows a step, which 1 ranks with --batch 3 do not make" in refused.message
+
+
+def test_the_last_step_is_saved_and_runs_are_not_mixed(tmp_path: Path) -> None:
+    run, metrics = tmp_path / "run", tmp_path / "metrics.jsonl"
+    flags = ["--steps=3", "--save-every=2", "--sample=0", "--batch=2", f"--checkpoint={run}"]
+    assert run_ranks(1, trains, metrics, flags, init=False) == [0]
+    assert sorted(each.name for each in run.glob("step-*")) == ["step-00000002", "step-00000003"]
+    before = (run / "run.json").read_text(), metrics.read_text()
+    for refused in run_ranks(2, trains, metrics, [*flags, "--batch=4"], init=False, catch=True):
+        assert "has a run, which would be mixed with this one; give --resume" in refused.message
+    assert ((run / "run.json").read_text(), metrics.read_text()) == before
+
+
+def waits_in_vain() -> tuple[int, float]:
+    """What the first rank says, and after how many seconds the second gives up waiting for it."""
+    with own_signals(), start_job(plain=False, patience=1) as job:
+        first, start = job.first(7 + job.rank), time.monotonic()
+        if job.rank == 0:
+            time.sleep(3)
+        else:
+            with pytest.raises(RuntimeError):
+                job.agree()
+        return first, time.monotonic() - start
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_the_configuration_says() -> None:
+    (said, _), (heard, seconds) = run_ranks(2, waits_in_vain, init=False)
+    assert said == heard == 7 and seconds < 2.8
 
 
 def test_accumulation_and_a_config_file(tmp_path: Path) -> None:
@@ -205,8 +236,8 @@ def test_accumulation_and_a_config_file(tmp_path: Path) -> None:
     config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_clipping": 1.0}))
     metrics, plain = tmp_path / "metrics.jsonl", tmp_path / "plain.jsonl"
     flags = ("--steps=6", "--batch=4", "--accumulate=2", "--sample=0")
-    run(command(1, metrics, *flags, "--config", str(config)), tmp_path)
-    run(command(1, plain, *flags, "--plain"), tmp_path)
+    assert run_ranks(1, trains, metrics, [*flags, f"--config={config}"], init=False) == [0]
+    assert run_ranks(1, trains, plain, [*flags, "--plain"], init=False) == [0]
     losses, expected = ([record["loss"] for record in records(path, "train")] for path in (metrics, plain))
     assert losses == pytest.approx(expected, abs=1e-3)
 

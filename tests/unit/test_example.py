@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -208,14 +209,18 @@ def test_learning_rate() -> None:
     assert factors[100] == pytest.approx(0.1)
 
 
+def made(args: argparse.Namespace, job: Job) -> zeropp.Config:
+    return train_gpt.make_config(train_gpt.read_config(args), args, job)
+
+
 def test_flags_add_to_the_config_file(tmp_path: Path) -> None:
     path = tmp_path / "zero.json"
     path.write_text('{"zero_optimization": {"stage": 3}, "gradient_clipping": 0.5} // a comment')
     job = Job(0, 1, torch.device("cpu"))
     arguments = ["--config", str(path)]
-    assert train_gpt.make_config(train_gpt.parse_arguments(arguments), job) == zeropp.load_config(path)
+    assert made(train_gpt.parse_arguments(arguments), job) == zeropp.load_config(path)
     arguments += ["--bf16", "--accumulate", "4"]
-    config = train_gpt.make_config(train_gpt.parse_arguments(arguments), job)
+    config = made(train_gpt.parse_arguments(arguments), job)
     assert config.bf16.enabled
     assert config.gradient_accumulation_steps == 4
     assert config.gradient_clipping == 0.5
@@ -228,10 +233,10 @@ def test_batch_and_accumulation_follow_the_config_file(tmp_path: Path) -> None:
     job.agree = lambda value=0.0: (False, value)  # type: ignore[method-assign]  # no other rank is here
     for flags in ([], ["--batch", "2"]):
         args = train_gpt.parse_arguments(["--config", str(path), *flags])
-        train_gpt.make_config(args, job)
+        made(args, job)
         assert (args.batch, args.accumulate) == (2, 4)
     with pytest.raises(ValueError, match="--batch 3"):
-        train_gpt.make_config(train_gpt.parse_arguments(["--config", str(path), "--batch", "3"]), job)
+        made(train_gpt.parse_arguments(["--config", str(path), "--batch", "3"]), job)
 
 
 @pytest.mark.parametrize("flags", [["--log-every", "0"], ["--prompt", ""], ["--batch", "-1"]])
@@ -241,7 +246,7 @@ def test_flags_that_cannot_work_are_refused_at_once(flags: list[str]) -> None:
 
 
 def test_without_a_file_the_faster_dtype_is_chosen() -> None:
-    config = train_gpt.make_config(train_gpt.parse_arguments([]), Job(0, 1, torch.device("cpu")))
+    config = made(train_gpt.parse_arguments([]), Job(0, 1, torch.device("cpu")))
     assert config.zero.stage == 3
     assert config.bf16.enabled in (True, False)
 

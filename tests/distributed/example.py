@@ -1,0 +1,46 @@
+"""The example with a small model: its flags, its metrics, and runs of it on the ranks of the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import train_gpt
+
+__all__ = ["DATA", "SMALL", "own_signals", "records", "trains"]
+
+DATA = Path(train_gpt.__file__).parent
+"""What it is trained on: its own sources."""
+
+SMALL = [
+    *("--layers=2", "--d-model=64", "--heads=2", "--seq-len=32", "--no-bf16"),
+    *("--lr=3e-3", "--warmup=2", "--log-every=1", "--validate-windows=8"),
+]
+
+
+def trains(metrics: Path, flags: Sequence[str]) -> int:
+    """Run it on this rank of the pool's, which has no process group yet."""
+    with own_signals():
+        return train_gpt.main([f"--metrics={metrics}", f"--data={DATA}", *SMALL, *flags])
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Give a process of the pool its handlers back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def records(path: Path, event: str) -> list[dict]:
+    """Complete lines of one kind."""
+    if not path.exists():
+        return []
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [record for record in map(json.loads, lines) if record["event"] == event]
