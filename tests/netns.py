@@ -25,20 +25,19 @@ import pytest
 
 from bench.common import congestion, namespaces
 
-__all__ = ["EACH", "UNDER", "Counters", "Network", "beside", "private_network"]
+__all__ = ["UNDER", "Counters", "Network", "beside", "private_network"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _numbers = itertools.count()
 _FRAME = 9000  # bytes. Segments that TCP sends again are counted in frames; of the usual 65536, few are full.
 _HEADERS = 52  # bytes of IP, TCP and its time stamps; loopback counts no Ethernet header
 
-# Parameters of tests: TCP's congestion control, None for the one that is chosen, and whether a core is busy. UNDER
-# leaves all but the chosen one to the campaign; EACH, for what is cheap, only busy cores.
+# Parameters of tests: TCP's congestion control, None for the one that is chosen, and whether a core is busy. All but
+# the chosen one are for the campaign.
 _CHOSEN = [pytest.param(None, False, id="chosen")]
 _IDLE = [pytest.param(name, False, id=name) for name in congestion.allowed()]
 _BUSY = [pytest.param(name, True, id=f"{name}-busy", marks=pytest.mark.campaign) for name in congestion.allowed()]
 UNDER = [*_CHOSEN, *(pytest.param(*p.values, id=p.id, marks=pytest.mark.campaign) for p in _IDLE), *_BUSY]
-EACH = [*(_IDLE or _CHOSEN), *_BUSY]
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from torch.distributed import TCPStore
 
 from tests.distributed.worker import Call, RankFailure
 
-__all__ = ["RankError", "RankFailure", "RankTimeout", "run_ranks", "shutdown", "spread"]
+__all__ = ["RankError", "RankFailure", "RankTimeout", "run_ranks", "shutdown", "some", "spread"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SPAWN_SECONDS = 100.0
@@ -43,6 +43,11 @@ def spread(rows: Iterable[str], columns: Iterable[str], every: int) -> list[Any]
     """Pairs for parametrize: every row with some columns, each ``every``-th pair; the others are for the campaign."""
     chosen = [(row, column, (i + j) % every == 0) for i, row in enumerate(rows) for j, column in enumerate(columns)]
     return [pytest.param(r, c, marks=() if here else pytest.mark.campaign) for r, c, here in chosen]
+
+
+def some(rows: Iterable[str], every: int) -> list[Any]:
+    """For parametrize: each ``every``-th row; the others are for the campaign."""
+    return [pytest.param(row, marks=() if i % every == 0 else pytest.mark.campaign) for i, row in enumerate(rows)]
 
 
 class RankError(RuntimeError):

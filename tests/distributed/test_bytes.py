@@ -14,7 +14,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
 from tests.distributed.uneven import Uneven
-from tests.netns import EACH, UNDER, beside, private_network
+from tests.netns import UNDER, beside, private_network
 from zeropp.comm.ledger import Ledger
 from zeropp.partition.layout import BLOCK
 
@@ -222,7 +222,7 @@ def check_the_device(tcp: str | None, busy: bool, *, ranks: int, local: int, dty
 
 
 @pytest.mark.root
-@pytest.mark.parametrize(("tcp", "busy"), EACH)
+@pytest.mark.parametrize(("tcp", "busy"), UNDER)
 def test_the_device_carries_what_the_ledger_says(tcp: str | None, busy: bool) -> None:
     check_the_device(tcp, busy, ranks=2, local=2, dtype="fp32")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zeropp
 import zeropp_kernels as kernels
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_ranks, some
 from tests.distributed.quantized import Model, tokens
 from tests.distributed.shapes import make_config
 from tests.distributed.watch import watch_weights
@@ -125,7 +125,7 @@ def both(settings: dict[str, object], steps: int) -> tuple[list[str], dict[str, 
     return wrong, renewed, buffers
 
 
-STEPS = [(name, 24) for name in PLACED]
+STEPS = [pytest.param(*each.values, 24, marks=each.marks) for each in some(PLACED, 2)]
 STEPS += [pytest.param(name, 200, marks=pytest.mark.campaign) for name in PLACED]
 
 
@@ -242,7 +242,7 @@ def followed(settings: dict[str, object]) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", some(PLACED, 3))
 def test_four_bit_differences_reach_every_rank_and_what_they_lose_is_carried(world: int, name: str) -> None:
     settings = PLACED[name]
     if world == 2 and "zero_hpz_partition_size" in settings:

@@ -101,6 +101,7 @@ def test_one_of_two(what: str, where: str, victim: int) -> None:
     check(2, what, where, victim)
 
 
+@pytest.mark.campaign
 def test_the_store_of_four_stands_still() -> None:
     check(4, "stopped", "forward", 0)
 

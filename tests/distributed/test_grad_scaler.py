@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, spread
 from tests.distributed.models import MODELS
 from tests.distributed.parity import Recipe, assert_close, build, micro_batch
 from tests.distributed.shapes import make_config
@@ -184,9 +184,8 @@ PLACED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("poisoned", [-1, 3])
-@pytest.mark.parametrize("placement", PLACED)
-def test_grad_scaler_in_every_placement(placement: str, poisoned: int) -> None:
-    recipe = Recipe(dtype=torch.float32, zero=PLACED[placement])
+@pytest.mark.parametrize(("placement", "overflow"), spread(PLACED, ["none", "of rank 3"], every=2))
+def test_grad_scaler_in_every_placement(placement: str, overflow: str) -> None:
+    recipe, poisoned = Recipe(dtype=torch.float32, zero=PLACED[placement]), {"none": -1}.get(overflow, 3)
     runs = run_ranks(4, train_scaled, recipe, poisoned, 0.2, local_world_size=2)
     check_scaled(runs, plain_scaled(recipe, 4, poisoned, 0.2))

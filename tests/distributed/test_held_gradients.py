@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.harness import run_ranks, spread
+from tests.distributed.harness import run_ranks, some, spread
 from tests.distributed.pair import Pair
 from tests.distributed.parity import assert_close
 from tests.distributed.shapes import make_config
@@ -72,7 +72,7 @@ HOLDING: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "window"), spread(HOLDING, WINDOWS, 2))
+@pytest.mark.parametrize(("name", "window"), spread(HOLDING, WINDOWS, 3))
 def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
     """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""
     run_ranks(4, in_parts, HOLDING[name], WINDOWS[window], 4, local_world_size=2)
@@ -117,7 +117,7 @@ def scaled(settings: dict[str, object], uses: list[list[bool]]) -> tuple[float, 
     return pair.difference(), pair.optimizer.skipped_steps
 
 
-@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize("name", some(HOLDING, 2))
 def test_held_gradients_and_a_scaler_are_never_mixed(name: str) -> None:
     """A layer that only the first micro-batch of a later window uses: in that step or, once, a step is skipped."""
     uses = [[False, False], [True, False], [True, False], [True, True], [True, False]]
@@ -137,6 +137,6 @@ def cleared(settings: dict[str, object]) -> None:
     pair.check()
 
 
-@pytest.mark.parametrize("name", HOLDING)
+@pytest.mark.parametrize("name", some(HOLDING, 2))
 def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
     run_ranks(4, cleared, HOLDING[name], local_world_size=2)

@@ -80,7 +80,7 @@ def test_settings_change_nothing(model: str, dtype: torch.dtype) -> None:
 
 
 MODELS = ["nested lists", "encoder", "frozen middle, segments recomputed", "tied segments, reentrant", "low rank"]
-FEW = [("nested lists", 2), ("frozen middle, segments recomputed", 2), ("tied segments, reentrant", 2), ("gpt", 1)]
+FEW = [("frozen middle, segments recomputed", 2), ("gpt", 1)]  # the others in the campaign, with all settings
 
 
 @pytest.mark.parametrize(("model", "nodes"), FEW)

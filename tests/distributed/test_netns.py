@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.common import congestion
-from tests.netns import EACH, beside, private_network
+from tests.netns import UNDER, beside, private_network
 
 SCRIPT = Path(__file__).with_name("gather_bytes.py")
 pytestmark = pytest.mark.root
@@ -20,7 +20,7 @@ def namespaces() -> str:
     return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("tcp", "busy"), EACH)
+@pytest.mark.parametrize(("tcp", "busy"), UNDER)
 def test_counts_the_bytes_of_a_gather(tcp: str | None, busy: bool) -> None:
     shard_nbytes = 16 << 20
     with private_network(tcp) as network, beside(busy):

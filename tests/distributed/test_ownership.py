@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.harness import RankFailure, run_ranks, spread
 from tests.distributed.models import MODELS
 from tests.distributed.parity import Recipe, assert_close, build, make_optimizer, micro_batch
 from tests.distributed.shapes import Routed, make_config
@@ -148,8 +148,7 @@ def wrapped_again(recipe: Recipe, first: dict[str, object], then: dict[str, obje
     return zeropp.full_state(model), same
 
 
-@pytest.mark.parametrize("model", ["gpt", "low rank"])
-@pytest.mark.parametrize("name", AGAIN)
+@pytest.mark.parametrize(("name", "model"), spread(AGAIN, ["gpt", "low rank"], 2))
 def test_wrapping_again_takes_the_main_weights_over(name: str, model: str) -> None:
     recipe = Recipe(model=model)
     reference = build(recipe)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, spread
 from tests.distributed.models import MODELS
 from tests.distributed.parity import (
     Recipe,
@@ -150,8 +150,7 @@ def plain_gradients(recipe: Recipe, world: int) -> dict[str, Tensor]:
 FP32_MODELS = ("gpt", "low rank", "encoder", "frozen middle, blocks reentrant")
 
 
-@pytest.mark.parametrize("model", FP32_MODELS)
-@pytest.mark.parametrize("topology", ["2", "2x2"])
+@pytest.mark.parametrize(("model", "topology"), spread(FP32_MODELS, ["2", "2x2"], 2))
 def test_fp32_reduced_gradients(model: str, topology: str) -> None:
     """Each within 1e-5 of the largest gradient of its parameter, all below 1e-5 of the largest anywhere aside."""
     world, nodes = TOPOLOGIES[topology]
@@ -166,8 +165,7 @@ def test_fp32_reduced_gradients(model: str, topology: str) -> None:
             assert_close(gradient / scale, plain[name] / scale, 1e-5, name)
 
 
-@pytest.mark.parametrize("model", FP32_MODELS)
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize(("model", "optimizer"), spread(FP32_MODELS, ["SGD", "AdamW"], 2))
 def test_fp32_training(model: str, optimizer: str) -> None:
     """AdamW turns the rounding noise of gradients that should be zero into whole steps: losses only."""
     recipe = Recipe(model, torch.float32, accumulation=2, optimizer=optimizer, clip=1.0, zero=SMALL_PERSIST)
@@ -219,8 +217,7 @@ def train_mixed(recipe: Recipe, world: int) -> list[Trained]:
 BF16: dict[str, object] = {"bf16": {"enabled": True}}
 
 
-@pytest.mark.parametrize("model", ["gpt", "encoder", "convolutions", "low rank"])
-@pytest.mark.parametrize("topology", ["2", "2x2"])
+@pytest.mark.parametrize(("model", "topology"), spread(["gpt", "encoder", "convolutions", "low rank"], ["2", "2x2"], 2))
 def test_bf16_training(model: str, topology: str) -> None:
     """One hop: as its emulation within 1e-3; equal until noise of fp32 sums flips the first bf16 rounding of a weight.
     Two hops: partial sums are rounded to bf16 between nodes, so 2 % (2^-8 a hop, over six steps). Both within 5 % of

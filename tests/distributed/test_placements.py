@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.harness import some
 from tests.distributed.parity import Recipe, check
 from tests.distributed.settings import CORE, SETTINGS, pairwise
 
@@ -77,7 +78,7 @@ LARGER: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", LARGER)
+@pytest.mark.parametrize("name", some(LARGER, 4))
 def test_more_ranks_than_two_by_two(name: str) -> None:
     world, nodes, fields = LARGER[name]
     check(Recipe(**fields, accumulation=2, clip=0.3, steps=4), world, nodes=nodes)

@@ -100,7 +100,7 @@ QUANTIZED: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "shape"), spread(QUANTIZED, SHAPES, 2))
+@pytest.mark.parametrize(("name", "shape"), spread(QUANTIZED, SHAPES, 3))
 def test_gradients_lie_within_the_codecs_bound(name: str, shape: str) -> None:
     world, local = SHAPES[shape]
     settings, bits = QUANTIZED[name]

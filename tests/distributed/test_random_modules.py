@@ -105,8 +105,8 @@ def test_modules_that_were_refused(spec: Spec, micro: int, spread: bool) -> None
     assert check(spec, {"persist": 20}, micro, spread)
 
 
-def test_forty_modules() -> None:
-    check_many(40, 1)
+def test_twenty_modules() -> None:
+    check_many(20, 1)
 
 
 @pytest.mark.campaign

@@ -16,6 +16,9 @@ from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL
 from tests.distributed.shapes import Route, Routed, make_config, shards
 
+HANG, SILENCE = 2, 4  # seconds
+REACHED = f"hang_timeout, {HANG} s, was reached"
+
 
 class Leaver:
     """What the last rank does in place of a step; everyone else trains."""
@@ -44,7 +47,7 @@ class Leaver:
 
     def silent(self) -> None:
         """Does something else for longer than the others wait, and comes back."""
-        time.sleep(5)
+        time.sleep(SILENCE)
         self.train()
 
     def two_forwards(self) -> None:
@@ -90,7 +93,7 @@ class Leaver:
 
 def leave(how: str, settings: dict[str, object]) -> tuple[str, float, bool, bool]:
     """Three common steps, then the last rank leaves; error, seconds, whether weights changed, whether one was late."""
-    pair = Pair(Routed(5), make_config(hang_timeout=3, **settings))
+    pair = Pair(Routed(5), make_config(hang_timeout=HANG, **settings))
     for _ in range(3):
         pair.train(ALL)
     before = shards(pair.optimizer)
@@ -128,12 +131,12 @@ def check_left(results: list[tuple[str, float, bool, bool]], how: str) -> None:
         # Ranks that were at the same place are told together: "ranks 0, 1 and 2 were ...".
         told = re.findall(r"ranks? ([\d, and]+) (?:was|were) ", message.partition("no longer in step: ")[2])
         assert str(rank) in re.findall(r"\d+", " ".join(told)), message
-        assert "hang_timeout" not in message or ("hang_timeout, 3 s, was reached" in message and seconds >= 3)
+        assert "hang_timeout" not in message or (REACHED in message and seconds >= HANG)
         assert not changed, f"rank {rank} changed weights, then said {message!r}"
-        assert seconds < 3 + GRACE + (5 if how == "silent" else 0), f"rank {rank} took {seconds:.1f} s"
+        assert seconds < HANG + GRACE + (SILENCE if how == "silent" else 0), f"rank {rank} took {seconds:.1f} s"
         assert not stepped or how == "skipped_step", f"rank {rank} stepped alone"
     if how == "silent":  # somebody has waited for it; the others may have seen that one go
-        assert any("hang_timeout, 3 s, was reached" in message for message, *_ in results)
+        assert any(REACHED in message for message, *_ in results)
 
 
 @pytest.mark.parametrize("how", LEAVES)
@@ -157,7 +160,7 @@ def hung_gather(settings: dict[str, object]) -> tuple[str, float]:
         pair.train(ALL)
     start = time.monotonic()
     if pair.rank == 1:
-        time.sleep(6)
+        time.sleep(4)
         return "", 0.0
     with pytest.raises(RuntimeError) as caught:
         pair.train(ALL)

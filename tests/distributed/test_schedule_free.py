@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import zeropp
 from tests.distributed.default_recipe import PLACED, RECIPE, backward, loss_of
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import run_ranks, spread
 from tests.distributed.parity import assert_close, build
 from tests.distributed.shapes import Routed, make_config
 
@@ -40,8 +40,7 @@ def free_of_schedules(cls: str, settings: dict[str, object] | None, world: int |
     return losses, states
 
 
-@pytest.mark.parametrize("placement", PLACED)
-@pytest.mark.parametrize("cls", ["AdamWScheduleFree", "SGDScheduleFree"])
+@pytest.mark.parametrize(("cls", "placement"), spread(["AdamWScheduleFree", "SGDScheduleFree"], PLACED, every=2))
 def test_schedule_free_optimizers_switch(cls: str, placement: str) -> None:
     losses, states = free_of_schedules(cls, None, 4)
     for found, own in run_ranks(4, free_of_schedules, cls, PLACED[placement], None, local_world_size=2):

@@ -21,8 +21,12 @@ def test_two_nodes() -> None:
     run_ranks(4, over, follow, [BRANCHES * 2] * 3, {}, init=False, local_world_size=2)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.parametrize("local", [2, 4])
+ONE_HOP = ("fp32", "zero++", "both hops", "delta4")  # without a level of nodes; the others in the campaign
+ROUTES = [(2, name) for name in SETTINGS] + [(4, name) for name in ONE_HOP]
+ROUTES += [pytest.param(4, name, marks=pytest.mark.campaign) for name in SETTINGS if name not in ONE_HOP]
+
+
+@pytest.mark.parametrize(("local", "name"), ROUTES)
 def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
     """For every hop and codec, over one hop and two."""
     settings = SETTINGS[name]

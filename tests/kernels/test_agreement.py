@@ -11,7 +11,20 @@ from tests.kernels.cases import BITS, DEVICE, DTYPES, LENGTHS, same_bits
 from tests.kernels.fast import device
 from zeropp_kernels import message_layout, reference
 
-EVERY = [0, *LENGTHS, pytest.param(1_000_000, marks=pytest.mark.campaign)]
+# The interpreter takes its time, and beside a border of 256 elements lies one of 128, too.
+SLOW = pytest.mark.campaign if DEVICE == "cpu" else ()
+EVERY = [pytest.param(numel, marks=SLOW if numel in (127, 129) else ()) for numel in (0, *LENGTHS)]
+EVERY.append(pytest.param(1_000_000, marks=pytest.mark.campaign))
+# Every pair of dtypes in tensors of every other shape; in large ones each dtype once on either side.
+COPIES = [
+    pytest.param(
+        shapes, source, target, id=f"{shapes}-source{i}-target{j}",
+        marks=SLOW if shapes == "large" and (i - j) % 3 != 1 else (),
+    )
+    for shapes in SHAPES
+    for i, source in enumerate(DTYPES)
+    for j, target in enumerate(DTYPES)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -55,9 +68,7 @@ def test_quantize_tensors(shapes: str, dtype: torch.dtype, bits: int) -> None:
     agreement.quantize_tensors(shapes, dtype, bits)
 
 
-@pytest.mark.parametrize("target", DTYPES)
-@pytest.mark.parametrize("source", DTYPES)
-@pytest.mark.parametrize("shapes", SHAPES)
+@pytest.mark.parametrize(("shapes", "source", "target"), COPIES)
 def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
     agreement.copies(shapes, source, target)
 

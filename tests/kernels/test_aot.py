@@ -34,14 +34,15 @@ def compile_all(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.campaign
+@pytest.mark.timeout(1200)
 def test_every_pair_of_settings_on_sm_90() -> None:
     assert " 0 wrong" in compile_all("--cover", "pairs", "--targets", "sm_90")
 
 
 @pytest.mark.timeout(600)
-def test_every_setting_on_the_other_targets() -> None:
-    assert " 0 wrong" in compile_all("--cover", "each", "--targets", "sm_80", "sm_100", "gfx942")
+def test_every_setting_on_every_target() -> None:
+    assert " 0 wrong" in compile_all("--cover", "each", "--targets", "sm_80", "sm_90", "sm_100", "gfx942")
 
 
 @pytest.mark.campaign
