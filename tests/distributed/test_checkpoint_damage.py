@@ -20,6 +20,7 @@ import zeropp
 from tests.distributed.checkpoints import train, wrap
 from tests.distributed.cut_off import CALLS
 from tests.distributed.harness import ROOT, run_ranks
+from tests.tmpfs import tmpfs
 from zeropp import checkpoint
 from zeropp.checkpoint import place
 from zeropp.checkpoint.checksums import Checksums
@@ -156,15 +157,8 @@ def test_one_rank_s_disk_fails(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a small tmpfs")
-    place = tmp_path / "small"
-    place.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "none", str(place)], capture_output=True)
-    if mount.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    with tmpfs(tmp_path / "small", "-o", "size=300k") as place:
+        yield place
 
 
 def test_a_full_disk(small_disk: Path, trained: Pair) -> None:

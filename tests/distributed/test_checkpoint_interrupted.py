@@ -21,6 +21,7 @@ import zeropp
 from tests.distributed.checkpoints import train, wrap
 from tests.distributed.harness import run_ranks
 from tests.distributed.quantized import tokens
+from tests.tmpfs import tmpfs
 from zeropp import checkpoint
 
 
@@ -103,15 +104,8 @@ def remount(place: Path, how: str) -> None:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount a tmpfs")
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "none", str(place)], capture_output=True)
-    if mount.returncode != 0:
-        pytest.skip(f"cannot mount a tmpfs: {mount.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    with tmpfs(tmp_path / "disk") as place:
+        yield place
 
 
 def read_only(root: Path) -> str:

@@ -230,19 +230,11 @@ class Spread:
         """Cut whole parameters; each rank keeps its piece of the values that the source, a rank of the group, has."""
         if self.world == 1:
             return
-        joint: list[nn.Parameter] = []
-        nbytes = 0
         for parameter in parameters:
             if parameter.nbytes > _ALONE_NBYTES:
                 self._scatter_alone(parameter, source)
-                continue
-            joint.append(parameter)
-            nbytes += parameter.nbytes
-            if nbytes > _MESSAGE_NBYTES:
-                self._scatter_jointly(joint, source)
-                joint, nbytes = [], 0
-        if joint:
-            self._scatter_jointly(joint, source)
+        for batch in _batches(p for p in parameters if p.nbytes <= _ALONE_NBYTES):
+            self._scatter_jointly(batch, source)
 
     def _scatter_alone(self, parameter: nn.Parameter, source: int) -> None:
         piece, carrier = _piece(parameter), self.carrier
@@ -298,20 +290,11 @@ class Spread:
         """Let whole parameters have the values of the source everywhere, several in one message."""
         if self.world == 1:
             return
-        batch: list[nn.Parameter] = []
-        nbytes = 0
-        for parameter in parameters:
-            batch.append(parameter)
-            nbytes += parameter.nbytes
-            if nbytes > _MESSAGE_NBYTES:
-                self._broadcast(batch, source)
-                batch, nbytes = [], 0
-        self._broadcast(batch, source)
+        for batch in _batches(parameters):
+            self._broadcast(batch, source)
 
     def _broadcast(self, parameters: Sequence[nn.Parameter], source: int) -> None:
         rows = [_bytes(dense_row(parameter.data)[0]).to(self.carrier.device) for parameter in parameters]
-        if not rows:
-            return
         message, doing = torch.cat(rows), "sharing small parameters"
         self.agree(doing, parameters, None)
         self.carrier.broadcast(message, source, doing)
@@ -329,20 +312,11 @@ class Spread:
 
     def wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Whole values of parameters in pieces, on the carrier's device, with their strides; several in one message."""
-        joint: list[nn.Parameter] = []
-        nbytes = 0
-        for parameter in parameters:
-            joint.append(parameter)
-            nbytes += parameter.nbytes
-            if nbytes > _MESSAGE_NBYTES:
-                yield from self._wholes(joint)
-                joint, nbytes = [], 0
-        yield from self._wholes(joint)
+        for batch in _batches(parameters):
+            yield from self._wholes(batch)
 
     def _wholes(self, parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Parameter, Tensor]]:
         rows = [_bytes(row).to(self.carrier.device) for p in parameters if (row := _piece(p).row) is not None]
-        if not rows:
-            return
         own = rows[0] if len(rows) == 1 else torch.cat(rows)
         message = torch.empty(self.world * own.numel(), dtype=torch.uint8, device=own.device)
         doing = "fetching parameters that are in pieces"
@@ -374,7 +348,8 @@ def take_over(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> No
     cut = [parameter for parameter in built if _piece(parameter).row is not None]
     if cut:
         spread = _piece(cut[0]).fetcher
-        assert isinstance(spread, Spread)  # who else would have made them
+        # Of several blocks, too: all were built for the ranks that the model is wrapped for, so any of them will do.
+        assert isinstance(spread, Spread)
         for parameter, values in spread.wholes(cut):
             places[id(parameter)].copy_(values)
     for parameter in built:
@@ -394,6 +369,20 @@ def _describe(parameters: Sequence[nn.Parameter]) -> str:
     rows = [f"{_piece(p).name} {tuple(p.shape)} {p.dtype}" for p in parameters]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:8]
     return f"{len(rows)} parameters from {rows[0]} on ({digest})" if rows else "no parameters"
+
+
+def _batches(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters that go into one message each, in their order."""
+    batch: list[nn.Parameter] = []
+    nbytes = 0
+    for parameter in parameters:
+        batch.append(parameter)
+        nbytes += parameter.nbytes
+        if nbytes > _MESSAGE_NBYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def _bytes(row: Tensor) -> Tensor:
