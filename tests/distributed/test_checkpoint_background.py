@@ -287,7 +287,7 @@ def test_copies_are_waited_for_on_the_device_they_come_from(monkeypatch: pytest.
     room.__getitem__().view().view().copy_ = lambda values, non_blocking: events.append("copy")
     monkeypatch.setattr(torch.cuda, "current_stream", stream)
     monkeypatch.setattr(background, "replace", lambda part, values: part)
-    made = background.Background(mock.Mock(world=1))
+    made = background.Background(mock.Mock(world=1), None)
     monkeypatch.setattr(made, "_room", lambda nbytes, parts: room)
     made._copied([part("cuda:1"), part("cpu"), part("cuda:1"), part("cuda:2")])
     assert events == ["copy"] * 4 + [torch.device("cuda", 1), torch.device("cuda", 2)]

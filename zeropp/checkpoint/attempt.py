@@ -11,7 +11,7 @@ import glob
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -42,7 +42,7 @@ from zeropp.checkpoint.place import (
     stem_of,
 )
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import tried
+from zeropp.checkpoint.together import Tried
 from zeropp_kernels import __version__
 
 __all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place"]
@@ -50,6 +50,7 @@ __all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place"]
 _T = TypeVar("_T")
 BESIDE = ".saving-"
 """In the names of folders that are being written."""
+_IN_PLACE = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
 
 
 class Meeting(Protocol):
@@ -58,8 +59,8 @@ class Meeting(Protocol):
     rank: int
     world: int
 
-    def do(self, work: Callable[[], _T], doing: str) -> _T:
-        """What this rank's work comes to; others may still be at theirs when it returns."""
+    def do(self, work: Callable[[], _T], doing: str) -> Tried[_T]:
+        """What this rank's work comes to, when all ranks are done with theirs; raises if one is lost meanwhile."""
         ...
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
@@ -88,6 +89,8 @@ class Attempt:
     limit: int
     progress: Progress
     completed: Callable[[], None] | None = None
+    # How things are, for errors; only the first rank's comes to change.
+    _left: str = field(default="Nothing was saved, and what was there before is as it was", init=False)
 
     def __post_init__(self) -> None:
         # A link would be replaced itself, by a folder on its own disk. Of each rank: nodes may have other links.
@@ -128,22 +131,17 @@ class Attempt:
 
     def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
         """Every rank's result, or an error on every rank if one has failed."""
-        result, error, told = meeting.do(lambda: tried(work), doing)
-        cause: BaseException | None = error
-        if isinstance(error, _InPlaceError):
-            cause, told = error.__cause__, str(error)
-        answers = meeting.exchange((result, told, isinstance(error, _InPlaceError)), doing)
+        result, error, told = meeting.do(work, doing)
+        answers = meeting.exchange((result, told, self._left), doing)
         if error is not None and not isinstance(error, Exception):
             raise error
         failed = {rank: told for rank, (_, told, _) in enumerate(answers) if told is not None}
         if failed:
-            left = "Nothing was saved, and what was there before is as it was"
-            if any(in_place for _, _, in_place in answers):
-                left = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
+            _, _, left = answers[0]  # the first rank's, which alone puts it in place
             raise CheckpointError(
                 f"{doing} at {str(self.path)!r} failed on rank{'s'[: len(failed) - 1]} {', '.join(map(str, failed))}: "
                 f"{next(iter(failed.values()))}. {left}; saving again is possible"
-            ) from cause
+            ) from error
         return [result for result, _, _ in answers]  # type: ignore[misc]
 
     def _make(self) -> bool:
@@ -182,13 +180,11 @@ class Attempt:
         # Again: something may have come in while files were written.
         check_target(self.path)
         left = put_in_place(self.beside, self.path)
-        try:
-            sync_folder(self.path.parent)
-            if left is not None:
-                shutil.rmtree(left)
-            self._complete()
-        except Exception as error:
-            raise _InPlaceError(f"{type(error).__name__}: {error}") from error
+        self._left = _IN_PLACE
+        sync_folder(self.path.parent)
+        if left is not None:
+            shutil.rmtree(left)
+        self._complete()
 
     def _finish_here(self, metadata: Metadata) -> None:
         try:
@@ -196,20 +192,19 @@ class Attempt:
             sync_folder(self.path)
             sync_folder(self.path.parent)
             metadata.write(self.path)
-            remove_others(self.path, keep={file.name for file in metadata.files})
-            self._complete()
-        except Exception as error:
+        except BaseException:
+            # It may have its name all the same, and not be synced.
             if has_files_of(self.path, self.token):
-                raise _InPlaceError(f"{type(error).__name__}: {error}") from error
+                self._left = _IN_PLACE
             raise
+        self._left = _IN_PLACE
+        remove_others(self.path, keep={file.name for file in metadata.files})
+        self._complete()
 
     def _complete(self) -> None:
         if self.completed is not None:
             self.completed()
-
-
-class _InPlaceError(Exception):
-    """Something went wrong when the checkpoint had its name already."""
+        self._left = "It is complete all the same"
 
 
 def _nothing() -> None:

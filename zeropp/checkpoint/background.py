@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from zeropp.checkpoint.attempt import Attempt
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.parts import Part
+from zeropp.checkpoint.rounds import Rounds
 from zeropp.checkpoint.tasks import Task
+from zeropp.checkpoint.together import Tried, tried
 from zeropp.comm.groups import HOST, gather_rows
 from zeropp.comm.hops import Comm
 from zeropp.comm.members import gather_objects
@@ -30,32 +33,35 @@ _log = logging.getLogger("zeropp")
 _ALIGNED = 64  # bytes; so that every dtype may lie at the beginning of a part
 # Seconds at most for others' disks once training has failed: no longer than torchrun lets a rank take to end.
 _AFTER_LOSS = 30.0
-_ROUND = 1.0  # seconds at most from one round of ranks that write to the next
 
 
 class _Apart:
     """Where the writing threads of all ranks meet: a group of their own, since collectives of one have one order."""
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, warn_after: float | None) -> None:
         # While a thread writes it holds this: an engine that is dropped meanwhile takes its groups along only then.
         self._comm = comm
         self.rank, self.world = comm.rank, comm.world
         self._group = comm.host_group("checkpoint") if comm.world > 1 and comm.backend != "fake" else None
-        self._timeout = comm.timeout
+        self._timeout, self._warn_after = comm.timeout, warn_after
 
-    def do(self, work: Callable[[], _T], doing: str) -> _T:
+    def do(self, work: Callable[[], _T], doing: str) -> Tried[_T]:
         """What work comes to, when every rank's is done, in rounds in which ranks tell that they are still there.
 
         A disk may be as slow as it likes, and a rank that is lost is noticed within ``hang_timeout``: the process ends
         when this does. Where training has lost a rank that still writes, its disk is not waited for without limit.
         """
         if self._group is None:
-            return work()
-        task, pause = Task(work, "zeropp checkpoint work"), _ROUND / 64
-        while not self._all(task.done, doing):
-            task.wait(pause)
+            return tried(work)
+        # It is the work that has a thread: a disk that takes no end must not keep this one, which tells of it.
+        task = Task(lambda: tried(work), "zeropp checkpoint work")
+
+        def wait(seconds: float) -> None:
+            task.wait(seconds)
             self._give_up_late(doing)
-            pause = min(2 * pause, _ROUND, self._timeout.total_seconds() / 4)
+
+        seconds = self._timeout.total_seconds()
+        Rounds(self.rank, doing, partial(self._numbers, doing), seconds, self._warn_after).run(lambda: task.done, wait)
         return task.result()
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
@@ -73,10 +79,11 @@ class _Apart:
                 "as it was"
             )
 
-    def _all(self, done: bool, doing: str) -> bool:
+    def _numbers(self, doing: str, number: int) -> list[int]:
         assert self._group is not None
         with _lost(doing):
-            return bool(gather_rows(torch.tensor([int(done)], device=HOST), self._group, self._timeout).all())
+            rows = gather_rows(torch.tensor([number], device=HOST), self._group, self._timeout)
+        return rows.view(-1).tolist()
 
 
 @contextmanager
@@ -90,8 +97,8 @@ def _lost(doing: str) -> Iterator[None]:
 class Background:
     """The checkpoint of one engine that is being written, if any, and the memory for the next."""
 
-    def __init__(self, comm: Comm) -> None:
-        self._meeting = _Apart(comm)
+    def __init__(self, comm: Comm, warn_after: float | None) -> None:
+        self._meeting = _Apart(comm, warn_after)
         self._memory: Tensor | None = None
         self._task: Task[None] | None = None
         self._path = ""
@@ -172,7 +179,7 @@ _unfinished: dict[Background, None] = {}
 def background_of(engine: Engine) -> Background:
     """That of an engine. Collective when first asked for."""
     if engine not in backgrounds:
-        backgrounds[engine] = made = Background(engine.comm)
+        backgrounds[engine] = made = Background(engine.comm, engine.agreement.warn_after)
         # Its group goes with the engine, and a checkpoint that is nearly written should not.
         engine.on_close(made.finish)
     return backgrounds[engine]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,8 +85,8 @@ def export(
 
     try:
         files, outgoing = together(engine, doing, prepare, left)
-        together(engine, doing, lambda: _write(engine, named, files, outgoing), left)
-        together(engine, doing, (lambda: _finish(files, beside, target)) if first else lambda: None, left)
+        together(engine, doing, _write(engine, named, files, outgoing), left, at_disk=True)
+        together(engine, doing, (lambda: _finish(files, beside, target)) if first else lambda: None, left, at_disk=True)
     except BaseException:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
@@ -94,9 +95,12 @@ def export(
         shown.close()
 
 
-def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing: Outgoing) -> None:
-    rank, world = engine.comm.rank, engine.comm.world
-    own = range(rank, len(files.names), world)
+def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing: Outgoing) -> Callable[[], None]:
+    """Gather one unit after the other, with all ranks, and write this rank's files; returns what closes them.
+
+    That is left to the caller since it waits for the disk, and raises what went wrong on the way.
+    """
+    own = range(engine.comm.rank, len(files.names), engine.comm.world)
     files.expect(own)
     error: Exception | None = None
 
@@ -111,7 +115,7 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing
                     if is_own(made):
                         files.write(made, converted)
             except Exception as caught:
-                # Raised at the end: gathering is collective, and the others go on with it.
+                # Told at the end: gathering is collective, and the others go on with it.
                 error = caught
 
     spread = set()
@@ -122,10 +126,14 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing
     for name, tensor in named.items():
         if name not in spread:
             write(name, tensor)
-    if error is not None:
-        files.abandon()
-        raise error
-    files.close(own)
+
+    def close() -> None:
+        if error is not None:
+            files.abandon()
+            raise error
+        files.close(own)
+
+    return close
 
 
 def _save_configs(model: nn.Module, beside: Path) -> None:

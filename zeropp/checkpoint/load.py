@@ -155,7 +155,7 @@ def load_foreign(
 
 
 def _run(engine: Engine, doing: str, prepare: Callable[[], Restore]) -> Loaded:
-    work = together(engine, doing, prepare, "nothing was changed")
+    work = together(engine, doing, prepare, "nothing was changed", at_disk=True)
     engine.finish_load()
     engine.refresh.start_put_off()
     # Refreshes read what is about to be written.
@@ -164,7 +164,8 @@ def _run(engine: Engine, doing: str, prepare: Callable[[], Restore]) -> Loaded:
     turns = engine.comm.local if engine.maker.config.zero.pipeline_loading_checkpoint else 1
     try:
         for turn in range(turns):
-            together(engine, doing, work.read if engine.comm.rank % turns == turn else lambda: None, IN_PART)
+            reads = work.read if engine.comm.rank % turns == turn else lambda: None
+            together(engine, doing, reads, IN_PART, at_disk=True)
     finally:
         work.source.progress.close()
     work.finish(doing)

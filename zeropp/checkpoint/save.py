@@ -19,7 +19,7 @@ from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import tried
+from zeropp.checkpoint.together import Tried, tried, tried_in_rounds
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -36,9 +36,9 @@ class Now:
         self.rank, self.world = engine.comm.rank, engine.comm.world
         self._engine = engine
 
-    def do(self, work: Callable[[], _T], doing: str) -> _T:
-        """What work comes to."""
-        return work()
+    def do(self, work: Callable[[], _T], doing: str) -> Tried[_T]:
+        """What work comes to, when every rank's is done."""
+        return tried_in_rounds(self._engine, work, doing)
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value."""

@@ -82,7 +82,8 @@ def save_16bit_model(
         state = {n: spread[n] if n in spread else t.detach().cpu() for n, t in named.items() if n not in left_out}
         _write(path, state | {alias: state[name] for alias, name in aliases.items() if name in state})
 
-    together(engine, f"writing {str(path)!r}", write if first else lambda: None, "what was there before is as it was")
+    left = "what was there before is as it was"
+    together(engine, f"writing {str(path)!r}", write if first else lambda: None, left, at_disk=True)
     return True
 
 

@@ -20,28 +20,31 @@ class Task(Generic[_T]):
     def __init__(self, work: Callable[[], _T], name: str) -> None:
         self._results: list[_T] = []
         self._error: BaseException | None = None
+        # And not Thread.join(): in which an error of a signal's handler makes Python take the thread for ended.
+        self._over = threading.Event()
 
         def run() -> None:
             try:
                 self._results.append(work())
             except BaseException as error:
                 self._error = error
+            finally:
+                self._over.set()
 
-        self._thread = threading.Thread(target=run, name=name)
-        self._thread.start()
+        threading.Thread(target=run, name=name).start()
 
     @property
     def done(self) -> bool:
         """Whether it is over, well or not."""
-        return not self._thread.is_alive()
+        return self._over.is_set()
 
     def wait(self, seconds: float | None = None) -> None:
         """Until it is over, or ``seconds`` have passed."""
-        self._thread.join(seconds)
+        self._over.wait(seconds)
 
     def result(self) -> _T:
         """What it has come to, when it is over; its error is raised."""
-        self._thread.join()
+        self._over.wait()
         if self._error is not None:
             raise self._error
         return self._results[0]
@@ -79,8 +82,11 @@ def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> 
         for task in tasks:
             task.wait()
     except BaseException:
-        # A signal's: what is left of the work would keep its sender waiting.
+        # A signal's: what is left of the work would keep its sender waiting. What is under way is not left behind: it
+        # writes to files and tensors that others are about to use.
         stop.set()
+        for task in tasks:
+            task.wait()
         raise
     for task in tasks:
         task.result()

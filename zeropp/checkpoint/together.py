@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.rounds import Rounds
+from zeropp.checkpoint.tasks import Task
+from zeropp.comm.agreement import AT_WORK
 from zeropp.engine.engine import Engine
 
-__all__ = ["telling", "together", "tried"]
+__all__ = ["Tried", "telling", "together", "tried", "tried_in_rounds"]
 
 _T = TypeVar("_T")
+Tried = tuple[_T | None, BaseException | None, str | None]
+"""What work has come to: its result, its error, and that in words, for ranks that are told of it."""
 
 
-def tried(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None, str | None]:
-    """What work comes to: its result, or its error and that in words, for ranks that are told of it.
+def tried(work: Callable[[], _T]) -> Tried[_T]:
+    """What work comes to.
 
     Also what a handler of a signal raises: others would wait for a rank that is about to end.
     """
@@ -26,7 +32,48 @@ def tried(work: Callable[[], _T]) -> tuple[_T | None, BaseException | None, str 
         return None, error, f"{type(error).__name__}: {error}"
 
 
-def together(engine: Engine, doing: str, work: Callable[[], _T], left: str) -> _T:
+def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str) -> Tried[_T]:
+    """What work comes to that may take one rank any time longer than another, as a disk does.
+
+    Returns once all ranks are done with theirs. Meanwhile a thread goes through rounds in which ranks tell that they
+    are still there. It is the rounds that have a thread, and not the work: a signal's handler raises where the work is
+    then, and nothing is written to any more when that has left this function.
+
+    Args:
+        engine: whose ranks do it.
+        work: exchanges nothing with other ranks, and calls nobody's code that might.
+        doing: for errors.
+
+    Raises:
+        RuntimeError: a rank is lost, or somewhere else, for ``hang_timeout``; when this one's work is over.
+    """
+    comm, agreement = engine.comm, engine.agreement
+    if comm.world == 1 or comm.backend == "fake":
+        return tried(work)
+
+    def exchange(done: int) -> list[int]:
+        return [row[0] for row in agreement.exchange(AT_WORK, [done], doing)]
+
+    rounds = Rounds(comm.rank, doing, exchange, agreement.hang_timeout, agreement.warn_after)
+    finished = threading.Event()
+    try:
+        going = Task(lambda: rounds.run(finished.is_set, finished.wait), "zeropp rounds")
+        found = tried(work)
+    finally:
+        # Whatever a signal raises between the lines: its thread must not go on telling that this rank is at work.
+        finished.set()
+    _, error, told = tried(going.wait)
+    if error is not None:
+        # A signal's, while the others were still at work: they hear of it, too.
+        found = None, error, told
+    try:
+        going.result()
+    except RuntimeError as lost:
+        raise lost from found[1]
+    return found
+
+
+def together(engine: Engine, doing: str, work: Callable[[], _T], left: str, *, at_disk: bool = False) -> _T:
     """Do local work between passes.
 
     Args:
@@ -34,12 +81,13 @@ def together(engine: Engine, doing: str, work: Callable[[], _T], left: str) -> _
         doing: for errors, "loading ..." for one.
         work: may raise.
         left: how things are after an error.
+        at_disk: it may take ranks any time; see :func:`tried_in_rounds`. Otherwise ``hang_timeout`` at most.
 
     Raises:
         Exception: this rank's own error, as it was.
         CheckpointError: another rank's, with its rank.
     """
-    result, error, told = tried(work)
+    result, error, told = tried_in_rounds(engine, work, doing) if at_disk else tried(work)
     accounts = engine.agreement.exchange_objects(told, doing)
     if isinstance(error, CheckpointError):
         raise CheckpointError(f"{doing} failed: {error} ({left})") from error

@@ -25,14 +25,14 @@ from zeropp.comm.stalls import make_stalls
 from zeropp.comm.streams import Event
 from zeropp.comm.watch import Watch
 
-__all__ = ["ADDED", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
+__all__ = ["ADDED", "AT_WORK", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
 # An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
 _WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
 # Kinds of exchanges between passes; the schedule has its own below 100.
-_SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS = 100, 101, 102, 103, 104, 105
+_SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK = 100, 101, 102, 103, 104, 105, 106
 
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 
@@ -52,7 +52,7 @@ class Agreement:
     ) -> None:
         """Watch, if there is anybody to wait for; ``when_lost`` is done once, when the ranks have lost each other."""
         self.comm = comm
-        self.hang_timeout = hang_timeout
+        self.hang_timeout, self.warn_after = hang_timeout, warn_after
         # Without ``overlap_comm`` work on lanes is done in the model's own order, which stands still for it.
         self.at_once = at_once
         self.stalls = make_stalls(device, comm.ledger.add_wait)
