@@ -369,6 +369,10 @@ def test_files_that_cannot_be_read_so(tmp_path: Path) -> None:
     assert "compressed" in told(tmp_path / "a.pt")
     torch.save([1, 2], tmp_path / "list.pt")
     assert "holds a list" in told(tmp_path / "list.pt")
+    itself: dict[str, object] = {}
+    itself["again"] = itself
+    torch.save(itself, tmp_path / "itself.pt")
+    assert "contains itself" in told(tmp_path / "itself.pt")
     torch.save({"other": torch.zeros(3)}, tmp_path / "other.pt")
     assert "has none of the model's tensors" in told(tmp_path / "other.pt")
     checkpoint.save(tmp_path / "own", model, optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 import zeropp
 from tests.distributed.checkpoints import train, wrap
 from zeropp import checkpoint
+from zeropp.checkpoint.whole_files import WholeFiles
 
 Pair = tuple[torch.nn.Module, zeropp.ZeroOptimizer]
 
@@ -181,6 +183,24 @@ def test_names_that_look_like_patterns(trained: Pair, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     checkpoint.save(tmp_path / "q[1]", *trained)
     assert names(tmp_path) == [".q1.saving-01234567", "q[1]"]
+
+
+def test_exports_that_were_cut_off(trained: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one to the same place removes what they have left; what was about to be replaced gets its name back."""
+    (tmp_path / ".out.saving-01234567").mkdir()
+    checkpoint.export(tmp_path / "out", trained[0])
+    assert names(tmp_path) == ["out"]
+    (tmp_path / "out").rename(tmp_path / ".out.saving-replaced")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WholeFiles, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            checkpoint.export(tmp_path / "out", trained[0])
+    assert names(tmp_path) == ["out"]
+    checkpoint.load_safetensors(trained[0], tmp_path / "out")
 
 
 def test_a_series_that_goes_back(trained: Pair, tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ REFUSED: dict[str, object] = {
     "a string of numpy": numpy.str_("words"),
     "a key of numpy": {numpy.str_("words"): 1},
     "the other order of bytes": numpy.arange(3, dtype=">i4"),
+    "a masked array": numpy.ma.masked_array([1.0, 2.0], mask=[True, False]),
     "complex128": torch.ones(1, dtype=torch.complex128),
     "complex128 of numpy": numpy.ones(1, dtype=numpy.complex128),
     "quantized": QUANTIZED,

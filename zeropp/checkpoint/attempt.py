@@ -45,7 +45,7 @@ from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import Tried
 from zeropp_kernels import __version__
 
-__all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place"]
+__all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place", "remove_cut_off"]
 
 _T = TypeVar("_T")
 BESIDE = ".saving-"
@@ -148,9 +148,7 @@ class Attempt:
         """Make the folder to write to; whether it is one beside."""
         check_target(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.path.parent.glob(f".{glob.escape(self.path.name)}{BESIDE}*"):
-            # Of a job that ended while it wrote; two jobs that save to one place would not end well anyway.
-            shutil.rmtree(left, ignore_errors=True)
+        remove_cut_off(self.path)
         if not stays(self.path):
             self.beside.mkdir()
             if exchanges_names(self.beside):
@@ -253,6 +251,18 @@ def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEn
     return files, tensors
 
 
+def remove_cut_off(path: Path) -> None:
+    """Remove what jobs that ended while they wrote have left beside a place.
+
+    Two jobs that write to one place would not end well anyway. What was being replaced by :func:`put_in_place` gets its
+    name back, if nothing has it.
+    """
+    if not path.exists() and _replaced(path).exists():
+        os.rename(_replaced(path), path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}{BESIDE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def put_in_place(beside: Path, path: Path) -> Path | None:
     """Give a finished folder its name; returns where what had it is now."""
     if not path.exists():
@@ -261,7 +271,7 @@ def put_in_place(beside: Path, path: Path) -> Path | None:
     if exchange_names(beside, path):
         return beside
     # For a moment none has the name; the older one is complete, beside.
-    old = path.with_name(f".{path.name}{BESIDE}replaced")
+    old = _replaced(path)
     shutil.rmtree(old, ignore_errors=True)
     os.rename(path, old)
     try:
@@ -270,3 +280,7 @@ def put_in_place(beside: Path, path: Path) -> Path | None:
         os.rename(old, path)
         raise
     return old
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}{BESIDE}replaced")

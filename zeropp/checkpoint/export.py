@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.access.state import engine_of, gather_main
-from zeropp.checkpoint.attempt import BESIDE, put_in_place
+from zeropp.checkpoint.attempt import BESIDE, put_in_place, remove_cut_off
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
@@ -78,7 +78,7 @@ def export(
     def prepare() -> tuple[WholeFiles, Outgoing]:
         outgoing = Outgoing(model, kinds)
         if first:
-            beside.mkdir(parents=True)
+            _make_beside(beside, target)
             _save_configs(model, beside)
             _check_target(target, beside)
         return WholeFiles(beside, outgoing.kinds, _limit(layout, file_nbytes), shown), outgoing
@@ -136,6 +136,12 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing
     return close
 
 
+def _make_beside(beside: Path, target: Path) -> None:
+    """Make the folder to write to, and remove those of exports to the same place that were cut off."""
+    remove_cut_off(target)
+    beside.mkdir(parents=True)
+
+
 def _save_configs(model: nn.Module, beside: Path) -> None:
     each: Any
     for each in (getattr(model, "config", None), getattr(model, "generation_config", None)):
@@ -187,7 +193,7 @@ def consolidate(
     beside = target.with_name(f".{target.name}{BESIDE}{secrets.token_hex(4)}")
     shown = Progress(f"writing {target.name}", progress)
     try:
-        beside.mkdir(parents=True)
+        _make_beside(beside, target)
         _check_target(target, beside)
         kinds = {name: (_cast(own, dtype), shape) for name, (own, shape) in shapes.items()}
         files = WholeFiles(beside, kinds, _limit(layout, file_nbytes), shown)

@@ -37,9 +37,16 @@ def find_torch(place: Path) -> Found:
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"{str(folder / name)!r} holds a {type(tree).__name__}, expected a dict of tensors")
         found.files.append(FileEntry(name=name, nbytes=(folder / name).stat().st_size, sums=""))
-        for path, value in paths_of(tree):
+        for path, value in _all_paths(tree, folder / name):
             found.entries[path] = entry_of(value, number, ".".join(path)) if isinstance(value, Stored) else value
     return found
+
+
+def _all_paths(tree: Mapping[Any, Any], path: Path) -> list[tuple[tuple[str, ...], Any]]:
+    try:
+        return list(paths_of(tree))
+    except RecursionError:
+        raise CheckpointError(f"{str(path)!r} has a dict that contains itself, or is nested too deep") from None
 
 
 def indexed_names(index: Path) -> list[str]:

@@ -104,6 +104,12 @@ def _encode_array(value: object, name: str, tensors: dict[str, Tensor]) -> _Json
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None
+    if isinstance(value, numpy.ndarray) and type(value) not in (numpy.ndarray, numpy.memmap):
+        # A mask, fields or units would be lost.
+        raise CheckpointError(
+            f"{name} is an array of class {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+            "cannot keep: it has plain arrays. Give it as one, or leave it out"
+        )
     array = numpy.array(value)
     try:
         tensor = torch.from_numpy(array.reshape(-1)).reshape(array.shape)
