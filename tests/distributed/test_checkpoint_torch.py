@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
@@ -98,11 +99,14 @@ def test_a_parameter_without_elements(tmp_path: Path) -> None:
     assert after[0].losses == before[0].losses
 
 
-def fsdp2_loads(path: Path) -> list[float]:
+def fsdp2_loads(path: Path, ours: bool = False) -> list[float]:
     model, optimizer = sharded()
     weights, states = get_state_dict(model, optimizer, options=FLAT)
     given = {"model": weights, "optimizer": states}
-    dcp.load(given, checkpoint_id=path)
+    if ours:
+        dcp.load(given, storage_reader=checkpoint.Reader(path))
+    else:
+        dcp.load(given, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=given["model"], optim_state_dict=given["optimizer"], options=FLAT)
     return train_fsdp2(model, optimizer, range(4, 8))
 
@@ -112,6 +116,69 @@ def test_fsdp2_goes_on(tmp_path: Path) -> None:
     before = run_ranks(2, saves_by_torch, tmp_path / "here", "stage 3", "plain", Shardable, local_world_size=2)
     for rank, losses in zip(before, run_ranks(2, fsdp2_loads, tmp_path / "here"), strict=True):
         assert losses == pytest.approx(rank.losses, rel=1e-5)
+
+
+def saves(path: Path, name: str, make: type[Model]) -> Went:
+    model, optimizer = wrap(name, make)
+    train(model, optimizer, range(4))
+    checkpoint.save(path, model, optimizer)
+    return went(model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_fsdp2_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Read by torch's planner from zeropp's own files."""
+    before = run_ranks(4, saves, tmp_path / "here", "hpz loco bf16", Shardable, local_world_size=2)
+    right = run_ranks(2, saves, tmp_path / "there", "stage 3", Shardable, local_world_size=2)
+    for rank, losses in zip(right, run_ranks(2, fsdp2_loads, tmp_path / "there", True), strict=True):
+        assert losses == pytest.approx(rank.losses, rel=1e-5)
+    # Of other ranks and placements, to the bit.
+    single = {name: torch.empty_like(value) for name, value in before[0].state.items()}
+    dcp.load({"model": single}, storage_reader=checkpoint.Reader(tmp_path / "here"))
+    assert all(torch.equal(single[name], value) for name, value in before[0].state.items())
+
+
+class Odd(WithNothing):
+    """Parameters under two names, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = self.blocks[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_single_process_reads_a_checkpoint(tmp_path: Path) -> None:
+    """All names of tied parameters, tensors in codes and of no elements, states, numbers and settings."""
+    model, optimizer = wrap("frozen codes", Odd)
+    train(model, optimizer, range(3))
+    checkpoint.save(tmp_path / "here", model, optimizer)
+    expected = {f"model.{name}": value for name, value in zeropp.full_state(model).items()}
+    states = states_of([Went({}, moments(optimizer))])
+    expected |= {
+        f"optimizer.state.{name}.{key}": value for name, found in states.items() for key, value in found.items()
+    }
+    reader = checkpoint.Reader(tmp_path / "here")
+    assert reader.validate_checkpoint_id(tmp_path / "here") and not reader.validate_checkpoint_id(tmp_path)
+    there = reader.read_metadata().state_dict_metadata
+    given: dict[str, Any] = {
+        name: torch.full(found.size, -1, dtype=found.properties.dtype) if hasattr(found, "size") else None
+        for name, found in there.items()
+    }
+    dcp.load(given, storage_reader=reader)
+    settings = {name: value for name, value in given.items() if name not in expected}
+    assert given.keys() - settings.keys() == expected.keys() and any("again" in name for name in expected)
+    for name, value in expected.items():
+        assert torch.equal(given[name].flatten(), value.flatten()), name
+    assert all(name.startswith("optimizer.param_groups.") for name in settings)
+    assert settings["optimizer.param_groups.head.bias.lr"] == 2e-3
+    assert settings["optimizer.param_groups.head.bias.betas"] == (0.9, 0.999)
+    file = next((tmp_path / "here").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointException, match=f"{file.name}.* is damaged"):
+        dcp.load(given, storage_reader=checkpoint.Reader(tmp_path / "here"))
+    dcp.load(given, storage_reader=checkpoint.Reader(tmp_path / "here", verify="none"))
 
 
 def test_zeropp_goes_on_from_fsdp2(tmp_path: Path) -> None:

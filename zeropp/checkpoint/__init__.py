@@ -8,6 +8,7 @@ from zeropp.checkpoint.background import wait
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.export import consolidate, export
 from zeropp.checkpoint.load import Loaded, load, load_foreign, load_safetensors
+from zeropp.checkpoint.reader import Reader
 from zeropp.checkpoint.save import save
 from zeropp.checkpoint.series import Series
 from zeropp.checkpoint.sixteen_bit import save_16bit_model
@@ -16,6 +17,7 @@ from zeropp.checkpoint.stateful import state
 __all__ = [
     "CheckpointError",
     "Loaded",
+    "Reader",
     "Series",
     "consolidate",
     "export",

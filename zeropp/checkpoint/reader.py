@@ -1,0 +1,152 @@
+"""``Reader``: torch.distributed.checkpoint reads what zeropp saved, for FSDP2's jobs and single processes."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.metadata import Metadata as TorchMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from zeropp.checkpoint.boxes import Box
+from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.metadata import DTYPES, METADATA, BoxEntry, Metadata
+from zeropp.checkpoint.parts import MODEL, STATE, Part
+from zeropp.checkpoint.source import Source, Verify
+from zeropp.checkpoint.values import decode
+
+__all__ = ["Reader"]
+
+_GROUPS = "optimizer.param_groups."
+
+
+class Reader(StorageReader):
+    """A checkpoint of zeropp for ``dcp.load(state, storage_reader=Reader(path))``, in jobs that do not run zeropp.
+
+    Names are those of :func:`zeropp.checkpoint.state`, torch's own with ``flatten_optimizer_state_dict=True``:
+    ``model.<name>`` (of tied parameters every name), ``optimizer.state.<name>.<key>`` and
+    ``optimizer.param_groups.<name>.<key>``. Each rank reads the bytes of its own part. Nothing is unpickled but values
+    that this has made itself of numbers and strings.
+
+    Args:
+        path: a directory that :func:`zeropp.checkpoint.save` wrote.
+        verify: check every byte that is read, a sample of them, or nothing.
+
+    Raises:
+        CheckpointError: it is no complete checkpoint, or damaged; ``dcp.load`` makes a CheckpointException of it.
+        ValueError: ``verify`` is something else.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, verify: Verify = "all") -> None:
+        self._path = Path(path).absolute()
+        self._verify: Verify = verify
+        self._source: Source | None = None
+        # Names in the checkpoint of what has several, or another one here; and what is no tensor.
+        self._names: dict[str, str] = {}
+        self._values: dict[str, Any] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin anew, perhaps with another directory."""
+        self._path = self._path if checkpoint_id is None else Path(checkpoint_id).absolute()
+        self._source = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether there is a checkpoint of zeropp."""
+        return (Path(checkpoint_id) / METADATA).is_file()
+
+    def read_metadata(self, *_: Any, **__: Any) -> TorchMetadata:
+        """What is there, in torch's words."""
+        metadata = Metadata.read(self._path)
+        self._source = source = Source(self._path, metadata, self._verify)
+        self._names = {name: name for name in metadata.tensors if name.startswith((MODEL, STATE))}
+        self._names |= {MODEL + name: MODEL + name for name in metadata.coded}
+        self._names |= {MODEL + alias: MODEL + name for alias, name in metadata.aliases.items()}
+        self._values = {name: decode(value, source.tensor) for name, value in _values(metadata)}
+        found: dict[str, Any] = {name: _in_torch_s_words(metadata, own) for name, own in self._names.items()}
+        # A count of steps that is a tensor is among the tensors already.
+        self._values = {name: value for name, value in self._values.items() if name not in found}
+        found |= {name: BytesStorageMetadata() for name in self._values}
+        paths = {name: (name.partition(".")[0], name.partition(".")[2]) for name in found}
+        return TorchMetadata(state_dict_metadata=found, planner_data=paths)
+
+    def set_up_storage_reader(self, metadata: TorchMetadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
+        """Nothing: :meth:`read_metadata` has it all."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """The plans as they are."""
+        return plans
+
+    @torch.no_grad()
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank's plan asks for."""
+        source = self._source
+        if source is None:
+            raise CheckpointError(f"read_data() of {str(self._path)!r} came before read_metadata()")
+        parts, given = [], []
+        for item in plan.items:
+            name = item.storage_index.fqn
+            if item.type is LoadItemType.BYTE_IO:
+                memory = io.BytesIO()
+                torch.save(self._values[name], memory)
+                memory.seek(0)
+                planner.load_bytes(item, memory)
+                continue
+            into = planner.resolve_tensor(item)
+            # Counted from the chunk's first element there, and from the tensor's here.
+            chunk = item.storage_index.offset or torch.Size([0] * len(item.lengths))
+            offsets = tuple(a + b for a, b in zip(chunk, item.storage_offsets, strict=True))
+            own = self._names[name]
+            parts.append(Part(own, _shape(source.metadata, own), Box(offsets, tuple(item.lengths)), into.detach()))
+            given.append((item, into))
+        source.read(parts)
+        for item, into in given:
+            planner.commit_tensor(item, into)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _values(metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    """JSON of numbers that states have, and of settings of groups, by torch's names."""
+    for rank in metadata.ranks:
+        for name, state in rank.get("numbers", {}).items():
+            for key, value in state.items():
+                yield f"{STATE}{name}.{key}", value
+    for group in metadata.values.get("groups", ()):
+        for name in group["parameters"]:
+            for key, value in group["settings"].items():
+                yield f"{_GROUPS}{name}.{key}", value
+
+
+def _shape(metadata: Metadata, name: str) -> tuple[int, ...]:
+    coded = metadata.coded.get(name.removeprefix(MODEL)) if name.startswith(MODEL) else None
+    return metadata.tensors[name].shape if coded is None else coded.shape
+
+
+def _in_torch_s_words(metadata: Metadata, name: str) -> TensorStorageMetadata:
+    shape = _shape(metadata, name)
+    if name in metadata.tensors:
+        dtype, boxes = metadata.tensors[name].dtype, metadata.tensors[name].boxes
+    else:
+        dtype, boxes = metadata.coded[name.removeprefix(MODEL)].dtype, ()
+    # What is in codes is decoded whole; what has no elements is in no file, and one box of none for torch.
+    boxes = boxes or (BoxEntry(file=0, begin=0, offsets=(0,) * len(shape), sizes=shape),)
+    chunks = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[dtype]), torch.Size(shape), chunks)
