@@ -50,6 +50,7 @@ __all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place", "remo
 _T = TypeVar("_T")
 BESIDE = ".saving-"
 """In the names of folders that are being written."""
+_UNTOUCHED = "Nothing was saved, and what was there before is as it was"
 _IN_PLACE = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
 
 
@@ -59,8 +60,12 @@ class Meeting(Protocol):
     rank: int
     world: int
 
-    def do(self, work: Callable[[], _T], doing: str) -> Tried[_T]:
-        """What this rank's work comes to, when all ranks are done with theirs; raises if one is lost meanwhile."""
+    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
+        """What this rank's work comes to, when all ranks are done with theirs.
+
+        Raises:
+            RuntimeError: one is lost; when this one's work, whose progress is stopped, is over.
+        """
         ...
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
@@ -90,7 +95,7 @@ class Attempt:
     progress: Progress
     completed: Callable[[], None] | None = None
     # How things are, for errors; only the first rank's comes to change.
-    _left: str = field(default="Nothing was saved, and what was there before is as it was", init=False)
+    _left: str = field(default=_UNTOUCHED, init=False)
 
     def __post_init__(self) -> None:
         # A link would be replaced itself, by a folder on its own disk. Of each rank: nodes may have other links.
@@ -131,8 +136,13 @@ class Attempt:
 
     def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
         """Every rank's result, or an error on every rank if one has failed."""
-        result, error, told = meeting.do(work, doing)
-        answers = meeting.exchange((result, told, self._left), doing)
+        try:
+            result, error, told = meeting.do(work, doing, self.progress)
+            answers = meeting.exchange((result, told, self._left), doing)
+        except RuntimeError as lost:
+            if self._left == _UNTOUCHED:
+                raise
+            raise CheckpointError(f"{lost}. {self._left}") from lost
         if error is not None and not isinstance(error, Exception):
             raise error
         failed = {rank: told for rank, (_, told, _) in enumerate(answers) if told is not None}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,15 +18,16 @@ from torch import Tensor
 from zeropp.checkpoint.attempt import Attempt
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.parts import Part
+from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.rounds import Rounds
 from zeropp.checkpoint.tasks import Task
-from zeropp.checkpoint.together import Tried, tried
+from zeropp.checkpoint.together import Tried, together, tried
 from zeropp.comm.groups import HOST, gather_rows
 from zeropp.comm.hops import Comm
-from zeropp.comm.members import gather_objects
+from zeropp.comm.members import gather_pickled
 from zeropp.engine.engine import Engine
 
-__all__ = ["Background", "background_of", "backgrounds", "wait"]
+__all__ = ["Background", "background_of", "backgrounds", "wait", "wait_for_cards", "wait_together"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
@@ -38,14 +39,16 @@ _AFTER_LOSS = 30.0
 class _Apart:
     """Where the writing threads of all ranks meet: a group of their own, since collectives of one have one order."""
 
-    def __init__(self, comm: Comm, warn_after: float | None) -> None:
+    def __init__(self, comm: Comm, warn_after: float | None, number: int = 1) -> None:
         # While a thread writes it holds this: an engine that is dropped meanwhile takes its groups along only then.
         self._comm = comm
         self.rank, self.world = comm.rank, comm.world
-        self._group = comm.host_group("checkpoint") if comm.world > 1 and comm.backend != "fake" else None
+        alone = comm.world == 1 or comm.backend == "fake"
+        self._group = None if alone else comm.host_group(f"checkpoint {number}")
         self._timeout, self._warn_after = comm.timeout, warn_after
+        self.broken = False  # some rank has not come, and gloo takes no word from it any more
 
-    def do(self, work: Callable[[], _T], doing: str) -> Tried[_T]:
+    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
         """What work comes to, when every rank's is done, in rounds in which ranks tell that they are still there.
 
         A disk may be as slow as it likes, and a rank that is lost is noticed within ``hang_timeout``: the process ends
@@ -61,47 +64,65 @@ class _Apart:
             self._give_up_late(doing)
 
         seconds = self._timeout.total_seconds()
-        Rounds(self.rank, doing, partial(self._numbers, doing), seconds, self._warn_after).run(lambda: task.done, wait)
+        rounds = Rounds(self.rank, doing, partial(self._numbers, doing), seconds, self._warn_after)
+        try:
+            rounds.run(lambda: task.done, wait)
+        except BaseException:
+            # To its end, or to that of a block: what it writes, or is putting in place, is about to be removed.
+            progress.stop()
+            task.wait()
+            raise
         return task.result()
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value."""
         if self._group is None:
             return [value] * self.world
-        with _lost(doing):
-            return gather_objects(value, self._group, self._timeout.total_seconds())
+        with self._lost(doing):
+            return gather_pickled(value, self._group, self._timeout.total_seconds())
 
     def _give_up_late(self, doing: str) -> None:
         since, limit = self._comm.lost_at, min(_AFTER_LOSS, self._timeout.total_seconds())
         if since is not None and time.monotonic() - since > limit:
-            raise CheckpointError(
-                f"the ranks lost each other {limit:g} s ago, and {doing} is not done on all of them; one before it is "
-                "as it was"
-            )
+            raise CheckpointError(f"the ranks lost each other {limit:g} s ago, and {doing} is not done on all of them")
 
     def _numbers(self, doing: str, number: int) -> list[int]:
         assert self._group is not None
-        with _lost(doing):
+        with self._lost(doing):
             rows = gather_rows(torch.tensor([number], device=HOST), self._group, self._timeout)
         return rows.view(-1).tolist()
 
-
-@contextmanager
-def _lost(doing: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise CheckpointError(f"some rank has failed, ended or not come to {doing}: {error}") from error
+    @contextmanager
+    def _lost(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.broken = True
+            raise CheckpointError(f"some rank has failed, ended or not come to {doing}: {error}") from error
 
 
 class Background:
     """The checkpoint of one engine that is being written, if any, and the memory for the next."""
 
     def __init__(self, comm: Comm, warn_after: float | None) -> None:
-        self._meeting = _Apart(comm, warn_after)
+        self._meetings = 0
+        self._comm, self._warn_after = weakref.ref(comm), warn_after
         self._memory: Tensor | None = None
         self._task: Task[None] | None = None
         self._path = ""
+        self.meet_anew()
+
+    def meet_anew(self) -> None:
+        """Make another group, since some rank could not be heard in this one. Collective."""
+        self._meetings += 1
+        comm = self._comm()
+        assert comm is not None  # of an engine that is being used
+        self._meeting = _Apart(comm, self._warn_after, self._meetings)
+
+    @property
+    def broken(self) -> bool:
+        """Whether this rank has missed another one."""
+        return self._meeting.broken
 
     @property
     def busy(self) -> bool:
@@ -114,10 +135,13 @@ class Background:
         Raises:
             CheckpointError: it could not be; once, and on every rank.
         """
-        if self._task is None:
+        if (task := self._task) is None:
             return
-        self._task.wait()
-        task, self._task = self._task, None
+        task.wait()
+        if self._task is not task:
+            # A signal's handler, or another thread, has waited for it meanwhile, and was told.
+            return
+        self._task = None
         _unfinished.pop(self, None)
         try:
             task.result()
@@ -131,23 +155,24 @@ class Background:
         except CheckpointError as error:
             _log.error("%s", error)
 
+    def copied(self, attempt: Attempt) -> Attempt:
+        """The same of values that training does not change; the one before must have been waited for."""
+        return replace(attempt, contents=replace(attempt.contents, parts=self._copied(attempt.contents.parts)))
+
     def start(self, attempt: Attempt) -> None:
-        """Copy what is to be written, and return while it is; the one before must have been waited for."""
-        contents = replace(attempt.contents, parts=self._copied(attempt.contents.parts))
-        attempt = replace(attempt, contents=contents)
-        self._path = str(attempt.path)
+        """Write what was copied, and return meanwhile."""
+        self._path, meeting = str(attempt.path), self._meeting
 
         def write() -> None:
-            try:
-                attempt.run(self._meeting)
-                _unfinished.pop(self, None)
-            except BaseException as error:
-                if not threading.main_thread().is_alive():  # it is not going to ask
-                    _log.error("the checkpoint %r was not written: %s", str(attempt.path), error)
-                raise
+            attempt.run(meeting)
+            _unfinished.pop(self, None)
 
         _unfinished[self] = None
-        self._task = Task(write, "zeropp checkpoint")
+        try:
+            self._task = Task(write, "zeropp checkpoint")
+        except BaseException:
+            del _unfinished[self]
+            raise
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
         sizes = [-(-part.values.nbytes // _ALIGNED) * _ALIGNED for part in parts]
@@ -158,9 +183,7 @@ class Background:
             room.copy_(part.values, non_blocking=True)
             found.append(replace(part, values=room))
             begin += size
-        # Each on the stream of its device, which need not be the one that is current.
-        for device in dict.fromkeys(part.values.device for part in parts if part.values.is_cuda):
-            torch.cuda.current_stream(device).synchronize()
+        wait_for_cards(parts)
         return found
 
     def _room(self, nbytes: int, parts: Sequence[Part]) -> Tensor:
@@ -169,6 +192,13 @@ class Background:
             self._memory, pinned = None, any(part.values.is_cuda for part in parts)
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=HOST, pin_memory=pinned)
         return self._memory
+
+
+def wait_for_cards(parts: Iterable[Part]) -> None:
+    """Wait for what was queued on cards: their values are there, or copied, when this returns."""
+    # Each on the stream of its device, which need not be the one that is current.
+    for device in dict.fromkeys(part.values.device for part in parts if part.values.is_cuda):
+        torch.cuda.current_stream(device).synchronize()
 
 
 backgrounds: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDictionary()
@@ -201,3 +231,27 @@ def wait() -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def wait_together(engine: Engine, left: str) -> None:
+    """Wait for the checkpoint of an engine that is being written, if any; its error is every rank's. Collective.
+
+    Ranks may have asked for it one by one, and some have been told already: those alone would go on.
+
+    Args:
+        engine: of the model.
+        left: how things are after an error.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    background = backgrounds.get(engine)
+    if background is not None:
+        together(engine, "waiting for the checkpoint before", background.wait, left)
+
+
+@atexit.register
+def _tell() -> None:
+    """At the end of a program whatever nobody has asked for; threads that write have ended by then."""
+    for each in list(_unfinished):
+        each.finish()

@@ -66,10 +66,7 @@ def export(
     engine.agreement.require_same_call(f"checkpoint.export({str(given)!r}, dtype={dtype}, layout={layout!r})")
     doing, left = f"exporting to {str(target)!r}", "nothing was written, and what was there before is as it was"
     named, _ = model_names(model)
-    own = {n: b.compute_dtype for b in engine.buffers for n in b.names}
-    kinds = {
-        name: (_as(tensor, own.get(name, tensor.dtype), dtype), tuple(tensor.shape)) for name, tensor in named.items()
-    }
+    kinds = _kinds(engine, named, dtype)
     token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]
     beside = target.with_name(f".{target.name}{BESIDE}{token}")
     first = engine.comm.rank == 0
@@ -85,8 +82,10 @@ def export(
 
     try:
         files, outgoing = together(engine, doing, prepare, left)
-        together(engine, doing, _write(engine, named, files, outgoing), left, at_disk=True)
-        together(engine, doing, (lambda: _finish(files, beside, target)) if first else lambda: None, left, at_disk=True)
+        together(engine, doing, _write(engine, named, files, outgoing), left, at_disk=shown)
+        together(
+            engine, doing, (lambda: _finish(files, beside, target)) if first else lambda: None, left, at_disk=shown
+        )
     except BaseException:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
@@ -210,6 +209,14 @@ def consolidate(
         raise
     finally:
         shown.close()
+
+
+def _kinds(
+    engine: Engine, named: dict[str, Tensor], dtype: torch.dtype | None
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtype and shape that each tensor is to have."""
+    own = {name: buffer.compute_dtype for buffer in engine.buffers for name in buffer.names}
+    return {name: (_as(each, own.get(name, each.dtype), dtype), tuple(each.shape)) for name, each in named.items()}
 
 
 def _as(tensor: Tensor, own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

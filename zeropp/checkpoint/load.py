@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.access.state import engine_of
-from zeropp.checkpoint.background import backgrounds
+from zeropp.checkpoint.background import wait_together
 from zeropp.checkpoint.metadata import Metadata
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.recognise import foreign_source
@@ -68,16 +68,15 @@ def load(
     # Sorted, since each process has an order of its own in a set of strings.
     kinds = only if only is None or isinstance(only, str) else sorted(map(str, only))
     engine.agreement.require_same_call(f"checkpoint.load({str(folder)!r}, strict={strict}, only={kinds}, {verify!r})")
-    if engine in backgrounds:
-        backgrounds[engine].wait()
+    wait_together(engine, "nothing was changed")
+    shown = Progress(f"loading {folder.name}", progress and engine.comm.rank == 0)
 
     def prepare() -> Restore:
         kinds = _kinds(only)
-        shown = Progress(f"loading {folder.name}", progress and engine.comm.rank == 0)
         source = Source(folder, Metadata.read(folder), verify, shown)
         return Restore(engine, model, require_ours(engine, optimizer), extra or {}, source, strict, kinds)
 
-    return _run(engine, f"loading the checkpoint {str(folder)!r}", prepare)
+    return _run(engine, f"loading the checkpoint {str(folder)!r}", shown, prepare)
 
 
 def load_safetensors(
@@ -101,13 +100,14 @@ def load_safetensors(
     place = Path(path).absolute()
     engine.require_idle("checkpoint.load_safetensors()")
     engine.agreement.require_same_call(f"checkpoint.load_safetensors({str(place)!r}, strict={strict})")
+    shown = Progress(f"loading {place.name}", progress and engine.comm.rank == 0)
 
     def prepare() -> Restore:
         source = foreign_source(place, model, None, strict, prefix=None, safetensors=True)
-        source.progress = Progress(f"loading {place.name}", progress and engine.comm.rank == 0)
+        source.progress = shown
         return Restore(engine, model, None, {}, source, strict, frozenset(["model"]))
 
-    return _run(engine, f"loading {str(place)!r}", prepare)
+    return _run(engine, f"loading {str(place)!r}", shown, prepare)
 
 
 def load_foreign(
@@ -140,22 +140,23 @@ def load_foreign(
     place = Path(path).absolute()
     engine.require_idle("checkpoint.load_foreign()")
     engine.agreement.require_same_call(f"checkpoint.load_foreign({str(place)!r}, strict={strict}, prefix={prefix!r})")
+    shown = Progress(f"loading {place.name}", progress and engine.comm.rank == 0)
 
     def prepare() -> Restore:
         ours = require_ours(engine, optimizer)
         source = foreign_source(place, model, ours, strict, prefix)
-        source.progress = Progress(f"loading {place.name}", progress and engine.comm.rank == 0)
+        source.progress = shown
         work = Restore(engine, model, ours, {}, source, strict, frozenset(["model", "optimizer"]))
         if source.locate is not None:
             # Each box has a header of its own, and may be no tensor at all: found before anything changes.
             work.look_up()
         return work
 
-    return _run(engine, f"loading {str(place)!r}", prepare)
+    return _run(engine, f"loading {str(place)!r}", shown, prepare)
 
 
-def _run(engine: Engine, doing: str, prepare: Callable[[], Restore]) -> Loaded:
-    work = together(engine, doing, prepare, "nothing was changed", at_disk=True)
+def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Restore]) -> Loaded:
+    work = together(engine, doing, prepare, "nothing was changed", at_disk=shown)
     engine.finish_load()
     engine.refresh.start_put_off()
     # Refreshes read what is about to be written.
@@ -165,9 +166,9 @@ def _run(engine: Engine, doing: str, prepare: Callable[[], Restore]) -> Loaded:
     try:
         for turn in range(turns):
             reads = work.read if engine.comm.rank % turns == turn else lambda: None
-            together(engine, doing, reads, IN_PART, at_disk=True)
+            together(engine, doing, reads, IN_PART, at_disk=shown)
     finally:
-        work.source.progress.close()
+        shown.close()
     work.finish(doing)
     return work.result
 

@@ -1,4 +1,7 @@
-"""How far a save, a load or an export has come: a bar of tqdm, where that is installed, for what takes its time."""
+"""How far a save, a load or an export has come: a bar of tqdm, where that is installed, for what takes its time.
+
+All that moves bytes tells of them here; so this is also where it can be stopped.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import importlib
 import threading
 import time
 from typing import Any
+
+from zeropp.checkpoint.errors import CheckpointError
 
 __all__ = ["AFTER", "Progress"]
 
@@ -28,6 +33,11 @@ class Progress:
         self._lock = threading.Lock()
         self._done = self._total = 0
         self._bar: Any = None
+        self._stopped = False
+
+    def stop(self) -> None:
+        """There is no use in the rest: whoever tells of more, on any thread, gets an error and leaves it."""
+        self._stopped = True
 
     def expect(self, nbytes: int) -> None:
         """So many more are to be done."""
@@ -35,7 +45,13 @@ class Progress:
             self._total += nbytes
 
     def add(self, nbytes: int) -> None:
-        """So many more are done."""
+        """So many more are done.
+
+        Raises:
+            CheckpointError: it was stopped.
+        """
+        if self._stopped:
+            raise CheckpointError("it was stopped, since a rank is lost")
         with self._lock:
             self._done += nbytes
             if not self._shown or time.monotonic() - self._begin < AFTER:

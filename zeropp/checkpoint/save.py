@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from zeropp.access.state import engine_of
 from zeropp.checkpoint.attempt import Attempt
-from zeropp.checkpoint.background import background_of, backgrounds
+from zeropp.checkpoint.background import background_of, backgrounds, wait_for_cards, wait_together
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import Tried, tried, tried_in_rounds
+from zeropp.checkpoint.together import Tried, together, tried, tried_in_rounds
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -36,9 +36,9 @@ class Now:
         self.rank, self.world = engine.comm.rank, engine.comm.world
         self._engine = engine
 
-    def do(self, work: Callable[[], _T], doing: str) -> Tried[_T]:
+    def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
         """What work comes to, when every rank's is done."""
-        return tried_in_rounds(self._engine, work, doing)
+        return tried_in_rounds(self._engine, work, doing, progress)
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
         """Every rank's value."""
@@ -102,15 +102,21 @@ def begin(
     engine.finish_load()
     engine.refresh.start_put_off()
     engine.refresh.wait()
-    names = engine.agreement.exchange_objects(Checksums.best().name, "choosing checksums")
+    own = Checksums.best().name, background is not None and background.broken
+    names, broken = zip(*engine.agreement.exchange_objects(own, "choosing checksums"), strict=True)
+    if background is not None and any(broken):
+        background.meet_anew()
     checks, meeting = Checksums.common(names), Now(engine)
     found, token = _prepare(engine, model, optimizer, extra or {}, checks, target, file_nbytes)
     shown = Progress(f"saving {target.name}", progress and meeting.rank == 0)
     attempt = Attempt(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
+        # Threads copy from cards, on streams of their own.
+        wait_for_cards(found.parts)
         attempt.run(meeting)
     else:
-        background.start(attempt)
+        doing, left = f"copying what is to be saved at {str(target)!r}", "nothing was saved"
+        background.start(together(engine, doing, lambda: background.copied(attempt), left))
 
 
 def _wait_for_others(engine: Engine, busy: str) -> None:
@@ -118,11 +124,10 @@ def _wait_for_others(engine: Engine, busy: str) -> None:
     if busy not in ("wait", "refuse"):
         raise ValueError(f'busy is {busy!r}; expected "wait" or "refuse"')
     background = backgrounds.get(engine)
-    if background is None:
-        return
-    if busy == "refuse" and any(engine.agreement.exchange_objects(background.busy, "looking for a save under way")):
+    own = background is not None and background.busy
+    if busy == "refuse" and any(engine.agreement.exchange_objects(own, "looking for a save under way")):
         raise CheckpointError('a checkpoint is still being written; wait() for it, or save with busy="wait"')
-    background.wait()
+    wait_together(engine, "this one was not begun")
 
 
 def _prepare(

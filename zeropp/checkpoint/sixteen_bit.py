@@ -13,6 +13,7 @@ from zeropp.access.state import engine_of, gather_main
 from zeropp.checkpoint.metadata import sync_folder
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL, main_parts
+from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import together
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
@@ -83,7 +84,7 @@ def save_16bit_model(
         _write(path, state | {alias: state[name] for alias, name in aliases.items() if name in state})
 
     left = "what was there before is as it was"
-    together(engine, f"writing {str(path)!r}", write if first else lambda: None, left, at_disk=True)
+    together(engine, f"writing {str(path)!r}", write if first else lambda: None, left, at_disk=Progress())
     return True
 
 

@@ -43,11 +43,16 @@ class Task(Generic[_T]):
         self._over.wait(seconds)
 
     def result(self) -> _T:
-        """What it has come to, when it is over; its error is raised."""
+        """What it has come to, when it is over; its error is raised. Asked for once."""
         self._over.wait()
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        # Its traceback has frames that hold this: kept here, it would be a cycle, and stay with all that they hold.
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._results[0]
+        finally:
+            del error
 
 
 def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.rounds import Rounds
 from zeropp.checkpoint.tasks import Task
 from zeropp.comm.agreement import AT_WORK
@@ -32,7 +33,7 @@ def tried(work: Callable[[], _T]) -> Tried[_T]:
         return None, error, f"{type(error).__name__}: {error}"
 
 
-def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str) -> Tried[_T]:
+def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
     """What work comes to that may take one rank any time longer than another, as a disk does.
 
     Returns once all ranks are done with theirs. Meanwhile a thread goes through rounds in which ranks tell that they
@@ -43,6 +44,7 @@ def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str) -> Tried
         engine: whose ranks do it.
         work: exchanges nothing with other ranks, and calls nobody's code that might.
         doing: for errors.
+        progress: that work tells of what it does; stopped when a rank is lost.
 
     Raises:
         RuntimeError: a rank is lost, or somewhere else, for ``hang_timeout``; when this one's work is over.
@@ -52,7 +54,11 @@ def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str) -> Tried
         return tried(work)
 
     def exchange(done: int) -> list[int]:
-        return [row[0] for row in agreement.exchange(AT_WORK, [done], doing)]
+        try:
+            return [row[0] for row in agreement.exchange(AT_WORK, [done], doing)]
+        except RuntimeError:
+            progress.stop()
+            raise
 
     rounds = Rounds(comm.rank, doing, exchange, agreement.hang_timeout, agreement.warn_after)
     finished = threading.Event()
@@ -73,7 +79,7 @@ def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str) -> Tried
     return found
 
 
-def together(engine: Engine, doing: str, work: Callable[[], _T], left: str, *, at_disk: bool = False) -> _T:
+def together(engine: Engine, doing: str, work: Callable[[], _T], left: str, *, at_disk: Progress | None = None) -> _T:
     """Do local work between passes.
 
     Args:
@@ -81,13 +87,14 @@ def together(engine: Engine, doing: str, work: Callable[[], _T], left: str, *, a
         doing: for errors, "loading ..." for one.
         work: may raise.
         left: how things are after an error.
-        at_disk: it may take ranks any time; see :func:`tried_in_rounds`. Otherwise ``hang_timeout`` at most.
+        at_disk: what work tells of its progress, if it may take ranks any time; see :func:`tried_in_rounds`. Otherwise
+            they wait for ``hang_timeout`` at most.
 
     Raises:
         Exception: this rank's own error, as it was.
         CheckpointError: another rank's, with its rank.
     """
-    result, error, told = tried_in_rounds(engine, work, doing) if at_disk else tried(work)
+    result, error, told = tried(work) if at_disk is None else tried_in_rounds(engine, work, doing, at_disk)
     accounts = engine.agreement.exchange_objects(told, doing)
     if isinstance(error, CheckpointError):
         raise CheckpointError(f"{doing} failed: {error} ({left})") from error

@@ -61,6 +61,7 @@ class Agreement:
         self.where = ""  # the pass that this rank is in, in words
         self._place = 0  # tells that pass from others; equal on every rank
         self._stepped = False  # whether stepped weights are being queued for where they are cached
+        self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
         self._sent: list[Event] = []  # ends of what was queued so
         self._when_lost = when_lost
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
@@ -223,7 +224,7 @@ class Agreement:
         # and does not end without them.
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
-            if self._stepped or not self._has_sent()
+            if self._stepped or self.unconfirmed or not self._has_sent()
             else "No weight was changed by this step"
         )
         if waited:

@@ -100,16 +100,16 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Te
     Returns:
         [members, width].
     """
-    ranks, rank, known = dist.get_process_group_ranks(group), group.rank(), 1
-    world = len(ranks)
+    rank, world, known = group.rank(), group.size(), 1
     # This rank's own row is the first, then those of the ranks behind it.
     rows = own.new_empty(world, own.numel())
     rows[0] = own
     while known < world:
         more = min(known, world - known)
-        received = dist.irecv(rows[known : known + more], ranks[(rank + known) % world], group, _TAG)
-        sent = dist.isend(rows[:more], ranks[(rank - known) % world], group, _TAG)
-        assert received is not None and sent is not None  # None is for those who are not in the group
+        # The group's own calls, which work while somebody holds it: a thread may still write a checkpoint when the user
+        # has ended torch.distributed.
+        received = group.recv([rows[known : known + more]], (rank + known) % world, _TAG)
+        sent = group.send([rows[:more]], (rank - known) % world, _TAG)
         sent.wait(timeout)
         received.wait(timeout)
         known += more

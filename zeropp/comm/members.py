@@ -21,6 +21,7 @@ __all__ = [
     "Members",
     "find_members",
     "gather_objects",
+    "gather_pickled",
     "group_size",
     "is_fake",
     "to_process_group",
@@ -133,7 +134,12 @@ def gather_objects(value: _T, group: dist.ProcessGroup, seconds: float) -> list[
     Unlike torch's own, it works where NumPy is not installed, and never goes over a device: before the model has been
     looked at, nobody knows which.
     """
-    group, timeout = host_group(group, seconds), timedelta(seconds=seconds)
+    return gather_pickled(value, host_group(group, seconds), seconds)
+
+
+def gather_pickled(value: _T, group: dist.ProcessGroup, seconds: float) -> list[_T]:
+    """:func:`gather_objects` of a group that has gloo for the host's memory; it need not be torch's any more."""
+    timeout = timedelta(seconds=seconds)
     # A bytearray: torch warns of memory that it may not write to.
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = gather_rows(torch.tensor([own.numel()], device=HOST), group, timeout).view(-1)

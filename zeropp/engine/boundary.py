@@ -214,6 +214,7 @@ class Boundary:
         return Verdict(None, [list(flags) for flags in self.engine.pending.used], late=True)
 
     def _go_on_late(self) -> None:
+        self.engine.agreement.unconfirmed = True
         self.engine.schedule.note_passed_over(False)
         self.cache_checksum.count_step()
 
@@ -243,14 +244,14 @@ class Boundary:
         """
         if self._unread is None:
             return None
-        unread, self._unread = self._unread, None
-        values = unread.read(self.engine.agreement)
+        values = self._unread.read(self.engine.agreement)
+        self.forget_unread()  # not before: an error of a signal would take it from this rank alone
         self._check_late(values)
         return Verdict(norm_of(values[0]), [])  # no flags: parameters may have been unfrozen since
 
     def forget_unread(self) -> None:
         """Drop such a sum; every rank does."""
-        self._unread = None
+        self._unread, self.engine.agreement.unconfirmed = None, False
 
     def _check_late(self, values: list[float]) -> None:
         """What a sum says that some rank has not waited for."""
@@ -376,8 +377,7 @@ class Boundary:
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.passed_over))
         flags += [float(used) for unit_flags in engine.pending.used for used in unit_flags]
-        # Pinned, so that the copy is queued and not waited for. torch's allocator keeps the block until the copy is
-        # done.
+        # Pinned: the copy is queued and not waited for. torch's allocator keeps the block until it is done.
         host = torch.tensor(flags, dtype=torch.float64, device="cpu", pin_memory=engine.device.type == "cuda")
         parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]
         if self.cache_checksum.due:

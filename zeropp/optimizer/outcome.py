@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 from zeropp.engine.boundary import Boundary, Verdict
@@ -49,9 +48,17 @@ class Outcome:
         self.skipped_steps = skipped_steps
 
     def count(self) -> int:
-        """``skipped_steps``, to be saved: also after a step at which ranks were out of step, which is none of them."""
-        with contextlib.suppress(RuntimeError):  # the next step raises it
+        """``skipped_steps``, to be saved: also after a step at which ranks were out of step, which is none of them.
+
+        Raises:
+            RuntimeError: the ranks have lost each other. Some may have stepped and others not.
+        """
+        try:
             self.wait()
+        except RuntimeError:
+            # Settings that differ the next step tells of.
+            if self._boundary.engine.agreement.lost is not None:
+                raise
         return self.skipped_steps
 
     def pass_over(self) -> None:
