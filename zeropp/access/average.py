@@ -34,6 +34,21 @@ class Average:
         self.updates = 0
         self._join()
 
+    @property
+    def pieces(self) -> dict[FlatBuffer, Tensor]:
+        """What there is of it on this rank: one element for each of a buffer's shard."""
+        self._join()
+        return self._pieces
+
+    def require_of(self, engine: Engine) -> None:
+        """Make sure whose it is.
+
+        Raises:
+            ValueError: another model's.
+        """
+        if engine is not self._engine:
+            raise ValueError("the average is another model's; give the one that zeropp.ema(model) made of this one")
+
     def _join(self) -> None:
         trainable = self._engine.trainable_buffers
         # By buffer: unfreezing makes a new one, whose average begins with the weights of now.

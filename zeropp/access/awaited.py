@@ -13,7 +13,7 @@ from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.piece import piece_of
 
-__all__ = ["await_values", "awaited_names"]
+__all__ = ["await_values", "awaited_names", "require_values"]
 
 
 def awaited_names(model: nn.Module) -> frozenset[str]:
@@ -29,17 +29,41 @@ def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> Non
     """
     if not names:
         return
-    ref = weakref.ref(engine)
-    root = weakref.ref(model)
-    handles: list[RemovableHandle] = []
+    awaited = _awaited[engine] = _Awaited(engine, model, names)
+    for module in model.modules():
+        # Any of them may be called from outside.
+        awaited.handles.append(module.register_forward_pre_hook(torch.compiler.disable(awaited.before), prepend=True))
+    engine.on_close(awaited.remove)
 
-    def check(module: nn.Module, args: object) -> None:
-        engine, model = ref(), root()
+
+def require_values(engine: Engine) -> None:
+    """Make sure that all parameters have values, before they are saved. Collective.
+
+    Raises:
+        RuntimeError: some were built without, and nothing was loaded.
+    """
+    awaited = _awaited.get(engine)
+    if awaited is not None:
+        awaited.check()
+
+
+class _Awaited:
+    def __init__(self, engine: Engine, model: nn.Module, names: frozenset[str]) -> None:
+        self._engine, self._root, self._names = weakref.ref(engine), weakref.ref(model), names
+        self.handles: list[RemovableHandle] = []
+
+    def before(self, module: nn.Module, args: object) -> None:
+        engine = self._engine()
+        if engine is not None and not engine.running:
+            self.check()
+
+    def check(self) -> None:
+        engine, model = self._engine(), self._root()
         # Without its root the engine is another's, or gone.
-        if engine is None or model is None or engine.running:
+        if engine is None or model is None:
             return
         # However they were loaded: there are several ways, and each rank sees its own part.
-        missing = {name for buffer in engine.buffers for name in _missing(buffer, names)}
+        missing = {name for buffer in engine.buffers for name in _missing(buffer, self._names)}
         missing |= {name for name, b in model.named_buffers() if b.is_floating_point() and bool(b.isnan().any())}
         rows = engine.agreement.exchange_objects(sorted(missing), "looking whether all weights were loaded")
         lacking = sorted({name for row in rows for name in row})
@@ -47,19 +71,19 @@ def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> Non
             more = f" and {len(lacking) - 10} more" if lacking[10:] else ""
             raise RuntimeError(
                 f"{lacking[:10]}{more} were built on the meta device and have no values yet, or NaN; load them before "
-                "the first forward, on every rank: zeropp.checkpoint.load_safetensors(model, path), "
-                "zeropp.checkpoint.load(...) or model.load_state_dict(...)"
+                "the first forward, and before they are saved, on every rank: "
+                "zeropp.checkpoint.load_safetensors(model, path), zeropp.checkpoint.load(...) or "
+                "model.load_state_dict(...)"
             )
-        remove()
+        self.remove()
+        _awaited.pop(engine, None)
 
-    def remove() -> None:
-        for handle in handles:
+    def remove(self) -> None:
+        for handle in self.handles:
             handle.remove()
 
-    for module in model.modules():
-        # Any of them may be called from outside.
-        handles.append(module.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))
-    engine.on_close(remove)
+
+_awaited: weakref.WeakKeyDictionary[Engine, _Awaited] = weakref.WeakKeyDictionary()
 
 
 def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:

@@ -45,7 +45,16 @@ from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import Tried
 from zeropp_kernels import __version__
 
-__all__ = ["BESIDE", "Attempt", "Meeting", "check_target", "put_in_place", "remove_cut_off"]
+__all__ = [
+    "BESIDE",
+    "Attempt",
+    "Meeting",
+    "check_target",
+    "is_under_way",
+    "put_in_place",
+    "remove_cut_off",
+    "require_files",
+]
 
 _T = TypeVar("_T")
 BESIDE = ".saving-"
@@ -73,7 +82,7 @@ class Meeting(Protocol):
         ...
 
 
-@dataclass
+@dataclass(eq=False)
 class Attempt:
     """What a checkpoint is made of, on this rank.
 
@@ -128,11 +137,12 @@ class Attempt:
                 (lambda: finish(self._metadata(written))) if first else _nothing,
             )  # fmt: skip
         except BaseException:
-            if first:
+            if first and self in _under_way:
                 self._discard()
             raise
         finally:
             self.progress.close()
+            _under_way.discard(self)
 
     def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
         """Every rank's result, or an error on every rank if one has failed."""
@@ -156,6 +166,12 @@ class Attempt:
 
     def _make(self) -> bool:
         """Make the folder to write to; whether it is one beside."""
+        if is_under_way(self.path):
+            raise CheckpointError(
+                "another checkpoint is being written there by this process; wait() for it first, or give each model a "
+                "path of its own"
+            )
+        _under_way.add(self)
         check_target(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         remove_cut_off(self.path)
@@ -184,6 +200,7 @@ class Attempt:
         )  # fmt: skip
 
     def _finish_beside(self, metadata: Metadata) -> None:
+        require_files(self.beside, (file.name for file in metadata.files))
         metadata.write(self.beside)
         # Again: something may have come in while files were written.
         check_target(self.path)
@@ -195,6 +212,7 @@ class Attempt:
         self._complete()
 
     def _finish_here(self, metadata: Metadata) -> None:
+        require_files(self.path, (file.name for file in metadata.files))
         try:
             # The names of the files first, and that of the folder.
             sync_folder(self.path)
@@ -215,8 +233,28 @@ class Attempt:
         self._left = "It is complete all the same"
 
 
+# Of this process, on first ranks.
+_under_way: set[Attempt] = set()
+
+
+def is_under_way(path: Path) -> bool:
+    """Whether this process writes a checkpoint to a path, which has no symbolic links."""
+    return any(each.path == path for each in _under_way)
+
+
 def _nothing() -> None:
     pass
+
+
+def require_files(folder: Path, names: Iterable[str]) -> None:
+    """Make sure that what was written is still there before it gets its name.
+
+    Raises:
+        CheckpointError: something is gone.
+    """
+    gone = sorted(set(names).difference(os.listdir(folder)))
+    if gone:
+        raise CheckpointError(f"{gone[:5]} of {str(folder)!r} are gone since they were written; something removed them")
 
 
 def check_target(path: Path) -> None:

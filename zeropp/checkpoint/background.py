@@ -146,14 +146,15 @@ class Background:
         try:
             task.result()
         except BaseException as error:
-            raise CheckpointError(f"the checkpoint {self._path!r} was not written: {error}") from error
+            raise CheckpointError(f"the checkpoint {self._path!r}, saved asynchronously, failed: {error}") from error
 
     def finish(self) -> None:
-        """As :meth:`wait`, where nobody can be told but by the log."""
+        """As :meth:`wait`, where nobody can be told but by the log, until somebody asks."""
         try:
             self.wait()
         except CheckpointError as error:
             _log.error("%s", error)
+            _logged.append(str(error))
 
     def copied(self, attempt: Attempt) -> Attempt:
         """The same of values that training does not change; the one before must have been waited for."""
@@ -204,6 +205,8 @@ def wait_for_cards(parts: Iterable[Part]) -> None:
 backgrounds: weakref.WeakKeyDictionary[Engine, Background] = weakref.WeakKeyDictionary()
 # In order. What is written for an engine that is dropped goes on, and an error of it waits here for whoever asks.
 _unfinished: dict[Background, None] = {}
+# Errors of those whose engine was closed, which nobody has asked for.
+_logged: list[str] = []
 
 
 def background_of(engine: Engine) -> Background:
@@ -221,7 +224,8 @@ def wait() -> None:
     Raises:
         CheckpointError: one could not be; on every rank of its model.
     """
-    errors: list[CheckpointError] = []
+    errors = [CheckpointError(each) for each in _logged]
+    _logged.clear()
     # Those that are done, too: their threads may not have ended yet.
     for each in dict.fromkeys([*backgrounds.values(), *_unfinished]):
         try:

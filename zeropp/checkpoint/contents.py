@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.access.average import Average
+from zeropp.checkpoint.averages import average_parts, counts_of
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.coded import coded_entries, coded_parts
 from zeropp.checkpoint.disk import as_bytes, view_of
 from zeropp.checkpoint.dtypes import dtype_code
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import CodedEntry
-from zeropp.checkpoint.names import model_names
+from zeropp.checkpoint.names import has_extra_state, model_names
 from zeropp.checkpoint.parts import MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
 from zeropp.checkpoint.random_state import random_state
 from zeropp.checkpoint.values import encode
@@ -72,6 +74,10 @@ def contents(
     found.own["random"] = encode(random_state(engine.device), of_rank(engine.comm.rank, "random"), tensors)
     found.parts += [whole(name, tensor) for name, tensor in tensors.items()]
     found.states = {name: _state_of(name, value) for name, value in extra.items()}
+    for name, value in extra.items():
+        if isinstance(value, Average):
+            value.require_of(engine)
+            found.parts += average_parts(value, name, "own")
     found.digest = _digest(found.states, checks)
     for part in found.parts:
         # Before anything is copied or written.
@@ -96,8 +102,7 @@ def _add_model(found: Contents, engine: Engine, model: nn.Module) -> None:
     found.parts += base_parts(engine, "own")
     states: dict[str, Any] = {}
     for path, module in model.named_modules():
-        # torch's own test for whether a class has any.
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
+        if has_extra_state(module):
             states[path] = module.get_extra_state()
     if states:
         tensors: dict[str, Tensor] = {}
@@ -192,6 +197,9 @@ def add_extra(found: Contents, rank: int, first: str) -> None:
 
 def _state_of(name: str, value: Any) -> Any:
     """What a checkpoint keeps of one extra object: its ``state_dict()``, or the value itself."""
+    if isinstance(value, Average):
+        # Its pieces are spread as weights are, and saved so: see :func:`average_parts`.
+        return counts_of(value)
     if callable(getattr(value, "state_dict", None)):
         if not callable(getattr(value, "load_state_dict", None)):
             raise CheckpointError(

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from zeropp.access.awaited import require_values
 from zeropp.access.state import engine_of, gather_main
-from zeropp.checkpoint.attempt import BESIDE, put_in_place, remove_cut_off
+from zeropp.checkpoint.attempt import BESIDE, put_in_place, remove_cut_off, require_files
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL
@@ -64,6 +65,7 @@ def export(
     given, target = Path(path).absolute(), Path(os.path.realpath(path))  # a link would be replaced itself
     engine.require_idle("checkpoint.export()", averaged=True)
     engine.agreement.require_same_call(f"checkpoint.export({str(given)!r}, dtype={dtype}, layout={layout!r})")
+    require_values(engine)
     doing, left = f"exporting to {str(target)!r}", "nothing was written, and what was there before is as it was"
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
@@ -150,6 +152,7 @@ def _save_configs(model: nn.Module, beside: Path) -> None:
 
 
 def _finish(files: WholeFiles, beside: Path, target: Path) -> None:
+    require_files(beside, files.names)
     files.write_index()
     # Again: something may have come in while files were written.
     _check_target(target, beside)
@@ -233,6 +236,7 @@ def _cast(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
 def _limit(layout: str, file_nbytes: int) -> int | None:
     if layout not in ("hf", "single"):
         raise ValueError(f'layout is {layout!r}; expected "hf" or "single"')
+    require_file_nbytes(file_nbytes)
     return file_nbytes if layout == "hf" else None
 
 

@@ -23,7 +23,7 @@ from zeropp.checkpoint.metadata import BoxEntry, FileEntry, dtype_code
 from zeropp.checkpoint.parts import Part
 from zeropp.checkpoint.progress import Progress
 
-__all__ = ["FILE_NBYTES", "Written", "write_files"]
+__all__ = ["FILE_NBYTES", "Written", "require_file_nbytes", "write_files"]
 
 FILE_NBYTES = 5_000_000_000
 """Largest size of a file, as Hugging Face has it."""
@@ -38,6 +38,16 @@ class Written:
 
     files: list[FileEntry]
     tensors: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]]
+
+
+def require_file_nbytes(limit: object, least: int = 1) -> None:
+    """Make sure that a size of files is one.
+
+    Raises:
+        ValueError: it is no number of bytes, or too small.
+    """
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < least:
+        raise ValueError(f"file_nbytes is {limit!r}; expected a number of bytes, {least} or more")
 
 
 def write_files(

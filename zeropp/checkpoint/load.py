@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -63,7 +64,8 @@ def load(
         TypeError, ValueError: an argument is wrong.
     """
     engine = engine_of(model)
-    folder = Path(path).absolute()
+    # As save() has it: "a/../b" is b, whether or not there is an a.
+    folder = Path(os.path.realpath(path))
     engine.require_idle("checkpoint.load()")
     # Sorted, since each process has an order of its own in a set of strings.
     kinds = only if only is None or isinstance(only, str) else sorted(map(str, only))
@@ -73,7 +75,10 @@ def load(
 
     def prepare() -> Restore:
         kinds = _kinds(only)
+        if only is not None and "optimizer" in kinds and optimizer is None:
+            raise ValueError(f"only is {only!r}, and no optimizer is given; give the model's ZeroOptimizer")
         source = Source(folder, Metadata.read(folder), verify, shown)
+        source.check_sizes(engine.comm.rank, engine.comm.world)
         return Restore(engine, model, require_ours(engine, optimizer), extra or {}, source, strict, kinds)
 
     return _run(engine, f"loading the checkpoint {str(folder)!r}", shown, prepare)
@@ -155,6 +160,7 @@ def load_foreign(
     return _run(engine, f"loading {str(place)!r}", shown, prepare)
 
 
+@torch.inference_mode(False)  # a step cannot write to states that are made in it
 def _run(engine: Engine, doing: str, shown: Progress, prepare: Callable[[], Restore]) -> Loaded:
     work = together(engine, doing, prepare, "nothing was changed", at_disk=shown)
     engine.finish_load()

@@ -14,7 +14,7 @@ from zeropp.checkpoint.source import Source
 from zeropp.checkpoint.values import comparable
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["compare", "match", "match_groups", "model_names"]
+__all__ = ["compare", "has_extra_state", "match", "match_groups", "model_names"]
 
 
 def model_names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -33,6 +33,11 @@ def model_names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             if name != prefix + key:
                 aliases[prefix + key] = name
     return named, aliases
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether a module has a state besides tensors; torch's own test."""
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def match(named: Mapping[str, Tensor], aliases: Mapping[str, str], metadata: Metadata) -> dict[str, str]:
@@ -77,10 +82,13 @@ def compare(
     """
     saved = {name.removeprefix(MODEL) for name in metadata.tensors if name.startswith(MODEL)} | metadata.coded.keys()
     missing = [name for name in named if name not in matched]
+    # Others save tied tensors under every name; here one that has a name of its own was apart.
+    apart = sorted(saved.intersection(aliases).difference(matched.values())) if metadata.world else []
     unexpected = sorted(saved.difference(named, aliases, matched.values()))
-    if strict and (missing or unexpected):
+    if strict and (missing or unexpected or apart):
         lacks = [f"the checkpoint has no {_list(missing)}"] if missing else []
         lacks += [f"the model has no {_list(unexpected)}"] if unexpected else []
+        lacks += [f"{_list(apart)} is tied to {aliases[apart[0]]!r} here, and was not there"] if apart else []
         raise CheckpointError(
             f"model and checkpoint differ: {', and '.join(lacks)}. strict=False leaves them as they are"
         )
@@ -91,7 +99,7 @@ def compare(
             wrong.append(f"{name!r} is of shape {here} here and of {shape} there")
     if wrong:
         raise CheckpointError(f"it is a checkpoint of another model: {'; '.join(wrong[:5])}")
-    return missing, unexpected
+    return missing, sorted(unexpected + apart)
 
 
 def match_groups(

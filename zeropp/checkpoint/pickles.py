@@ -89,15 +89,29 @@ class _Call:
         raise ValueError("a function was to be changed")
 
 
-def _tensor(storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: object) -> Stored:
+def _tensor(
+    storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], grad: object = None,
+    hooks: object = None, metadata: object = None,
+) -> Stored:  # fmt: skip
+    _refuse_lazy(metadata)
     return _checked(storage, storage.dtype, offset, shape, strides)
 
 
 def _tensor_v3(
     storage: _Storage, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], grad: object, hooks: object,
-    dtype: torch.dtype, *_: object,
+    dtype: torch.dtype, metadata: object = None,
 ) -> Stored:  # fmt: skip
+    _refuse_lazy(metadata)
     return _checked(storage, dtype, offset, shape, strides)
+
+
+def _refuse_lazy(metadata: object) -> None:
+    """Refuse what is negated or conjugated only when it is read: here bytes go to where they belong as they are."""
+    if isinstance(metadata, dict) and (metadata.get("conj") or metadata.get("neg")):
+        raise CheckpointError(
+            "a tensor was saved as a conjugated or negated view, whose values are not what lies in the file; save it "
+            "again after resolve_conj().resolve_neg()"
+        )
 
 
 def _checked(

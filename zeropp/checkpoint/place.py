@@ -139,14 +139,14 @@ def remove_others(folder: Path, *, keep: Collection[str] = (), of: str = "") -> 
     """
     for each in folder.iterdir():
         if _FILE.fullmatch(each.name) and each.name not in keep and of in each.name:
-            each.unlink()
+            each.unlink(missing_ok=True)
 
 
 def remove(folder: Path) -> None:
     """Take a checkpoint away, and its folder unless something else is in it, which stays."""
     # First what makes it one, so that a half-deleted one is none.
     written_first(folder / METADATA).unlink(missing_ok=True)
-    (folder / METADATA).unlink()
+    (folder / METADATA).unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         remove_others(folder)
         folder.rmdir()

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from zeropp.config.base import notify
+
 __all__ = ["draw_anew", "random_state", "restore_random_state"]
 
 
@@ -24,7 +26,8 @@ def random_state(device: torch.device) -> dict[str, Any]:
     # Where nobody has imported it, nobody draws from it.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        state["numpy"] = list(numpy.random.get_state())
+        # A dict, of whatever kind of generator there is.
+        state["numpy"] = numpy.random.get_state(legacy=False)
     return state
 
 
@@ -36,9 +39,18 @@ def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state:
-        import numpy
+        _restore_numpy(state["numpy"], state["seed"])
 
-        numpy.random.set_state(tuple(state["numpy"]))
+
+def _restore_numpy(state: dict[str, Any], seed: int) -> None:
+    import numpy
+
+    here, there = numpy.random.get_state(legacy=False)["bit_generator"], state["bit_generator"]
+    if here == there:
+        numpy.random.set_state(state)
+        return
+    notify(f"numpy's generator was a {there} when it was saved, and is a {here} here; it begins anew")
+    numpy.random.seed(seed % 2**32)
 
 
 def draw_anew(state: dict[str, Any], rank: int, world: int) -> None:

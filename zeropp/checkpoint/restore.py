@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.checkpoint.averages import average_parts, averages_of, fill_in, prefix_of, take_counts
 from zeropp.checkpoint.coded import CODES, SCALES, Encoded, coded_parts
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import DTYPES
-from zeropp.checkpoint.names import compare, match, match_groups, model_names
+from zeropp.checkpoint.names import compare, has_extra_state, match, match_groups, model_names
 from zeropp.checkpoint.parts import BASES, MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
 from zeropp.checkpoint.random_state import draw_anew, restore_random_state
 from zeropp.checkpoint.sixteen_bit import round_main
@@ -88,6 +89,10 @@ class Restore:
             assert self.optimizer is not None
             self.groups, self.result.fresh = match_groups(self.optimizer, self.named, self._renamed, source)
             self._compare_optimizers(strict)
+        elif self.optimizer is not None and "optimizer" in self.kinds:
+            self._note_no_states(strict)
+        if "model" in self.kinds:
+            self._compare_modules(strict)
         if strict and "extra" in self.kinds:
             unknown = sorted(extra.keys() - self._saved_extra().keys())
             if unknown:
@@ -98,6 +103,7 @@ class Restore:
         # JSON of what is asked for, and room for its tensors, which is refused here if they are not there.
         self._json = self._encoded()
         self._held = {name: source.room(name) for name in dict.fromkeys(tensors_in(self._json))}
+        self._averages = averages_of(engine, extra, self._json.get("extra", {}))
 
     @property
     def _loads_optimizer(self) -> bool:
@@ -122,6 +128,29 @@ class Restore:
                 switches = isinstance(value, bool) and isinstance(group.get(key), bool)
                 if first and switches and group[key] != value:
                     notify(f"{key!r} of group {number} is {group[key]} here; the checkpoint's {value} takes its place")
+
+    def _note_no_states(self, strict: bool) -> None:
+        """The checkpoint has weights alone, and states are wanted."""
+        assert self.optimizer is not None
+        if strict:
+            raise CheckpointError(
+                "the checkpoint was saved without an optimizer; leave it out here, or load with strict=False, which "
+                "leaves its states as they are"
+            )
+        self.result.fresh = [part.name for part in self.optimizer.slices.cut]
+
+    def _compare_modules(self, strict: bool) -> None:
+        """States that modules have besides tensors (``get_extra_state``), by torch's names for them."""
+        there = {_extra_key(path) for path in self.metadata.values.get("modules", {})}
+        modules = self.model.named_modules()
+        here = {_extra_key(path) for path, each in modules if has_extra_state(each)} if self.metadata.world else there
+        self.result.missing += sorted(here - there)
+        self.result.unexpected += sorted(there - here)
+        if strict and here != there:
+            raise CheckpointError(
+                f"modules' extra states differ: the model has no {sorted(there - here)[:5]}, the checkpoint no "
+                f"{sorted(here - there)[:5]}. strict=False leaves them as they are"
+            )
 
     def _own(self) -> dict[str, Any]:
         """What the checkpoint has of this rank, if it was saved by as many."""
@@ -158,12 +187,15 @@ class Restore:
             ]
         if self._loads_optimizer:
             parts.append(self._state_parts())
+        parts += [self._there(average_parts(a, name, "slice"), prefix_of(name)) for name, a in self._averages.items()]
         self.source.read(itertools.chain(*parts))
         if "model" in self.kinds and not self.engine.maker.config.zero.load_from_fp32_weights:
             round_main(self.engine, self._renamed)
         self.values = decode(self._json, lambda name: self._held[name].values)
         if "model" in self.kinds:
             self._read_codes()
+        for name, average in self._averages.items():
+            fill_in(average, name, self._renamed, self.metadata)
         self.source.verify_rest(engine.comm.rank, engine.comm.world)
 
     def _encoded(self) -> dict[str, Any]:
@@ -257,7 +289,7 @@ class Restore:
     def _load_modules(self) -> None:
         modules = dict(self.model.named_modules())
         for path, state in self.values["modules"].items():
-            if path in modules:
+            if path in modules and has_extra_state(modules[path]):
                 with telling(f"set_extra_state of the module {path!r}", modules[path]):
                     modules[path].set_extra_state(state)
 
@@ -330,12 +362,19 @@ class Restore:
             notify("ranks had different extra states when they were saved; every rank now gets the first one's")
         for name, value in self.values["extra"].items():
             target = self.extra.get(name)
+            if name in self._averages:
+                take_counts(self._averages[name], value)
+                continue
             restore: Callable[[Any], object] | None = getattr(target, "load_state_dict", None)
             if restore is None:
                 self.result.extra[name] = value
                 continue
             with telling(f"load_state_dict of extra[{name!r}]", target):
                 restore(value)
+
+
+def _extra_key(path: str) -> str:
+    return f"{path}._extra_state" if path else "_extra_state"
 
 
 def _as_read(there: Any, read: Any, dtype: torch.dtype, usual: torch.dtype) -> Any:

@@ -11,13 +11,14 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from zeropp.access.awaited import require_values
 from zeropp.access.state import engine_of
 from zeropp.checkpoint.attempt import Attempt
 from zeropp.checkpoint.background import background_of, backgrounds, wait_for_cards, wait_together
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.errors import CheckpointError
-from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import Tried, together, tried, tried_in_rounds
 from zeropp.engine.engine import Engine
@@ -70,7 +71,7 @@ def save(
         asynchronous: return when all is copied to the host's memory, and write while training goes on;
             :func:`wait` and the next save raise what goes wrong. Costs one copy of this rank's part in memory.
         busy: while another is being written, wait for it or raise.
-        file_nbytes: largest size of a file in bytes.
+        file_nbytes: largest size of a file in bytes, its header aside; at least 65536.
         progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
 
     Raises:
@@ -102,6 +103,7 @@ def begin(
     engine.finish_load()
     engine.refresh.start_put_off()
     engine.refresh.wait()
+    require_values(engine)
     own = Checksums.best().name, background is not None and background.broken
     names, broken = zip(*engine.agreement.exchange_objects(own, "choosing checksums"), strict=True)
     if background is not None and any(broken):
@@ -142,8 +144,7 @@ def _prepare(
     """What this rank has to write, and the attempt's token; fails on all ranks if it fails on any."""
 
     def collect() -> Contents:
-        if not isinstance(limit, int) or limit < 1 << 16:
-            raise ValueError(f"file_nbytes is {limit!r}; expected a number of bytes, 65536 or more")
+        require_file_nbytes(limit, least=1 << 16)
         if engine.window.count:
             raise CheckpointError(
                 f"gradients of {engine.window.count} micro-batches wait for a step and would be lost; save after "

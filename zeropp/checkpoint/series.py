@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.access.state import engine_of
-from zeropp.checkpoint.attempt import BESIDE
+from zeropp.checkpoint.attempt import BESIDE, is_under_way
+from zeropp.checkpoint.background import wait_together
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
@@ -31,6 +32,7 @@ __all__ = ["Series"]
 
 _LATEST = "latest"
 _NAME = re.compile(r"step-(\d{8,})")
+_CUT_OFF = re.compile(rf"\.(step-\d{{8,}}){re.escape(BESIDE)}[0-9a-f]{{8}}")
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Series:
             raise ValueError(
                 f"keep is {self.keep!r}; expected how many checkpoints to keep, 1 or more, or None for all"
             )
+        # Where it is now: a checkpoint may be completed after the program has gone to another directory.
+        object.__setattr__(self, "root", Path(self.root).absolute())
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
         if not isinstance(step, int) or isinstance(step, bool) or step < 0:
             raise ValueError(f"step is {step!r}; expected a number of steps, 0 or more")
-        return Path(self.root).absolute() / f"step-{step:08d}"
+        return Path(self.root) / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
@@ -117,6 +121,8 @@ class Series:
         """
         engine = engine_of(model)
         engine.agreement.require_same_call(f"Series({str(self.root)!r}).load()")
+        # It may be the one to load.
+        wait_together(engine, "nothing was changed")
         # The first rank's: others may see an older state of a network's file system.
         own = together(engine, "looking for the newest checkpoint", lambda: self.latest() if step is None else step,
                        "nothing was changed")  # fmt: skip
@@ -128,15 +134,15 @@ class Series:
 
     def _completed(self, step: int) -> None:
         """On the first rank, once a checkpoint is in place: name it, and let old ones go."""
-        root = Path(self.root).absolute()
+        root = Path(self.root)
         body = json.dumps({"step": step})
         checks = Checksums.crc32()
         write_synced(root / _LATEST, json.dumps({"checksum": checks.hexdigest(body.encode()), "latest": body}).encode())
-        for left in root.glob(f".step-*{BESIDE}*"):
-            # Of jobs that ended while they wrote, perhaps another step: this one has its name by now.
-            shutil.rmtree(left, ignore_errors=True)
-        for left in root.glob("step-*"):
-            if _NAME.fullmatch(left.name) and is_unfinished(left):
+        for left in root.iterdir():
+            # Of jobs that ended while they wrote, perhaps another step; of nothing else that may be written here.
+            cut = _CUT_OFF.fullmatch(left.name)
+            unfinished = _NAME.fullmatch(left.name) and is_unfinished(left)
+            if (cut or unfinished) and not is_under_way(Path(os.path.realpath(root / (cut[1] if cut else left.name)))):
                 shutil.rmtree(left, ignore_errors=True)
         if self.keep is None:
             return

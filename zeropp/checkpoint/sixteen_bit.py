@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from zeropp.access.awaited import require_values
 from zeropp.access.state import engine_of, gather_main
 from zeropp.checkpoint.metadata import sync_folder
 from zeropp.checkpoint.names import model_names
@@ -57,6 +58,7 @@ def save_16bit_model(
     path = Path(save_dir).absolute() / save_filename
     engine.require_idle("checkpoint.save_16bit_model()", averaged=True)
     engine.agreement.require_same_call(f"checkpoint.save_16bit_model({str(path)!r}, {exclude_frozen_parameters})")
+    require_values(engine)
     zero = engine.maker.config.zero
     if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
         if engine.comm.rank == 0:

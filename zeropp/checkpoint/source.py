@@ -154,6 +154,15 @@ class Source:
                 for _ in self._requests(part):
                     pass
 
+    def check_sizes(self, share: int, shares: int) -> None:
+        """Look whether files are there and of their sizes: of each ``shares`` the one that falls to ``share``.
+
+        Raises:
+            CheckpointError: one is not.
+        """
+        for number in range(share, len(self.metadata.files), shares):
+            self._path_of(number)
+
     def room(self, name: str) -> Part:
         """All of one tensor, in memory of the CPU for it that is yet to be read.
 
@@ -265,14 +274,8 @@ class Source:
         return found
 
     def _read_file(self, number: int, wanted: Sequence[Wanted], verified: set[int]) -> None:
-        file = self.metadata.files[number]
-        path = self._folder / file.name
+        file, path = self.metadata.files[number], self._path_of(number)
         try:
-            there = os.stat(path).st_size
-            if there != file.nbytes:
-                raise CheckpointError(
-                    f"{str(path)!r} has {there} bytes, and was written with {file.nbytes}; it was cut short or replaced"
-                )
             sums = self._sums_of(number)
 
             def verify(stretch: int, memory: memoryview) -> None:
@@ -288,6 +291,20 @@ class Source:
         except OSError as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
         self._verified[number] |= verified
+
+    def _path_of(self, number: int) -> Path:
+        """Where a file is, if it has its size."""
+        file = self.metadata.files[number]
+        path = self._folder / file.name
+        try:
+            there = os.stat(path).st_size
+        except OSError as error:
+            raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+        if there != file.nbytes:
+            raise CheckpointError(
+                f"{str(path)!r} has {there} bytes, and was written with {file.nbytes}; it was cut short or replaced"
+            )
+        return path
 
     def _sums_of(self, number: int) -> list[int]:
         """Checksums of a file's stretches, unpacked once."""
