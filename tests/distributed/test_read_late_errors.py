@@ -22,6 +22,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.late import ADAM, STATIC, Leaning, backward, numbers, wrapped
 from tests.distributed.shapes import make_config
 from zeropp import checkpoint
+from zeropp.engine.unread import Unread
 
 
 def left_over() -> tuple[str, bool]:
@@ -238,3 +239,40 @@ def asks_often() -> tuple[int, bool]:
 
 def test_an_error_that_is_kept_keeps_nothing_else() -> None:
     assert run_ranks(2, asks_often) == [(1, True)] * 2
+
+
+def saves_after_a_loss(how: str) -> str:
+    """What saving says where the sum of the step before has not come."""
+    optimizer = wrapped(True, **STATIC)
+    for step in range(3):
+        backward(optimizer, step)
+        optimizer.step()
+    agreement, read = optimizer.engine.agreement, Unread.read
+
+    def in_vain(unread: Unread, _: object) -> list[float]:
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        agreement.wait(lambda seconds: False, "waiting for the sum of norms and flags")
+        return []
+
+    Unread.read = in_vain  # type: ignore[method-assign]
+    try:
+        optimizer.state_dict()
+    except (KeyboardInterrupt, RuntimeError) as error:
+        told = str(error)
+    finally:
+        Unread.read = read  # type: ignore[method-assign]
+    if how == "interrupted":
+        # The sum is still there: this rank goes on with the others.
+        assert optimizer.step_was_taken
+    return told
+
+
+def test_saving_after_ranks_have_lost_each_other() -> None:
+    """Some may have stepped and others not: what they save would not fit."""
+    for told in run_ranks(2, saves_after_a_loss, "lost"):
+        assert "waiting for the sum of norms and flags" in told and "stepped weights that others may not have" in told
+
+
+def test_an_interrupt_does_not_take_a_sum() -> None:
+    assert run_ranks(2, saves_after_a_loss, "interrupted") == ["", ""]
