@@ -173,19 +173,37 @@ def test_errors_that_ranks_have_one_by_one(tmp_path: Path) -> None:
     assert first[3] == second[3] == ""
 
 
-def test_a_handler_that_waits_too(tmp_path: Path) -> None:
-    """It takes nothing from the wait that it interrupts."""
-    model = torch.nn.Linear(8, 8)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_handler_that_waits_too(fails: bool, tmp_path: Path) -> None:
+    """It is told in the place of the wait that it interrupts."""
+    model, told = torch.nn.Linear(8, 8), []
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    kept = signal.signal(signal.SIGALRM, lambda *_: checkpoint.wait())
+
+    def waits(*_: object) -> None:
+        try:
+            checkpoint.wait()
+        except checkpoint.CheckpointError as error:
+            told.append(str(error))
+
+    def slow(function: Any) -> Any:
+        def instead(*arguments: Any) -> Any:
+            time.sleep(0.5)
+            if fails:
+                raise OSError("the disk is broken")
+            return function(*arguments)
+
+        return instead
+
+    kept = signal.signal(signal.SIGALRM, waits)
     try:
-        with replaced(os, "pwrite", late(0.5)):
+        with replaced(os, "pwrite", slow):
             checkpoint.save(tmp_path / "here", model, optimizer, asynchronous=True)
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             checkpoint.wait()
     finally:
         signal.signal(signal.SIGALRM, kept)
-    assert (tmp_path / "here" / "metadata.json").exists()
+    assert (tmp_path / "here" / "metadata.json").exists() is not fails
+    assert ["the disk is broken" in each for each in told] == [True] * fails
 
 
 def test_threads_end_before_their_caller_goes_on() -> None:
