@@ -252,7 +252,7 @@ def test_inference_mode(tmp_path: Path) -> None:
 
 
 def test_numpy_s_generators(tmp_path: Path) -> None:
-    """Of any kind; of another kind than here, they begin anew."""
+    """Each kind is restored; where it is another than here, it begins anew."""
     pair, kept = small(), numpy.random.get_bit_generator()
     try:
         numpy.random.set_bit_generator(numpy.random.PCG64(5))

@@ -7,7 +7,6 @@ files with names of their own, which the next save to the same place removes; se
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -32,12 +31,15 @@ from zeropp.checkpoint.metadata import (
     sync_folder,
 )
 from zeropp.checkpoint.place import (
+    BESIDE,
     clear,
-    exchange_names,
     exchanges_names,
     has_files_of,
     others_in,
+    put_in_place,
+    remove_cut_off,
     remove_others,
+    require_files,
     stays,
     stem_of,
 )
@@ -45,20 +47,9 @@ from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import Tried
 from zeropp_kernels import __version__
 
-__all__ = [
-    "BESIDE",
-    "Attempt",
-    "Meeting",
-    "check_target",
-    "is_under_way",
-    "put_in_place",
-    "remove_cut_off",
-    "require_files",
-]
+__all__ = ["Attempt", "Meeting", "check_target", "is_under_way"]
 
 _T = TypeVar("_T")
-BESIDE = ".saving-"
-"""In the names of folders that are being written."""
 _UNTOUCHED = "Nothing was saved, and what was there before is as it was"
 _IN_PLACE = "It is in place and complete, but a crash of the machine may undo that, and old ones may be left"
 
@@ -246,17 +237,6 @@ def _nothing() -> None:
     pass
 
 
-def require_files(folder: Path, names: Iterable[str]) -> None:
-    """Make sure that what was written is still there before it gets its name.
-
-    Raises:
-        CheckpointError: something is gone.
-    """
-    gone = sorted(set(names).difference(os.listdir(folder)))
-    if gone:
-        raise CheckpointError(f"{gone[:5]} of {str(folder)!r} are gone since they were written; something removed them")
-
-
 def check_target(path: Path) -> None:
     """Refuse to write over what is no checkpoint, or has more in it.
 
@@ -297,38 +277,3 @@ def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEn
         if there != tensor.numel:
             raise CheckpointError(f"ranks have {there} of {tensor.numel} elements of {name!r}; it would not be whole")
     return files, tensors
-
-
-def remove_cut_off(path: Path) -> None:
-    """Remove what jobs that ended while they wrote have left beside a place.
-
-    Two jobs that write to one place would not end well anyway. What was being replaced by :func:`put_in_place` gets its
-    name back, if nothing has it.
-    """
-    if not path.exists() and _replaced(path).exists():
-        os.rename(_replaced(path), path)
-    for left in path.parent.glob(f".{glob.escape(path.name)}{BESIDE}*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def put_in_place(beside: Path, path: Path) -> Path | None:
-    """Give a finished folder its name; returns where what had it is now."""
-    if not path.exists():
-        os.rename(beside, path)
-        return None
-    if exchange_names(beside, path):
-        return beside
-    # For a moment none has the name; the older one is complete, beside.
-    old = _replaced(path)
-    shutil.rmtree(old, ignore_errors=True)
-    os.rename(path, old)
-    try:
-        os.rename(beside, path)
-    except OSError:
-        os.rename(old, path)
-        raise
-    return old
-
-
-def _replaced(path: Path) -> Path:
-    return path.with_name(f".{path.name}{BESIDE}replaced")

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from zeropp.access.awaited import require_values
 from zeropp.access.state import engine_of, gather_main
-from zeropp.checkpoint.attempt import BESIDE, put_in_place, remove_cut_off, require_files
 from zeropp.checkpoint.conversions import Outgoing
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.metadata import DTYPES, Metadata
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL
-from zeropp.checkpoint.place import stays
+from zeropp.checkpoint.place import BESIDE, put_in_place, remove_cut_off, require_files, stays
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import together

@@ -10,26 +10,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import os
 import re
-from collections.abc import Collection
+import shutil
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import METADATA, NO_RENAMES, Metadata, begins_as_ours, end_write, written_first
 
 __all__ = [
+    "BESIDE",
     "clear",
     "exchange_names",
     "exchanges_names",
     "has_files_of",
     "is_unfinished",
     "others_in",
+    "put_in_place",
     "remove",
+    "remove_cut_off",
     "remove_others",
+    "require_files",
     "stays",
     "stem_of",
 ]
+
+BESIDE = ".saving-"
+"""In the names of folders that are being written."""
 
 _EXCHANGE = 2  # of renameat2: both names are there, before and after
 _FILE = re.compile(r"rank-\d{5,}(-[0-9a-f]{8})?-\d{5,}\.safetensors")
@@ -150,3 +159,49 @@ def remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         remove_others(folder)
         folder.rmdir()
+
+
+def require_files(folder: Path, names: Iterable[str]) -> None:
+    """Make sure that what was written is still there before it gets its name.
+
+    Raises:
+        CheckpointError: something is gone.
+    """
+    gone = sorted(set(names).difference(os.listdir(folder)))
+    if gone:
+        raise CheckpointError(f"{gone[:5]} of {str(folder)!r} are gone since they were written; something removed them")
+
+
+def remove_cut_off(path: Path) -> None:
+    """Remove what jobs that ended while they wrote have left beside a place.
+
+    Two jobs that write to one place would not end well anyway. What was being replaced by :func:`put_in_place` gets its
+    name back, if nothing has it.
+    """
+    if not path.exists() and _replaced(path).exists():
+        os.rename(_replaced(path), path)
+    for left in path.parent.glob(f".{glob.escape(path.name)}{BESIDE}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def put_in_place(beside: Path, path: Path) -> Path | None:
+    """Give a finished folder its name; returns where what had it is now."""
+    if not path.exists():
+        os.rename(beside, path)
+        return None
+    if exchange_names(beside, path):
+        return beside
+    # For a moment none has the name; the older one is complete, beside.
+    old = _replaced(path)
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(path, old)
+    try:
+        os.rename(beside, path)
+    except OSError:
+        os.rename(old, path)
+        raise
+    return old
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}{BESIDE}replaced")

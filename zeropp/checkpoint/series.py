@@ -16,13 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.access.state import engine_of
-from zeropp.checkpoint.attempt import BESIDE, is_under_way
+from zeropp.checkpoint.attempt import is_under_way
 from zeropp.checkpoint.background import wait_together
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
 from zeropp.checkpoint.metadata import METADATA, write_synced, written_first
-from zeropp.checkpoint.place import is_unfinished, remove
+from zeropp.checkpoint.place import BESIDE, is_unfinished, remove
 from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.source import Verify
 from zeropp.checkpoint.together import together
