@@ -61,6 +61,8 @@ FAST = (
     "tests/order/test_programs.py",
     "tests/order/test_live_units.py",
     "tests/distributed/test_refresh.py::test_weights_of_an_older_version_are_never_used",
+    "tests/distributed/test_refresh.py::test_a_step_does_not_wait_for_the_refresh_and_a_use_only_for_its_own[stage 2]",
+    "tests/distributed/test_refresh.py::test_a_hook_after_the_step_may_edit_weights[hpz]",
     "tests/distributed/test_guard_backward.py::test_a_backward_through_changed_weights_is_refused",
     "tests/distributed/test_ranks_differ.py::test_random_parts_on_every_rank",
     "tests/distributed/test_waiting.py::test_a_rank_that_waits_says_so_once",
@@ -70,6 +72,8 @@ FAST = (
     "tests/distributed/test_golden.py::test_configurations",
     # optimizer, access, setup, fsdp2
     "tests/distributed/test_parity_steps.py::test_optimizers[AdamW]",
+    "tests/distributed/test_group_settings.py::test_settings_that_differ[betas]",
+    "tests/distributed/test_gradient_norms.py::test_norms_of_each_gradient[mics]",
     "tests/distributed/test_gathered.py::test_values_are_those_of_the_main_weights",
     "tests/distributed/test_contributing.py",
     "tests/distributed/test_warnings.py",

@@ -140,3 +140,22 @@ def cleared(settings: dict[str, object]) -> None:
 @pytest.mark.parametrize("name", some(HOLDING, 2))
 def test_zero_grad_of_the_wrapped_optimizer_forgets_what_is_held(name: str) -> None:
     run_ranks(4, cleared, HOLDING[name], local_world_size=2)
+
+
+def removed(settings: dict[str, object]) -> None:
+    """The user takes one parameter's gradient away after the first of two micro-batches: only its second is stepped."""
+    pair = halves(settings, 2)
+    for _ in range(2):
+        pair.zero_grad()
+        pair.backward(True)
+        for model in (pair.model, pair.plain):
+            model.always.weight.grad = None
+        pair.backward(True)
+        pair.step()
+    pair.check()
+
+
+@pytest.mark.parametrize("name", ["stage 1", "deferred"])
+def test_a_gradient_taken_away_leaves_what_is_held_of_others(name: str) -> None:
+    """What is held is cut at another level than the states."""
+    run_ranks(4, removed, HOLDING[name], local_world_size=2)

@@ -176,6 +176,14 @@ def test_weights_renewed_by_differences(codec: str, zero: dict[str, object]) -> 
     check_delays(4, 2, recipe, [(places, [0, 1, 2, 3], 2), (places, [0], 3), (places, [3], 4)])
 
 
+def test_sizes_of_differences_are_waited_for_on_one_node() -> None:
+    """Ranks agree on the lane of links between nodes; with one node, refreshes are on another, and not behind it."""
+    zero: dict[str, object] = {"stage": 1, "overlap_comm": True}
+    extension, top = {"weight_codec": "lossless"}, {"bf16": {"enabled": True}}
+    recipe = Recipe("gpt", torch.float32, steps=4, evaluate=True, zero=zero, extension=extension, top=top)
+    check_delays(4, 1, recipe, [(list(COUNTED), [0, 1, 2, 3], 2)])
+
+
 @pytest.mark.campaign
 @pytest.mark.timeout(600)  # some minutes of sleeping are asked for
 @pytest.mark.parametrize("place", PLACES)

@@ -75,16 +75,19 @@ def test_every_rank_computes_with_the_decoded_weights(world: int, name: str) -> 
 
 
 def gradients_of(settings: dict[str, object]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """The mean gradient as SGD used it, and every rank's own as plain torch has it."""
+    """The mean gradient as SGD used it, and every rank's own as plain torch has it; over all micro-batches."""
     model, optimizer = wrapped(make_config(**settings), lr=1.0)
+    micros = optimizer.config.gradient_accumulation_steps or 1
     before = zeropp.full_state(model)
-    model(tokens(0, dist.get_rank())).backward()
+    for micro in range(micros):
+        optimizer.backward(model(tokens(micro, dist.get_rank())))
     optimizer.step()
     after = zeropp.full_state(model)
     plain = []
     for rank in range(dist.get_world_size()):
         other = Model()
-        other(tokens(0, rank)).backward()
+        for micro in range(micros):
+            (other(tokens(micro, rank)) / micros).backward()
         plain.append({n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in other.named_parameters()})
     return {name: before[name] - after[name] for name in before}, plain
 
@@ -120,6 +123,7 @@ ROTATED: list[dict[str, object]] = [
     {"gradient_bits": {"local": 4, "cross": 8}},
     {"stage": 0},
     {"mics_shard_size": 2},
+    {"gradient_accumulation_steps": 2},
 ]
 
 

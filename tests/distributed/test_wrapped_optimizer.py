@@ -6,11 +6,12 @@ import warnings
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import Routed, make_config
+from tests.distributed.pair import Half
+from tests.distributed.shapes import Routed, make_config, worst
 
 
 def single() -> tuple[bool, list[str], int]:
@@ -87,3 +88,48 @@ def scheduled_before() -> list[str]:
 
 def test_a_scheduler_made_before_wrapping_sees_steps() -> None:
     assert run_ranks(2, scheduled_before) == [[], []]
+
+
+class Turned(nn.Module):
+    """A weight that is stored transposed, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.turned = nn.Parameter(torch.randn(7, 5).t())
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(x @ self.turned.t()))
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def wrapped_in_the_middle(settings: dict[str, object]) -> float:
+    """Three steps of plain torch, and three of an optimizer that was wrapped after them: how far weights are off."""
+    halves = [Half(model, adam(model), [0], inputs) for model in (Turned().double(), Turned().double())]
+    for _ in range(3):
+        one_step(halves)
+    whole, sharded = halves
+    sharded.optimizer = zeropp.ZeroOptimizer(sharded.optimizer, sharded.model, make_config(**settings))
+    for _ in range(3):
+        one_step(halves)
+    return worst(sharded.state(), whole.state())
+
+
+def one_step(halves: list[Half]) -> None:
+    for half in halves:
+        half.zero_grad()
+        half.backward()
+        half.step()
+
+
+def inputs(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randn(4, 7, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+
+
+def test_state_of_a_transposed_parameter_is_taken_over() -> None:
+    """Pieces are cut in the order of storage, and so are the moments that the optimizer brings along."""
+    assert max(run_ranks(2, wrapped_in_the_middle, {})) < 1e-12

@@ -90,6 +90,17 @@ def quantize(numel: int, dtype: torch.dtype, bits: int) -> None:
             check("quantize_", (x, messages, count, bits, rotate, state, 0.8, step == 2), [1, 5] if feedback else [1])
 
 
+def quantize_spoilt(bits: int) -> None:
+    """Groups that are not finite keep their errors, but for a reset."""
+    count, numel = 2, 3 * message_layout(1, bits).group
+    state = states(numel, count, bits, feedback=True)
+    for step, reset in enumerate((False, False, True)):
+        x = values(numel * count, torch.float32, step)
+        x[numel // 2] = float("nan") if step else 1.0
+        messages = poisoned(message_layout(numel, bits).nbytes * count)
+        check("quantize_", (x, messages, count, bits, False, state, 0.8, reset), [1, 5])
+
+
 def dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
     for rotate in (False, True):
         for source in DTYPES if numel < 1000 else DTYPES[:1]:
@@ -100,6 +111,7 @@ def dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 def reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
     variants = [(1, False, 1.0, False), (4, True, 0.25, False), (3, False, 1 / 3, True), (2, True, 3e38, False)]
+    variants += [(2, True, 0.5, True)] if dtype == torch.float32 else []  # sums of no other dtype are added to
     for count, rotate, scale, accumulate in variants:
         messages = torch.cat([encode(values(numel, torch.float32, rank), 1, bits, rotate) for rank in range(count)])
         accumulate = accumulate and dtype == torch.float32
@@ -126,6 +138,14 @@ def plain_sum(numel: int, dtype: torch.dtype) -> None:
                 check_scales("sum_", (moved, out, count, scale, accumulate, norms, flag), [1, 5, 6])
                 assert bool(flag) == (not bool(out.isfinite().all()))
                 check("sum_", (moved, out.clone(), count, scale, accumulate, None, None), [1])
+
+
+def wide_sum(dtype: torch.dtype) -> None:
+    """Messages whose strides are whole accesses, so that programs load all but the end with 128 bits."""
+    numel, count = 2 * 16384 + 8, 4
+    messages = torch.cat([values(numel, dtype, rank, spoilt=False) for rank in range(count)])
+    arguments = (messages, values(numel, torch.float32, 9, spoilt=False), count, 0.25, True, *stats(numel))
+    check("sum_", arguments, [1, 5, 6])
 
 
 def reduce_quantize(numel: int, source_bits: int, bits: int) -> None:

@@ -35,6 +35,11 @@ def test_quantize(numel: int, dtype: torch.dtype, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
+def test_quantize_groups_that_are_not_finite(bits: int) -> None:
+    agreement.quantize_spoilt(bits)
+
+
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
 def test_dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
@@ -52,6 +57,11 @@ def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
 @pytest.mark.parametrize("numel", EVERY)
 def test_sum(numel: int, dtype: torch.dtype) -> None:
     agreement.plain_sum(numel, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sum_of_wide_tiles(dtype: torch.dtype) -> None:
+    agreement.wide_sum(dtype)
 
 
 @pytest.mark.parametrize("bits", BITS)

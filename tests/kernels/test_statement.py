@@ -25,9 +25,10 @@ from zeropp_kernels import (
     reduce_quantize_,
     scatter_,
     state_layout,
+    sum_,
 )
 
-NUMEL = 20_011
+NUMEL = 150_011  # more than one of the tiles that the reference works through
 
 
 def wide(x: Tensor) -> statement.Values:
@@ -65,6 +66,27 @@ def test_sum_in_message_order_scaled_once(bits: int) -> None:
     np.testing.assert_array_equal(wide(out), expected)
     out.fill_(2.5)
     reduce_(messages, out, count=4, bits=bits, scale=1 / 3, accumulate=True)
+    np.testing.assert_array_equal(wide(out), statement.single(expected + 2.5))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_rotated_sum_is_added_to_what_is_there(bits: int) -> None:
+    shares = [values(NUMEL, torch.float32, rank, spoilt=False).clamp_(-1e4, 1e4) for rank in range(3)]
+    messages = torch.cat([encoded(share, bits, rotate=True) for share in shares])
+    alone, out = torch.empty(NUMEL), torch.full((NUMEL,), 2.5)
+    reduce_(messages, alone, count=3, bits=bits, rotate=True, scale=1 / 3)
+    reduce_(messages, out, count=3, bits=bits, rotate=True, scale=1 / 3, accumulate=True)
+    np.testing.assert_array_equal(wide(out), statement.single(wide(alone) + 2.5))
+
+
+def test_plain_sum_in_message_order_scaled_once() -> None:
+    shares = [values(NUMEL, torch.float32, rank, spoilt=False).clamp_(-1e37, 1e37) for rank in range(3)]
+    total = statement.single(statement.single(wide(shares[0]) + wide(shares[1])) + wide(shares[2]))
+    expected, out = statement.single(total * statement.single(np.array(0.3))), torch.empty(NUMEL)
+    sum_(torch.cat(shares), out, count=3, scale=0.3)
+    np.testing.assert_array_equal(wide(out), expected)
+    out.fill_(2.5)
+    sum_(torch.cat(shares), out, count=3, scale=0.3, accumulate=True)
     np.testing.assert_array_equal(wide(out), statement.single(expected + 2.5))
 
 
