@@ -64,7 +64,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     run.add_argument("--warmup", type=int, default=20, help="steps of linear warmup")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--log-every", type=positive, default=5)
-    run.add_argument("--validate-every", type=int, default=50)
+    run.add_argument("--validate-every", type=positive, default=50)
     run.add_argument("--validate-windows", type=int, default=64)
     run.add_argument("--sample", type=int, default=200, help="bytes to write at the end, 0 for none")
     run.add_argument("--prompt", default="def ")

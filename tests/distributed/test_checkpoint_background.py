@@ -46,8 +46,10 @@ class Gate:
 
     def __exit__(self, *_: object) -> None:
         self.opened.set()
-        checkpoint.wait()
-        os.pwrite = self._write
+        try:
+            checkpoint.wait()
+        finally:
+            os.pwrite = self._write
 
 
 def trains_meanwhile(path: Path) -> None:
@@ -237,9 +239,8 @@ def closes_after_a_loss(path: Path) -> bool:
             background._AFTER_LOSS = 30.0
         dist.barrier()
         gate.opened.set()
-        if second:
-            with pytest.raises(checkpoint.CheckpointError):
-                checkpoint.wait()
+        with pytest.raises(checkpoint.CheckpointError):
+            checkpoint.wait()
     return path.exists()
 
 
@@ -259,6 +260,9 @@ def test_an_error_that_nobody_asks_for_is_logged(tmp_path: Path, caplog: pytest.
                 with pytest.raises(checkpoint.CheckpointError):
                     checkpoint.wait()
             background._tell()
+            if not asks:
+                with pytest.raises(checkpoint.CheckpointError):
+                    checkpoint.wait()
         assert ("saved asynchronously, failed" in caplog.text and "the disk is broken" in caplog.text) is not asks
     # Of a whole program.
     program = (

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zeropp
@@ -311,3 +312,85 @@ def test_a_series_waits_for_what_it_is_about_to_load(tmp_path: Path, gate: threa
     threading.Timer(0.3, gate.set).start()
     found = series.load(*pair)
     assert found is not None and found[0] == 1
+
+
+@pytest.mark.parametrize("how", ["pt", "safetensors"])
+def test_others_files_of_a_model_that_was_not_tied(how: str, tmp_path: Path) -> None:
+    """Most programs write what is tied under all names; other values would be lost."""
+    plain, pair = Tied(False), small(Tied(True))
+    path = tmp_path / f"there.{how}"
+
+    def load(**given: Any) -> checkpoint.Loaded:
+        state = plain.state_dict()
+        save_file(state, path) if how == "safetensors" else torch.save(state, path)
+        if how == "safetensors":
+            return checkpoint.load_safetensors(pair[0], path, **given)
+        return checkpoint.load_foreign(path, pair[0], **given)
+
+    with pytest.raises(
+        CheckpointError, match=r"'b.weight' is tied to 'a.weight' here, and has other.*nothing was changed"
+    ):
+        load()
+    load(strict=False)
+    assert torch.equal(zeropp.full_state(pair[0])["b.weight"], plain.a.weight)
+    plain.b.weight.data.copy_(plain.a.weight.data)
+    load()
+
+
+def unfreezes(path: Path, name: str, saves: bool) -> tuple[list[float], dict[str, Any], list[str]]:
+    """Resumes where parameters that were frozen are trained, and the model was made with them frozen."""
+    model, optimizer = wrap(name if saves else "frozen")
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    average, fresh = zeropp.ema(model, 0.9), list[str]()
+    if saves:
+        for each in range(3):
+            train(model, optimizer, [each])
+            average.update()
+        checkpoint.save(path, model, optimizer, {"ema": average})
+    else:
+        fresh = checkpoint.load(path, model, optimizer, {"ema": average}).fresh
+    with average.applied():
+        averages = zeropp.full_state(model)
+    return train(model, optimizer, range(3, 6)), averages, fresh
+
+
+def test_parameters_that_are_unfrozen_before_a_load(tmp_path: Path) -> None:
+    """Have their states, and averages."""
+    before = run_ranks(2, unfreezes, tmp_path / "here", "stage 3", True)
+    after = run_ranks(2, unfreezes, tmp_path / "here", "stage 3", False)
+    for (losses, averages, _), (own, found, fresh) in zip(before, after, strict=True):
+        assert own == pytest.approx(losses, abs=1e-6) and fresh == []
+        assert all(torch.equal(found[name], value) for name, value in averages.items())
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_an_average_of_weights_that_are_loaded_later(given: bool, tmp_path: Path) -> None:
+    """It begins with the first update, or is loaded."""
+    there = small()
+    average = zeropp.ema(there[0], 0.5)
+    step(there)
+    average.update()
+    checkpoint.save(tmp_path / "there", *there, {"ema": average})
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    zeropp.zero.materialize(model)
+    pair = small(model)
+    own = zeropp.ema(model, 0.5)
+    checkpoint.load(tmp_path / "there", *pair, {"ema": own} if given else None)
+    for each in (there, pair):
+        step(each)
+    average.update()
+    own.update()
+    checkpoint.save(tmp_path / "again", *pair, {"ema": own})
+    with average.applied(), own.applied():
+        expected = zeropp.full_state(there[0]) if given else None
+        found = zeropp.full_state(model)
+    expected = expected or zeropp.full_state(there[0])
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_step_of_numpy(tmp_path: Path) -> None:
+    series, pair = checkpoint.Series(tmp_path), small()
+    series.save(numpy.int64(7), *pair)  # type: ignore[arg-type]
+    assert series.latest() == 7

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeropp.access.awaited import is_awaited
 from zeropp.access.state import engine_of
 from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import FlatBuffer
@@ -32,12 +33,16 @@ class Average:
         self._pieces: dict[FlatBuffer, Tensor] = {}
         self.decay = decay
         self.updates = 0
+        # Weights that were built without values have none to begin with.
+        self._begun = not is_awaited(engine)
         self._join()
 
     @property
     def pieces(self) -> dict[FlatBuffer, Tensor]:
         """What there is of it on this rank: one element for each of a buffer's shard."""
         self._join()
+        # They are about to be saved, or loaded.
+        self._begun = True
         return self._pieces
 
     def require_of(self, engine: Engine) -> None:
@@ -52,13 +57,15 @@ class Average:
     def _join(self) -> None:
         trainable = self._engine.trainable_buffers
         # By buffer: unfreezing makes a new one, whose average begins with the weights of now.
-        self._pieces = {b: self._pieces[b] if b in self._pieces else b.shard.clone() for b in trainable}
+        kept = self._pieces if self._begun else {}
+        self._pieces = {b: kept[b] if b in kept else b.shard.clone() for b in trainable}
 
     @torch.no_grad()
     def update(self) -> None:
         """``average = decay * average + (1 - decay) * weights``; after each step that was taken. Not collective."""
         self._engine.require_idle("update() of an average")
         self._join()
+        self._begun = True
         torch._foreach_lerp_(list(self._pieces.values()), [b.shard for b in self._pieces], 1 - self.decay)
         self.updates += 1
 
@@ -100,7 +107,7 @@ class Average:
         """The average of this rank's shards; every rank saves its own, beside ``optimizer.state_dict()``."""
         self._engine.require_idle("state_dict() of an average")
         self._join()
-        return {"decay": self.decay, "updates": self.updates, "pieces": [p.clone() for p in self._pieces.values()]}
+        return {**self.counts(), "pieces": [p.clone() for p in self._pieces.values()]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave on this rank.
@@ -119,7 +126,15 @@ class Average:
             )
         for piece, saved in zip(self._pieces.values(), state["pieces"], strict=True):
             piece.copy_(saved)
-        self.decay, self.updates = state["decay"], state["updates"]
+        self.take_counts(state)
+
+    def take_counts(self, state: dict[str, Any]) -> None:
+        """Take what :meth:`counts` gave; the pieces are what they are to be."""
+        self.decay, self.updates, self._begun = state["decay"], state["updates"], True
+
+    def counts(self) -> dict[str, Any]:
+        """What there is of it besides its pieces."""
+        return {"decay": self.decay, "updates": self.updates}
 
 
 def ema(model: nn.Module, decay: float = 0.999) -> Average:

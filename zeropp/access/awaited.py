@@ -13,7 +13,7 @@ from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.piece import piece_of
 
-__all__ = ["await_values", "awaited_names", "require_values"]
+__all__ = ["await_values", "awaited_names", "is_awaited", "require_values"]
 
 
 def awaited_names(model: nn.Module) -> frozenset[str]:
@@ -34,6 +34,11 @@ def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> Non
         # Any of them may be called from outside.
         awaited.handles.append(module.register_forward_pre_hook(torch.compiler.disable(awaited.before), prepend=True))
     engine.on_close(awaited.remove)
+
+
+def is_awaited(engine: Engine) -> bool:
+    """Whether parameters were built without values, and nobody has found since that all of them have some."""
+    return engine in _awaited
 
 
 def require_values(engine: Engine) -> None:

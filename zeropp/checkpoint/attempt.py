@@ -96,6 +96,7 @@ class Attempt:
     completed: Callable[[], None] | None = None
     # How things are, for errors; only the first rank's comes to change.
     _left: str = field(default=_UNTOUCHED, init=False)
+    _discarded: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         # A link would be replaced itself, by a folder on its own disk. Of each rank: nodes may have other links.
@@ -128,12 +129,13 @@ class Attempt:
                 (lambda: finish(self._metadata(written))) if first else _nothing,
             )  # fmt: skip
         except BaseException:
-            if first and self in _under_way:
+            # Unless all ranks know of the error, and it was done in their rounds.
+            if first and not self._discarded:
                 self._discard()
             raise
         finally:
-            self.progress.close()
             _under_way.discard(self)
+            self.progress.close()
 
     def _together(self, meeting: Meeting, doing: str, work: Callable[[], _T]) -> list[_T]:
         """Every rank's result, or an error on every rank if one has failed."""
@@ -144,10 +146,13 @@ class Attempt:
             if self._left == _UNTOUCHED:
                 raise
             raise CheckpointError(f"{lost}. {self._left}") from lost
-        if error is not None and not isinstance(error, Exception):
-            raise error
         failed = {rank: told for rank, (_, told, _) in enumerate(answers) if told is not None}
         if failed:
+            # A large one may take long to remove, and a lost rank is the next call's concern.
+            with contextlib.suppress(RuntimeError):
+                meeting.do(self._discard if meeting.rank == 0 else _nothing, "removing what was written", self.progress)
+            if error is not None and not isinstance(error, Exception):
+                raise error
             _, _, left = answers[0]  # the first rank's, which alone puts it in place
             raise CheckpointError(
                 f"{doing} at {str(self.path)!r} failed on rank{'s'[: len(failed) - 1]} {', '.join(map(str, failed))}: "
@@ -175,6 +180,9 @@ class Attempt:
         return False
 
     def _discard(self) -> None:
+        self._discarded = True
+        if self not in _under_way:
+            return  # the place is another's
         shutil.rmtree(self.beside, ignore_errors=True)
         if not has_files_of(self.path, self.token):
             with contextlib.suppress(OSError):
@@ -195,7 +203,14 @@ class Attempt:
         metadata.write(self.beside)
         # Again: something may have come in while files were written.
         check_target(self.path)
-        left = put_in_place(self.beside, self.path)
+        try:
+            left = put_in_place(self.beside, self.path)
+        except BaseException:
+            # A signal's may come when it has its name already.
+            if _is_there(metadata, self.path):
+                self._left = _IN_PLACE
+                sync_folder(self.path.parent)
+            raise
         self._left = _IN_PLACE
         sync_folder(self.path.parent)
         if left is not None:
@@ -230,7 +245,13 @@ _under_way: set[Attempt] = set()
 
 def is_under_way(path: Path) -> bool:
     """Whether this process writes a checkpoint to a path, which has no symbolic links."""
-    return any(each.path == path for each in _under_way)
+    return any(each.path == path for each in list(_under_way))  # other threads add to it
+
+
+def _is_there(metadata: Metadata, folder: Path) -> bool:
+    with contextlib.suppress(CheckpointError):
+        return Metadata.read(folder) == metadata
+    return False
 
 
 def _nothing() -> None:

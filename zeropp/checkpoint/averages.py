@@ -13,9 +13,7 @@ from zeropp.checkpoint.metadata import Metadata
 from zeropp.checkpoint.parts import Part, Which, fragments, parts_of_row
 from zeropp.engine.engine import Engine
 
-__all__ = ["average_parts", "averages_of", "counts_of", "fill_in", "prefix_of", "take_counts"]
-
-_COUNTS = ("decay", "updates")
+__all__ = ["average_parts", "averages_of", "fill_in", "prefix_of"]
 
 
 def prefix_of(name: str) -> str:
@@ -27,11 +25,6 @@ def average_parts(average: Average, name: str, which: Which) -> Iterator[Part]:
     """An average, of this rank's pieces, under the name that it is given under."""
     for buffer, piece in average.pieces.items():
         yield from parts_of_row(buffer, piece, buffer.placement.mode.states, prefix_of(name), which)
-
-
-def counts_of(average: Average) -> dict[str, Any]:
-    """What an average has besides its pieces."""
-    return {key: getattr(average, key) for key in _COUNTS}
 
 
 def averages_of(engine: Engine, extra: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Average]:
@@ -49,7 +42,7 @@ def averages_of(engine: Engine, extra: Mapping[str, Any], saved: Mapping[str, An
     found = {name: each for name, each in extra.items() if isinstance(each, Average) and name in saved}
     for name, average in found.items():
         average.require_of(engine)
-        if not isinstance(saved[name], dict) or saved[name].keys() != set(_COUNTS):
+        if not isinstance(saved[name], dict) or saved[name].keys() != average.counts().keys():
             raise CheckpointError(f"extra[{name!r}] is an average of the weights here, and was none when it was saved")
     return found
 
@@ -69,9 +62,3 @@ def fill_in(average: Average, name: str, renamed: Mapping[str, str], metadata: M
             if prefix_of(name) + renamed.get(slot.name, "") not in metadata.tensors:
                 place = slice(each.offset, each.offset + each.stop - each.start)
                 piece[place].copy_(buffer.shard[place])
-
-
-def take_counts(average: Average, saved: Mapping[str, Any]) -> None:
-    """Take over what an average has besides its pieces."""
-    for key in _COUNTS:
-        setattr(average, key, saved[key])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -58,6 +59,7 @@ class _Apart:
             return tried(work)
         # It is the work that has a thread: a disk that takes no end must not keep this one, which tells of it.
         task = Task(lambda: tried(work), "zeropp checkpoint work")
+        task.start()
 
         def wait(seconds: float) -> None:
             task.wait(seconds)
@@ -114,9 +116,10 @@ class Background:
 
     def meet_anew(self) -> None:
         """Make another group, since some rank could not be heard in this one. Collective."""
-        self._meetings += 1
         comm = self._comm()
         assert comm is not None  # of an engine that is being used
+        comm.free_host_group(f"checkpoint {self._meetings}")
+        self._meetings += 1
         self._meeting = _Apart(comm, self._warn_after, self._meetings)
 
     @property
@@ -168,12 +171,20 @@ class Background:
             attempt.run(meeting)
             _unfinished.pop(self, None)
 
+        # Before it is there: with a signal's error in between, the next save would write over what it reads.
         _unfinished[self] = None
+        self._task = task = Task(write, "zeropp checkpoint")
         try:
-            self._task = Task(write, "zeropp checkpoint")
+            task.start()
         except BaseException:
-            del _unfinished[self]
+            if not task.came_to_be():
+                self.forget()
             raise
+
+    def forget(self) -> None:
+        """There is nobody who writes it."""
+        self._task = None
+        _unfinished.pop(self, None)
 
     def _copied(self, parts: Sequence[Part]) -> list[Part]:
         sizes = [-(-part.values.nbytes // _ALIGNED) * _ALIGNED for part in parts]
@@ -224,17 +235,18 @@ def wait() -> None:
     Raises:
         CheckpointError: one could not be; on every rank of its model.
     """
-    errors = [CheckpointError(each) for each in _logged]
-    _logged.clear()
+    told, cause = list(_logged), None
     # Those that are done, too: their threads may not have ended yet.
     for each in dict.fromkeys([*backgrounds.values(), *_unfinished]):
         try:
             each.wait()
         except CheckpointError as error:
             # After the others have been waited for.
-            errors.append(error)
-    if errors:
-        raise errors[0]
+            told.append(str(error))
+            cause = cause or error.__cause__
+    del _logged[:]
+    if told:
+        raise CheckpointError("; ".join(told)) from cause
 
 
 def wait_together(engine: Engine, left: str) -> None:
@@ -252,6 +264,17 @@ def wait_together(engine: Engine, left: str) -> None:
     background = backgrounds.get(engine)
     if background is not None:
         together(engine, "waiting for the checkpoint before", background.wait, left)
+
+
+def _forget_all() -> None:
+    """In a process that was forked: those who write are in the other one."""
+    for each in {*backgrounds.values(), *_unfinished}:
+        each.forget()
+    del _logged[:]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 @atexit.register

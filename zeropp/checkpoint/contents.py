@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.access.average import Average
-from zeropp.checkpoint.averages import average_parts, counts_of
+from zeropp.checkpoint.averages import average_parts
 from zeropp.checkpoint.checksums import Checksums
 from zeropp.checkpoint.coded import coded_entries, coded_parts
 from zeropp.checkpoint.disk import as_bytes, view_of
@@ -199,7 +199,7 @@ def _state_of(name: str, value: Any) -> Any:
     """What a checkpoint keeps of one extra object: its ``state_dict()``, or the value itself."""
     if isinstance(value, Average):
         # Its pieces are spread as weights are, and saved so: see :func:`average_parts`.
-        return counts_of(value)
+        return value.counts()
     if callable(getattr(value, "state_dict", None)):
         if not callable(getattr(value, "load_state_dict", None)):
             raise CheckpointError(

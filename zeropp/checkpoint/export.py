@@ -23,7 +23,7 @@ from zeropp.checkpoint.parts import MODEL
 from zeropp.checkpoint.place import BESIDE, put_in_place, remove_cut_off, require_files, stays
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.source import Source, Verify
-from zeropp.checkpoint.together import together
+from zeropp.checkpoint.together import Left, together
 from zeropp.checkpoint.whole_files import WholeFiles, is_ours
 from zeropp.engine.engine import Engine
 
@@ -65,7 +65,7 @@ def export(
     engine.require_idle("checkpoint.export()", averaged=True)
     engine.agreement.require_same_call(f"checkpoint.export({str(given)!r}, dtype={dtype}, layout={layout!r})")
     require_values(engine)
-    doing, left = f"exporting to {str(target)!r}", "nothing was written, and what was there before is as it was"
+    doing, left = f"exporting to {str(target)!r}", Left("nothing was written, and what was there before is as it was")
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
     token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]
@@ -82,11 +82,10 @@ def export(
         return WholeFiles(beside, outgoing.kinds, _limit(layout, file_nbytes), shown), outgoing
 
     try:
-        files, outgoing = together(engine, doing, prepare, left)
+        files, outgoing = together(engine, doing, prepare, left, at_disk=shown)
         together(engine, doing, _write(engine, named, files, outgoing), left, at_disk=shown)
-        together(
-            engine, doing, (lambda: _finish(files, beside, target)) if first else lambda: None, left, at_disk=shown
-        )
+        finish = (lambda: _finish(files, beside, target, left)) if first else lambda: None
+        together(engine, doing, finish, left, at_disk=shown)
     except BaseException:
         if first:
             shutil.rmtree(beside, ignore_errors=True)
@@ -150,12 +149,13 @@ def _save_configs(model: nn.Module, beside: Path) -> None:
             each.save_pretrained(beside)
 
 
-def _finish(files: WholeFiles, beside: Path, target: Path) -> None:
+def _finish(files: WholeFiles, beside: Path, target: Path, how: Left) -> None:
     require_files(beside, files.names)
     files.write_index()
     # Again: something may have come in while files were written.
     _check_target(target, beside)
     left = put_in_place(beside, target)
+    how.text = "it is complete all the same"
     if left is not None:
         shutil.rmtree(left, ignore_errors=True)
 
@@ -203,7 +203,7 @@ def consolidate(
             files.write(name, source.weight(name))
         files.close(range(len(files.names)))
         source.verify_rest(0, 1)
-        _finish(files, beside, target)
+        _finish(files, beside, target, Left(""))
     except BaseException as error:
         shutil.rmtree(beside, ignore_errors=True)
         if isinstance(error, OSError):

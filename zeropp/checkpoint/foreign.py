@@ -55,7 +55,7 @@ def _names(folder: Path) -> list[str]:
             raise CheckpointError(f"{str(folder / _INDEX)!r} is no index of safetensors files: {error!r}") from error
         names = sorted(set(found))
         if not all(isinstance(name, str) and Path(name).name == name for name in names):
-            raise CheckpointError(f"{str(folder / _INDEX)!r} names files outside of its folder")
+            raise CheckpointError(f"{str(folder / _INDEX)!r} names files that do not lie in its own folder")
         return names
     names = sorted(each.name for each in folder.glob("*.safetensors")) if folder.is_dir() else []
     if not names:

@@ -17,7 +17,7 @@ from zeropp.checkpoint.metadata import Metadata
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.recognise import foreign_source
 from zeropp.checkpoint.restore import IN_PART, Loaded, Restore
-from zeropp.checkpoint.save import require_ours
+from zeropp.checkpoint.save import require_ours, unfreeze
 from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import together
 from zeropp.engine.engine import Engine
@@ -65,12 +65,14 @@ def load(
     """
     engine = engine_of(model)
     # As save() has it: "a/../b" is b, whether or not there is an a.
-    folder = Path(os.path.realpath(path))
+    given, folder = Path(path).absolute(), Path(os.path.realpath(path))
     engine.require_idle("checkpoint.load()")
     # Sorted, since each process has an order of its own in a set of strings.
     kinds = only if only is None or isinstance(only, str) else sorted(map(str, only))
-    engine.agreement.require_same_call(f"checkpoint.load({str(folder)!r}, strict={strict}, only={kinds}, {verify!r})")
+    # What was given: nodes may have other links to one disk.
+    engine.agreement.require_same_call(f"checkpoint.load({str(given)!r}, strict={strict}, only={kinds}, {verify!r})")
     wait_together(engine, "nothing was changed")
+    unfreeze(engine, optimizer)
     shown = Progress(f"loading {folder.name}", progress and engine.comm.rank == 0)
 
     def prepare() -> Restore:
@@ -145,6 +147,7 @@ def load_foreign(
     place = Path(path).absolute()
     engine.require_idle("checkpoint.load_foreign()")
     engine.agreement.require_same_call(f"checkpoint.load_foreign({str(place)!r}, strict={strict}, prefix={prefix!r})")
+    unfreeze(engine, optimizer)
     shown = Progress(f"loading {place.name}", progress and engine.comm.rank == 0)
 
     def prepare() -> Restore:

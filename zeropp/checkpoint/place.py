@@ -197,8 +197,10 @@ def put_in_place(beside: Path, path: Path) -> Path | None:
     os.rename(path, old)
     try:
         os.rename(beside, path)
-    except OSError:
-        os.rename(old, path)
+    except BaseException:
+        # A signal's, too.
+        if not path.exists():
+            os.rename(old, path)
         raise
     return old
 

@@ -5,6 +5,7 @@ All that moves bytes tells of them here; so this is also where it can be stopped
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 import time
@@ -65,16 +66,21 @@ class Progress:
         """Leave the bar as it is, and begin no other."""
         with self._lock:
             self._show()
-            self._shown = False
-            if self._bar is not None:
-                self._bar.close()
-                self._bar = None
+            self._shown, bar, self._bar = False, self._bar, None
+            if bar is not None:
+                with contextlib.suppress(Exception):
+                    bar.close()
 
     def _show(self) -> None:
-        if self._bar is not None:
+        if self._bar is None:
+            return
+        try:
             self._bar.total = self._total
             # Reads are rounded to whole stretches, of which nobody was told.
             self._bar.update(min(self._done, self._total) - self._bar.n)
+        except Exception:
+            # Where it would be shown may be closed, and that is no reason to lose a checkpoint.
+            self._shown, self._bar = False, None
 
 
 def _new_bar(doing: str, done: int) -> Any:

@@ -24,7 +24,7 @@ from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import DTYPES, METADATA, BoxEntry, Metadata
 from zeropp.checkpoint.parts import MODEL, STATE, Part
-from zeropp.checkpoint.source import Source, Verify
+from zeropp.checkpoint.source import Source, Verify, require_verify
 from zeropp.checkpoint.values import decode
 
 __all__ = ["Reader"]
@@ -51,7 +51,7 @@ class Reader(StorageReader):
 
     def __init__(self, path: str | os.PathLike[str], *, verify: Verify = "all") -> None:
         self._path = Path(path).absolute()
-        self._verify: Verify = verify
+        self._verify: Verify = require_verify(verify)
         self._source: Source | None = None
         # Names in the checkpoint of what has several, or another one here; and what is no tensor.
         self._names: dict[str, str] = {}

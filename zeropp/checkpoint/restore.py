@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.checkpoint.averages import average_parts, averages_of, fill_in, prefix_of, take_counts
+from zeropp.checkpoint.averages import average_parts, averages_of, fill_in, prefix_of
 from zeropp.checkpoint.coded import CODES, SCALES, Encoded, coded_parts
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import DTYPES
@@ -19,6 +19,7 @@ from zeropp.checkpoint.parts import BASES, MODEL, STATE, Part, base_parts, main_
 from zeropp.checkpoint.random_state import draw_anew, restore_random_state
 from zeropp.checkpoint.sixteen_bit import round_main
 from zeropp.checkpoint.source import Source
+from zeropp.checkpoint.ties import require_equal
 from zeropp.checkpoint.together import telling, together
 from zeropp.checkpoint.values import decode, tensors_in
 from zeropp.config.base import notify
@@ -42,7 +43,8 @@ class Loaded:
         unexpected: those of the checkpoint that the model does not have.
         fresh: parameters that are trained and of which the checkpoint has no optimizer states.
         nbytes_read: by this rank.
-        nbytes_converted: by this rank, besides, of tensors that transformers' conversions made others of.
+        nbytes_converted: by this rank, besides, of tensors that transformers' conversions made others of, and of those
+            that are compared since they are tied here.
     """
 
     extra: dict[str, Any] = field(default_factory=dict)
@@ -85,6 +87,8 @@ class Restore:
             self.result.missing, self.result.unexpected = compare(
                 self.named, aliases, self._renamed, self.metadata, strict
             )
+            if strict and not self.metadata.world:
+                require_equal(engine, aliases, self._renamed, source)
         if self._loads_optimizer:
             assert self.optimizer is not None
             self.groups, self.result.fresh = match_groups(self.optimizer, self.named, self._renamed, source)
@@ -363,7 +367,7 @@ class Restore:
         for name, value in self.values["extra"].items():
             target = self.extra.get(name)
             if name in self._averages:
-                take_counts(self._averages[name], value)
+                self._averages[name].take_counts(value)
                 continue
             restore: Callable[[Any], object] | None = getattr(target, "load_state_dict", None)
             if restore is None:

@@ -25,7 +25,7 @@ from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["Now", "begin", "require_ours", "save"]
+__all__ = ["Now", "begin", "require_ours", "save", "unfreeze"]
 
 _T = TypeVar("_T")
 
@@ -187,3 +187,9 @@ def require_ours(engine: Engine, optimizer: Optimizer | None) -> ZeroOptimizer |
     if optimizer.engine is not engine:
         raise ValueError("the optimizer and the model do not belong together; give the ZeroOptimizer of this model")
     return optimizer
+
+
+def unfreeze(engine: Engine, optimizer: Optimizer | None) -> None:
+    """Let parameters that are trained from now on have states, and averages, before these are loaded."""
+    if isinstance(optimizer, ZeroOptimizer) and optimizer.engine is engine:
+        optimizer.apply_requires_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import operator
 import os
 import re
 import shutil
@@ -23,6 +24,7 @@ from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.load import Loaded, load
 from zeropp.checkpoint.metadata import METADATA, write_synced, written_first
 from zeropp.checkpoint.place import BESIDE, is_unfinished, remove
+from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.source import Verify
 from zeropp.checkpoint.together import together
@@ -58,9 +60,10 @@ class Series:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is."""
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        # numpy's numbers, too.
+        if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"step is {step!r}; expected a number of steps, 0 or more")
-        return Path(self.root) / f"step-{step:08d}"
+        return Path(self.root) / f"step-{operator.index(step):08d}"
 
     def steps(self) -> list[int]:
         """Steps of which there is a complete checkpoint, in order."""
@@ -97,7 +100,7 @@ class Series:
         progress: bool = True,
     ) -> Path:
         """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
-        path = self.path(step)
+        path, step = self.path(step), operator.index(step)
         completed = functools.partial(self._completed, step)
         begin(path, model, optimizer, extra, asynchronous, busy, file_nbytes, progress, completed)
         return path
@@ -124,8 +127,9 @@ class Series:
         # It may be the one to load.
         wait_together(engine, "nothing was changed")
         # The first rank's: others may see an older state of a network's file system.
-        own = together(engine, "looking for the newest checkpoint", lambda: self.latest() if step is None else step,
-                       "nothing was changed")  # fmt: skip
+        looks = step is None and engine.comm.rank == 0
+        own = together(engine, "looking for the newest checkpoint", lambda: self.latest() if looks else step,
+                       "nothing was changed", at_disk=Progress())  # fmt: skip
         chosen = engine.agreement.exchange_objects(own, "looking for the newest checkpoint")[0]
         if chosen is None:
             return None

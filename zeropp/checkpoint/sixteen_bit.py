@@ -15,7 +15,7 @@ from zeropp.checkpoint.metadata import sync_folder
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL, main_parts
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import together
+from zeropp.checkpoint.together import Left, together
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 
@@ -76,6 +76,8 @@ def save_16bit_model(
             if first:
                 spread[name] = values.to("cpu", buffer.compute_dtype, copy=True)
 
+    left = Left("what was there before is as it was")
+
     def write() -> None:
         left_out = {
             name
@@ -83,14 +85,13 @@ def save_16bit_model(
             if exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         }
         state = {n: spread[n] if n in spread else t.detach().cpu() for n, t in named.items() if n not in left_out}
-        _write(path, state | {alias: state[name] for alias, name in aliases.items() if name in state})
+        _write(path, left, state | {alias: state[name] for alias, name in aliases.items() if name in state})
 
-    left = "what was there before is as it was"
     together(engine, f"writing {str(path)!r}", write if first else lambda: None, left, at_disk=Progress())
     return True
 
 
-def _write(path: Path, state: dict[str, Tensor]) -> None:
+def _write(path: Path, left: Left, state: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.writing")
     try:
@@ -99,6 +100,7 @@ def _write(path: Path, state: dict[str, Tensor]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, path)
+        left.text = "it is complete all the same"
     finally:
         beside.unlink(missing_ok=True)
     sync_folder(path.parent)

@@ -22,11 +22,22 @@ from zeropp.checkpoint.metadata import DTYPES, BoxEntry, Metadata
 from zeropp.checkpoint.parts import MODEL, Part, whole
 from zeropp.checkpoint.progress import Progress
 
-__all__ = ["Built", "Source", "StridedBox", "Verify"]
+__all__ = ["Built", "Source", "StridedBox", "Verify", "require_verify"]
 
 Verify = Literal["all", "sample", "none"]
 _SAMPLE = 16  # of so many stretches one is verified
 _BATCH_NBYTES = 1 << 28  # of values that cannot be read to where they belong, and wait to be converted
+
+
+def require_verify(verify: Verify) -> Verify:
+    """The option as it is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if verify not in ("all", "sample", "none"):
+        raise ValueError(f'verify is {verify!r}; expected "all", "sample" or "none"')
+    return verify
 
 
 class StridedBox(BoxEntry):
@@ -97,8 +108,7 @@ class Source:
         built: Mapping[str, Built] | None = None,
         locate: Callable[[BoxEntry], BoxEntry] | None = None,
     ) -> None:
-        if verify not in ("all", "sample", "none"):
-            raise ValueError(f'verify is {verify!r}; expected "all", "sample" or "none"')
+        require_verify(verify)
         self.metadata = metadata
         self.nbytes_read = 0
         self.nbytes_converted = 0

@@ -20,7 +20,7 @@ from zeropp.checkpoint.boxes import Box
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL, STATE, Part, Which, fragments, main_parts, parts_of_row, state_parts, whole
-from zeropp.checkpoint.save import require_ours
+from zeropp.checkpoint.save import require_ours, unfreeze
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.elementwise import Twin
 from zeropp.optimizer.state import load_carried
@@ -134,6 +134,7 @@ class _State(Stateful):
         engine = self._engine
         engine.require_idle("checkpoint.state()")
         engine.agreement.require_same_call("state_dict() of checkpoint.state()")
+        unfreeze(engine, self._optimizer)
         engine.finish_load()
         engine.refresh.start_put_off()
         engine.refresh.wait()

@@ -9,10 +9,11 @@ from typing import Generic, TypeVar
 __all__ = ["Task", "in_threads"]
 
 _T = TypeVar("_T")
+_TO_START = 1.0  # seconds at most that a thread takes to come to be
 
 
 class Task(Generic[_T]):
-    """Work that has begun, in a thread that a program which ends waits for.
+    """Work for a thread that a program which ends waits for; begun by :meth:`start`.
 
     Not an executor's: those take no more work once the main thread has ended, and a checkpoint may still be written.
     """
@@ -31,7 +32,16 @@ class Task(Generic[_T]):
             finally:
                 self._over.set()
 
-        threading.Thread(target=run, name=name).start()
+        self._thread = threading.Thread(target=run, name=name)
+
+    def start(self) -> None:
+        """Begin. After an error of a signal's handler here, :meth:`came_to_be` says whether it has."""
+        self._thread.start()
+
+    def came_to_be(self) -> bool:
+        """Whether the thread is there, or was."""
+        # It may be on its way.
+        return self._over.wait(0.0 if self._thread.is_alive() else _TO_START) or self._thread.is_alive()
 
     @property
     def done(self) -> bool:
@@ -85,13 +95,26 @@ def in_threads(count: int, work: Callable[[Iterator[int]], None], most: int) -> 
     tasks = [Task(guarded, "zeropp disk") for _ in range(min(most, count))]
     try:
         for task in tasks:
+            task.start()
+        for task in tasks:
             task.wait()
     except BaseException:
         # A signal's: what is left of the work would keep its sender waiting. What is under way is not left behind: it
         # writes to files and tensors that others are about to use.
         stop.set()
-        for task in tasks:
-            task.wait()
+        _wait_for_all(tasks)
         raise
     for task in tasks:
         task.result()
+
+
+def _wait_for_all(tasks: list[Task[None]]) -> None:
+    """Until those that came to be are over, whatever further signals raise."""
+    left = list(tasks)
+    while left:
+        try:
+            if left[0].came_to_be():
+                left[0].wait()
+            del left[0]
+        except BaseException:
+            continue

@@ -14,7 +14,7 @@ from zeropp.checkpoint.tasks import Task
 from zeropp.comm.agreement import AT_WORK
 from zeropp.engine.engine import Engine
 
-__all__ = ["Tried", "telling", "together", "tried", "tried_in_rounds"]
+__all__ = ["Left", "Tried", "telling", "together", "tried", "tried_in_rounds"]
 
 _T = TypeVar("_T")
 Tried = tuple[_T | None, BaseException | None, str | None]
@@ -61,25 +61,52 @@ def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str, progress
             raise
 
     rounds = Rounds(comm.rank, doing, exchange, agreement.hang_timeout, agreement.warn_after)
-    finished = threading.Event()
+    state, finished = _State(), threading.Event()
+    going = Task(lambda: rounds.run(lambda: state.done, finished.wait), "zeropp rounds")
+
+    def begin() -> _T:
+        going.start()
+        return work()
+
     try:
-        going = Task(lambda: rounds.run(finished.is_set, finished.wait), "zeropp rounds")
-        found = tried(work)
+        found = tried(begin)
     finally:
-        # Whatever a signal raises between the lines: its thread must not go on telling that this rank is at work.
+        # Whatever a signal raises between the lines, its thread must not go on telling that this rank is at work.
+        # Python looks for signals at calls, and so not before this is stored.
+        state.done = True
         finished.set()
-    _, error, told = tried(going.wait)
-    if error is not None:
+    _, error, told = tried(lambda: going.wait() if going.came_to_be() else rounds.run(lambda: True, finished.wait))
+    if error is not None and not isinstance(error, RuntimeError):
         # A signal's, while the others were still at work: they hear of it, too.
         found = None, error, told
     try:
-        going.result()
+        if going.came_to_be():
+            going.result()
+        elif error is not None:
+            raise error
     except RuntimeError as lost:
         raise lost from found[1]
     return found
 
 
-def together(engine: Engine, doing: str, work: Callable[[], _T], left: str, *, at_disk: Progress | None = None) -> _T:
+class _State:
+    done = False
+
+
+class Left:
+    """How things are after an error, which changes on the way.
+
+    Attributes:
+        text: as it is now; the first rank's counts.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+
+def together(
+    engine: Engine, doing: str, work: Callable[[], _T], left: str | Left, *, at_disk: Progress | None = None
+) -> _T:
     """Do local work between passes.
 
     Args:
@@ -95,14 +122,15 @@ def together(engine: Engine, doing: str, work: Callable[[], _T], left: str, *, a
         CheckpointError: another rank's, with its rank.
     """
     result, error, told = tried(work) if at_disk is None else tried_in_rounds(engine, work, doing, at_disk)
-    accounts = engine.agreement.exchange_objects(told, doing)
+    accounts = engine.agreement.exchange_objects((told, left.text if isinstance(left, Left) else left), doing)
+    _, how = accounts[0]
     if isinstance(error, CheckpointError):
-        raise CheckpointError(f"{doing} failed: {error} ({left})") from error
+        raise CheckpointError(f"{doing} failed: {error} ({how})") from error
     if error is not None:
         raise error
-    for rank, failure in enumerate(accounts):
+    for rank, (failure, _) in enumerate(accounts):
         if failure is not None:
-            raise CheckpointError(f"{doing} failed on rank {rank}: {failure} ({left})")
+            raise CheckpointError(f"{doing} failed on rank {rank}: {failure} ({how})")
     return result  # type: ignore[return-value]
 
 

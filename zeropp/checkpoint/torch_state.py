@@ -60,7 +60,7 @@ def indexed_names(index: Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{str(index)!r} is no index of files: {error!r}") from error
     if not all(isinstance(name, str) and Path(name).name == name for name in names):
-        raise CheckpointError(f"{str(index)!r} names files outside of its folder")
+        raise CheckpointError(f"{str(index)!r} names files that do not lie in its own folder")
     return names
 
 

@@ -26,6 +26,7 @@ _Json = Any
 _TENSORS = ("~tensor", "~array", "~scalar")
 # Three levels of JSON for each at most, and what reads it takes 200.
 _DEPTH = 50
+_INTEGER_BITS = 8192
 
 
 def encode(value: object, name: str, tensors: dict[str, Tensor]) -> _Json:
@@ -48,7 +49,12 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], depth: int) ->
             f"{name[:60]}... is nested more than {_DEPTH} deep, or contains itself; give it as tensors, or flatter"
         )
     # The exact types: a numpy number, an enumeration or a user's int would come back as something else.
-    if value is None or type(value) in (bool, int):
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int:
+        # Python itself reads no longer ones.
+        if value.bit_length() > _INTEGER_BITS:
+            raise CheckpointError(f"{name} is an integer of {value.bit_length()} bits; {_INTEGER_BITS} are the most")
         return value
     if type(value) is str:
         return _encode_text(value)

@@ -137,18 +137,18 @@ class WholeFiles:
 
     def close(self, numbers: Iterable[int]) -> None:
         """Sync and close files; those of ``numbers`` are there then, also without a tensor in them."""
-        for number in numbers:
-            self._descriptor(number)
-        for number, descriptor in list(self._open.items()):
-            os.fsync(descriptor)
-            os.close(descriptor)
-            del self._open[number]
+        try:
+            for number in numbers:
+                self._descriptor(number)
+            for descriptor in self._open.values():
+                os.fsync(descriptor)
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Close what is open, after an error."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
+        """Close what is open, as it is."""
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def write_index(self) -> None:
         """Where each tensor is, if there are several files."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,7 @@ _log = logging.getLogger("zeropp")
 # An exchange of another kind must be as long: gloo does not report messages of other sizes, it ends the process.
 _WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
 # Kinds of exchanges between passes; the schedule has its own below 100.
-_SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK = 100, 101, 102, 103, 104, 105, 106
+_SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK, _OBJECTS = 100, 101, 102, 103, 104, 105, 106, 107
 
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 
@@ -187,8 +188,13 @@ class Agreement:
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's picklable value; for the end of a learned phase and for reports."""
+        if self.comm.world == 1 or self.comm.backend == "fake":
+            return [value] * self.comm.world
+        own = pickle.dumps(value)
+        # Sizes by an exchange of the one width: ranks that are somewhere else hear of it, see above.
+        sizes = [size for (size,) in self.exchange(_OBJECTS, [len(own)], doing)]
         with self.watching(doing):
-            return self.comm.all_gather_objects(value)
+            return self.comm.all_gather_sized(own, sizes)
 
     def failure(self, doing: str, call: str = "", where: str = "", *, waited: bool = False) -> RuntimeError:
         """The error to raise when waiting is over: the likely cause, and what each rank was doing.
@@ -224,7 +230,7 @@ class Agreement:
         # and does not end without them.
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
-            if self._stepped or self.unconfirmed or not self._has_sent()
+            if self._stepped or (self.unconfirmed and comm.world > 1) or not self._has_sent()
             else "No weight was changed by this step"
         )
         if waited:

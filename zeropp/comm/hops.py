@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor
 from zeropp._compat import all_gather_single, backends, is_registered, reduce_scatter_single
 from zeropp.comm.groups import HOST, free_groups, gather_rows, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
-from zeropp.comm.members import Members, gather_objects
+from zeropp.comm.members import Members, gather_objects, gather_sized
 from zeropp.partition.levels import HopSpec
 from zeropp.partition.topology import Chain
 
@@ -259,6 +259,17 @@ class Comm:
         if self.world == 1 or self.backend == "fake":
             return [value] * self.world
         return gather_objects(value, self.control_group, self.timeout.total_seconds())
+
+    def all_gather_sized(self, data: bytes, sizes: list[int]) -> list[Any]:
+        """What every rank has pickled, whose sizes in bytes all of them know."""
+        return gather_sized(data, sizes, self.control_group, self.timeout.total_seconds())
+
+    def free_host_group(self, kind: str) -> None:
+        """Destroy the group of a thread that is not going to use it again."""
+        group = self._groups.pop((kind, self.world, -1), None)
+        if group is not None:
+            self._made.remove(group)
+            free_groups([group])
 
     def close(self) -> None:
         """Destroy the groups. They are not used again."""

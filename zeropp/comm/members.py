@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ __all__ = [
     "find_members",
     "gather_objects",
     "gather_pickled",
+    "gather_sized",
     "group_size",
     "is_fake",
     "to_process_group",
@@ -139,14 +140,19 @@ def gather_objects(value: _T, group: dist.ProcessGroup, seconds: float) -> list[
 
 def gather_pickled(value: _T, group: dist.ProcessGroup, seconds: float) -> list[_T]:
     """:func:`gather_objects` of a group that has gloo for the host's memory; it need not be torch's any more."""
-    timeout = timedelta(seconds=seconds)
+    data, timeout = pickle.dumps(value), timedelta(seconds=seconds)
+    sizes = gather_rows(torch.tensor([len(data)], device=HOST), group, timeout).view(-1).tolist()
+    return gather_sized(data, sizes, group, seconds)
+
+
+def gather_sized(data: bytes, sizes: list[int], group: dist.ProcessGroup, seconds: float) -> list[Any]:
+    """What every member has pickled, whose sizes in bytes all of them know, in group order."""
     # A bytearray: torch warns of memory that it may not write to.
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = gather_rows(torch.tensor([own.numel()], device=HOST), group, timeout).view(-1)
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     # Rows are of one length, so each is padded to the longest.
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device=HOST)
+    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=HOST)
     padded[: own.numel()] = own
-    texts = zip(gather_rows(padded, group, timeout), sizes.tolist(), strict=True)
+    texts = zip(gather_rows(padded, group, timedelta(seconds=seconds)), sizes, strict=True)
     # tolist and not numpy(): PyTorch does not require NumPy, and zeropp needs nothing beside PyTorch for this.
     return [pickle.loads(bytes(row[:size].tolist())) for row, size in texts]
 

@@ -160,7 +160,7 @@ class ZeroOptimizer(Optimizer):
             TypeError, ValueError: the group cannot be used; the other ranks raise RuntimeError.
         """
         self.engine.require_idle("add_param_group")
-        add_group(param_group, self.engine, self.inner, self.slices, self._apply_requires_grad)
+        add_group(param_group, self.engine, self.inner, self.slices, self.apply_requires_grad)
         self.boundary.invalidate()
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -355,7 +355,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.engine.require_idle("load_state_dict")
         self.engine.agreement.require_same_call("load_state_dict() of the ZeroOptimizer")
-        check_state(self.engine, state_dict, self.inner, self._apply_requires_grad)
+        check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
         saved = state_dict["zeropp"]
         self.engine.refresh.wait()
         load_main_weights(self.engine, saved)
@@ -379,7 +379,7 @@ class ZeroOptimizer(Optimizer):
 
     def graph_begins(self) -> None:
         """Other parameters may be trained from here on."""
-        self._apply_requires_grad()
+        self.apply_requires_grad()
         self._trainability.refuse_complex()
 
     @torch.no_grad()
@@ -407,10 +407,9 @@ class ZeroOptimizer(Optimizer):
         for part in self.slices.stepped:
             part.show_gradient(False)
 
-    # Inside.
-
     @torch.no_grad()
-    def _apply_requires_grad(self) -> None:
+    def apply_requires_grad(self) -> None:
+        """Take over which parameters are trained, as the next forward would. Collective where that has changed."""
         if self._trainability.apply():
             self.slices.put()
             self.boundary.invalidate()
