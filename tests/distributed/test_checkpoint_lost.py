@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -24,6 +26,7 @@ from zeropp.checkpoint import attempt, background
 from zeropp.checkpoint.background import Background
 from zeropp.checkpoint.metadata import Metadata
 from zeropp.checkpoint.tasks import in_threads
+from zeropp.comm.agreement import SAVED
 
 TIMEOUT = 1.0
 
@@ -228,3 +231,120 @@ def test_threads_end_before_their_caller_goes_on() -> None:
     there = len(done)
     time.sleep(0.5)
     assert len(done) == there == 2
+
+
+class Ended(BaseException):
+    """What a handler of SIGTERM raises."""
+
+
+def goes_on(root: Path, how: str) -> str:
+    """What the call before has said, where the next one goes on with the other rank."""
+    model, optimizer = impatient()
+    first, told, series = dist.get_rank() == 0, "", checkpoint.Series(root / "series")
+    expected = zeropp.full_state(model)
+    series.save(1, model, optimizer)
+
+    def broken(*_: object) -> Any:
+        raise OSError("the disk is broken")
+
+    def interrupted(start: Any) -> Any:
+        def instead(thread: threading.Thread) -> None:
+            start(thread)
+            if thread.name == "zeropp rounds" and not first:
+                raise Ended
+
+        return instead
+
+    same = lambda function: function  # noqa: E731
+    slow = late(1.5 * TIMEOUT) if first else same
+    patches = {
+        "removing": [(shutil, "rmtree", slow), (os, "pwrite", same if first else lambda function: broken)],
+        "looking": [(checkpoint.Series, "latest", slow)],
+        "starting": [(threading.Thread, "start", interrupted)],
+    }
+    with contextlib.ExitStack() as stack:
+        for owner, name, make in patches[how]:
+            stack.enter_context(replaced(owner, name, make))
+        try:
+            if how == "looking":
+                assert series.load(model, optimizer) is not None
+            else:
+                checkpoint.save(root / "there", model, optimizer)
+        except (checkpoint.CheckpointError, Ended) as error:
+            told = f"{type(error).__name__}: {error}"
+    checkpoint.save(root / "there", model, optimizer)
+    checkpoint.load(root / "there", model, optimizer)
+    found = zeropp.full_state(model)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("removing", "the disk is broken"), ("looking", ""), ("starting", "failed on rank 1: Ended")]
+)
+def test_what_takes_longer_than_ranks_wait(how: str, words: str, tmp_path: Path) -> None:
+    """Removing what a failed save has left, looking for the newest; and an error where a thread is started."""
+    first, second = run_ranks(2, goes_on, tmp_path, how)
+    assert words in first and second.startswith("Ended" if how == "starting" else "CheckpointError" if words else "")
+
+
+def by_other_links(root: Path) -> None:
+    model, optimizer = impatient()
+    checkpoint.save(root / "one", model, optimizer)
+    if dist.get_rank() == 0:
+        shutil.copytree(root / "one", root / "two")
+    dist.barrier()
+    own = root / ("one" if dist.get_rank() == 0 else "two")
+
+    def make(realpath: Any) -> Any:
+        return lambda path, **given: str(own) if Path(path).name == "link" else realpath(path, **given)
+
+    with replaced(os.path, "realpath", make):
+        checkpoint.load(root / "link", model, optimizer)
+
+
+def test_nodes_that_reach_a_disk_by_other_links(tmp_path: Path) -> None:
+    run_ranks(2, by_other_links, tmp_path)
+
+
+def at_other_places() -> str:
+    _, optimizer = impatient()
+    agreement = optimizer.engine.agreement
+    with pytest.raises(RuntimeError) as caught:
+        if dist.get_rank() == 0:
+            agreement.exchange_objects("something", "comparing objects")
+        else:
+            agreement.exchange(SAVED, [1], "comparing numbers")
+    return str(caught.value)
+
+
+def test_objects_and_numbers_do_not_meet() -> None:
+    """Messages of other sizes would end the process: gloo does not report them."""
+    for told in run_ranks(2, at_other_places):
+        assert "comparing objects" in told and "comparing numbers" in told
+
+
+def test_wait_tells_all_errors(tmp_path: Path) -> None:
+    """Also those of an engine that was closed before; and a process that was forked waits for nobody's threads."""
+    pairs = []
+    for _ in range(2):
+        model = torch.nn.Linear(8, 8)
+        pairs.append((model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)))
+
+    def broken(*_: object) -> Any:
+        raise OSError("the disk is broken")
+
+    with replaced(os, "pwrite", lambda function: broken):
+        for number, pair in enumerate(pairs):
+            checkpoint.save(tmp_path / f"of {number}", *pair, asynchronous=True)
+        pairs[0][1].close()
+        with pytest.raises(checkpoint.CheckpointError, match=r"of 0'.* the disk is broken.*of 1'.* the disk is broken"):
+            checkpoint.wait()
+    checkpoint.wait()
+    with replaced(os, "pwrite", late(0.5)):
+        checkpoint.save(tmp_path / "here", *pairs[1], asynchronous=True)
+        background._forget_all()
+        checkpoint.wait()
+        assert not (tmp_path / "here").exists()
+        while not (tmp_path / "here" / "metadata.json").exists():
+            time.sleep(0.1)
