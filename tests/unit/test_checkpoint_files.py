@@ -143,7 +143,7 @@ tasks = runpy.run_path(sys.argv[1])
 def late():
     threading.main_thread().join()
     tasks["in_threads"](5, lambda numbers: print(*numbers), 1)
-tasks["Task"](late, "late")
+tasks["Task"](late, "late").start()
 """
     done = subprocess.run([sys.executable, "-c", program, tasks.__file__], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("0 1 2 3 4\n", "")
