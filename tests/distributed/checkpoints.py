@@ -16,7 +16,7 @@ import zeropp
 from tests.distributed.quantized import Model, tokens
 from zeropp import checkpoint
 
-__all__ = ["CONFIGS", "Went", "by_hand", "goes_on", "moments", "saves", "states_of", "wrap"]
+__all__ = ["CONFIGS", "Went", "by_hand", "goes_on", "moments", "saves", "small", "states_of", "step", "train", "wrap"]
 
 _CUT: dict[str, object] = {"stage3_param_persistence_threshold": 0}
 _HPZ: dict[str, object] = {**_CUT, "stage": 3, "zero_hpz_partition_size": 2}
@@ -160,3 +160,16 @@ def states_of(ranks: Sequence[Went]) -> dict[str, dict[str, Any]]:
             k: v if k == "step" else torch.as_strided(v, parameter.shape, parameter.stride()) for k, v in whole.items()
         }
     return found
+
+
+def small(model: nn.Module | None = None) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
+    """A model of one process, for what needs no training of its own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) if model is None else model
+    return model, zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1), model)
+
+
+def step(pair: tuple[nn.Module, zeropp.ZeroOptimizer]) -> None:
+    """Train it once."""
+    pair[1].backward(pair[0](torch.ones(2, 4)).square().mean())
+    pair[1].step()
+    pair[1].zero_grad()

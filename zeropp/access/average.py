@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeropp.access.awaited import is_awaited
+from zeropp.access.awaited import lacks_values
 from zeropp.access.state import engine_of
 from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import FlatBuffer
@@ -34,7 +34,7 @@ class Average:
         self.decay = decay
         self.updates = 0
         # Weights that were built without values have none to begin with.
-        self._begun = not is_awaited(engine)
+        self._begun = not lacks_values(engine)
         self._join()
 
     @property

@@ -13,7 +13,7 @@ from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.piece import piece_of
 
-__all__ = ["await_values", "awaited_names", "is_awaited", "require_values"]
+__all__ = ["await_values", "awaited_names", "lacks_values", "require_values"]
 
 
 def awaited_names(model: nn.Module) -> frozenset[str]:
@@ -36,9 +36,10 @@ def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> Non
     engine.on_close(awaited.remove)
 
 
-def is_awaited(engine: Engine) -> bool:
-    """Whether parameters were built without values, and nobody has found since that all of them have some."""
-    return engine in _awaited
+def lacks_values(engine: Engine) -> bool:
+    """Whether this rank's part of some parameter was built without values, and none were loaded. Local."""
+    awaited = _awaited.get(engine)
+    return awaited is not None and any(_missing(buffer, awaited.names) for buffer in engine.buffers)
 
 
 def require_values(engine: Engine) -> None:
@@ -54,7 +55,7 @@ def require_values(engine: Engine) -> None:
 
 class _Awaited:
     def __init__(self, engine: Engine, model: nn.Module, names: frozenset[str]) -> None:
-        self._engine, self._root, self._names = weakref.ref(engine), weakref.ref(model), names
+        self._engine, self._root, self.names = weakref.ref(engine), weakref.ref(model), names
         self.handles: list[RemovableHandle] = []
 
     def before(self, module: nn.Module, args: object) -> None:
@@ -68,7 +69,7 @@ class _Awaited:
         if engine is None or model is None:
             return
         # However they were loaded: there are several ways, and each rank sees its own part.
-        missing = {name for buffer in engine.buffers for name in _missing(buffer, self._names)}
+        missing = {name for buffer in engine.buffers for name in _missing(buffer, self.names)}
         missing |= {name for name, b in model.named_buffers() if b.is_floating_point() and bool(b.isnan().any())}
         rows = engine.agreement.exchange_objects(sorted(missing), "looking whether all weights were loaded")
         lacking = sorted({name for row in rows for name in row})

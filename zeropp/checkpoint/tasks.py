@@ -40,8 +40,9 @@ class Task(Generic[_T]):
 
     def came_to_be(self) -> bool:
         """Whether the thread is there, or was."""
-        # It may be on its way.
-        return self._over.wait(0.0 if self._thread.is_alive() else _TO_START) or self._thread.is_alive()
+        # It may be on its way; and it may end between two looks.
+        alive = self._thread.is_alive()
+        return alive or self._over.wait(_TO_START) or self._thread.is_alive()
 
     @property
     def done(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from zeropp.checkpoint.errors import CheckpointError
+from zeropp.checkpoint.metadata import DTYPES
 from zeropp.checkpoint.parts import MODEL, Part, main_parts
 from zeropp.checkpoint.source import Source
 from zeropp.engine.engine import Engine
@@ -24,7 +25,7 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
         source: of the files.
 
     Raises:
-        CheckpointError: values differ, and all but one would be lost.
+        CheckpointError: values differ by more than a rounding, or shapes do, and all but one would be lost.
     """
     apart = {
         alias: first
@@ -33,6 +34,14 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
     }
     if not apart:
         return
+    tensors = source.metadata.tensors
+    for alias, first in apart.items():
+        here, there = (tensors[MODEL + name].shape for name in (renamed[first], alias))
+        if here != there:
+            raise CheckpointError(
+                f"{alias!r} is tied to {first!r} here, and there of shape {there} beside {here}; strict=False takes "
+                f"{renamed[first]!r} for both"
+            )
     firsts, before = set(apart.values()), source.nbytes_read
     parts: dict[str, list[Part]] = {}
     for part in main_parts(engine, "slice"):
@@ -44,6 +53,9 @@ def require_equal(engine: Engine, aliases: Mapping[str, str], renamed: Mapping[s
             own, other = (torch.empty_like(part.values) for _ in range(2))
             pairs = (renamed[first], own), (alias, other)
             source.read([Part(MODEL + name, part.shape, part.box, values) for name, values in pairs])
+            # One may have been rounded, as it was saved: both are, to either dtype.
+            for name in (renamed[first], alias):
+                own, other = (each.to(DTYPES[tensors[MODEL + name].dtype]).to(each.dtype) for each in (own, other))
             if not torch.allclose(own, other, rtol=0, atol=0, equal_nan=True):
                 raise CheckpointError(
                     f"{alias!r} is tied to {first!r} here, and has other values there, which would be lost; "

@@ -26,7 +26,7 @@ _Json = Any
 _TENSORS = ("~tensor", "~array", "~scalar")
 # Three levels of JSON for each at most, and what reads it takes 200.
 _DEPTH = 50
-_INTEGER_BITS = 8192
+_INTEGER_BITS = 14_280
 
 
 def encode(value: object, name: str, tensors: dict[str, Tensor]) -> _Json:
@@ -52,7 +52,7 @@ def _encode(value: object, name: str, tensors: dict[str, Tensor], depth: int) ->
     if value is None or type(value) is bool:
         return value
     if type(value) is int:
-        # Python itself reads no longer ones.
+        # Python itself reads no integers of more than 4300 digits.
         if value.bit_length() > _INTEGER_BITS:
             raise CheckpointError(f"{name} is an integer of {value.bit_length()} bits; {_INTEGER_BITS} are the most")
         return value
