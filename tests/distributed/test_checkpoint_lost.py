@@ -237,6 +237,11 @@ class Ended(BaseException):
     """What a handler of SIGTERM raises."""
 
 
+def same(function: Any) -> Any:
+    """Nothing is replaced."""
+    return function
+
+
 def goes_on(root: Path, how: str) -> str:
     """What the call before has said, where the next one goes on with the other rank."""
     model, optimizer = impatient()
@@ -255,7 +260,6 @@ def goes_on(root: Path, how: str) -> str:
 
         return instead
 
-    same = lambda function: function  # noqa: E731
     slow = late(1.5 * TIMEOUT) if first else same
     patches = {
         "removing": [(shutil, "rmtree", slow), (os, "pwrite", same if first else lambda function: broken)],

@@ -40,7 +40,7 @@ _AFTER_LOSS = 30.0
 class _Apart:
     """Where the writing threads of all ranks meet: a group of their own, since collectives of one have one order."""
 
-    def __init__(self, comm: Comm, warn_after: float | None, number: int = 1) -> None:
+    def __init__(self, comm: Comm, warn_after: float | None, number: int) -> None:
         # While a thread writes it holds this: an engine that is dropped meanwhile takes its groups along only then.
         self._comm = comm
         self.rank, self.world = comm.rank, comm.world

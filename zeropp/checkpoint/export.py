@@ -117,14 +117,19 @@ def _write(engine: Engine, named: dict[str, Tensor], files: WholeFiles, outgoing
                 # Told at the end: gathering is collective, and the others go on with it.
                 error = caught
 
-    spread = set()
-    for buffer in engine.buffers:
-        for name, values in zip(buffer.names, gather_main(engine, buffer), strict=True):
-            spread.add(name)
-            write(name, values)
-    for name, tensor in named.items():
-        if name not in spread:
-            write(name, tensor)
+    try:
+        spread = set()
+        for buffer in engine.buffers:
+            for name, values in zip(buffer.names, gather_main(engine, buffer), strict=True):
+                spread.add(name)
+                write(name, values)
+        for name, tensor in named.items():
+            if name not in spread:
+                write(name, tensor)
+    except BaseException:
+        # Others gather on without this rank; a deleted file that stays open would keep its room on the disk.
+        files.abandon()
+        raise
 
     def close() -> None:
         if error is not None:
