@@ -1,0 +1,79 @@
+"""What tests of offload share: a file on a disk, and system calls that fail, stop early or are counted."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from zeropp.offload import calls
+
+__all__ = ["Calls", "offload_threads", "open_descriptors", "wait_until"]
+
+
+@dataclass
+class Calls:
+    """In place of the system's calls: each is counted, delayed, cut short or refused.
+
+    Attributes:
+        seen: ("read" or "write", descriptor, bytes asked, offset) of every call.
+        limit: bytes that a call moves at most.
+        error: takes what is seen and returns the errno to fail with, or 0.
+        delay: seconds before each call.
+        most: calls that were under way at once.
+    """
+
+    seen: list[tuple[str, int, int, int]] = field(default_factory=list)
+    limit: Callable[[int], int] = lambda nbytes: nbytes
+    error: Callable[[tuple[str, int, int, int]], int] = lambda call: 0
+    delay: float = 0.0
+    most: int = 0
+    gate: threading.Event | None = None
+
+    def put(self, patch: pytest.MonkeyPatch) -> Calls:
+        lock, now = threading.Lock(), 0
+
+        def around(word: str, real: Callable[[int, memoryview, int], int]) -> Callable[[int, memoryview, int], int]:
+            def call(descriptor: int, memory: memoryview, offset: int) -> int:
+                nonlocal now
+                own = (word, descriptor, len(memory), offset)
+                with lock:
+                    self.seen.append(own)
+                    now += 1
+                    self.most = max(self.most, now)
+                try:
+                    if self.gate is not None:
+                        self.gate.wait(20)
+                    time.sleep(self.delay)
+                    if number := self.error(own):
+                        raise OSError(number, os.strerror(number))
+                    count = min(self.limit(len(memory)), len(memory))
+                    return real(descriptor, memory[:count], offset) if count else 0
+                finally:
+                    with lock:
+                        now -= 1
+
+            return call
+
+        patch.setattr(calls, "read_at", around("read", calls.read_at))
+        patch.setattr(calls, "write_at", around("write", calls.write_at))
+        return self
+
+
+def offload_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("zeropp offload")]
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.005)
+    return condition()

@@ -1,0 +1,238 @@
+"""A file of extents: stretches on a disk that are allocated, freed and allocated again, as memory is.
+
+[Note: mapping beside direct I/O] An extent is reached in two ways: by its tensor, a shared mapping in the page cache,
+and by transfers past the cache. Linux keeps them coherent one after the other: before a direct read or write it writes
+back what is dirty in the cache, and after a direct write it drops what is cached. It cannot while both are at work:
+what is read into the cache, or written to it, during a direct write may stay there, older than the disk, and even be
+written back over it. So whoever uses an extent's tensor waits first for every transfer of that extent. And while any
+extent of a file is being written by a transfer, no tensor of that file is written to: the cache may keep the end of one
+extent and the beginning of the next in one piece, which is dirty or clean as a whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeropp.offload import calls
+from zeropp.offload.errors import SwapError
+from zeropp.offload.file_system import file_system_of
+from zeropp.offload.memory import aligned, mapped, view_of, zero_range
+from zeropp.offload.stretches import Stretches
+
+__all__ = ["ALIGNED", "REFUSED", "Descriptors", "Extent", "SwapFile"]
+
+_log = logging.getLogger("zeropp")
+# Mappings begin on pages, which are larger than 4096 bytes on some processors.
+ALIGNED = max(4096, mmap.PAGESIZE)
+"""Bytes of which stretches are multiples, at least: O_DIRECT asks for at most 4096 on the disks there are."""
+REFUSED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What a file system without O_DIRECT says when a file is opened, or first read or written."""
+_ZEROS = 1 << 20  # bytes that are written at once where zeros have to be written
+
+
+class Descriptors:
+    """A file, open twice: with the page cache and past it. Closed when nobody refers to this any more.
+
+    So a file that is closed during a transfer loses its descriptors after that: their numbers would be another file's.
+
+    Attributes:
+        path: that the file had, for messages.
+        cached: descriptor for reads and writes through the page cache.
+        direct: descriptor with O_DIRECT; None where the file system refuses it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._guard = threading.Lock()
+        self.direct: int | None = None
+        try:
+            self.cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            weakref.finalize(self, os.close, self.cached).atexit = False
+            try:
+                self.direct = self._open_direct()
+            finally:
+                # From here on its space is freed with the last descriptor and mapping, whatever ends the process.
+                os.unlink(path)
+        except OSError as error:
+            raise SwapError.of(error.errno or errno.EIO, path, "cannot make a swap file") from error
+        # Parts of blocks are read and written through the cache, beside direct I/O to the blocks around them, which
+        # reading ahead would bring into the cache. See [Note: mapping beside direct I/O].
+        if self.direct is not None:
+            os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def _open_direct(self) -> int | None:
+        try:
+            direct = os.open(self.path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            self._warn()
+            return None
+        # By number: the attribute becomes None when the file system refuses later.
+        weakref.finalize(self, os.close, direct).atexit = False
+        return direct
+
+    def refuse_direct(self) -> None:
+        """The file system has refused direct I/O: none from here on, with one warning."""
+        with self._guard:
+            if self.direct is None:
+                return
+            self.direct = None
+        os.posix_fadvise(self.cached, 0, 0, os.POSIX_FADV_NORMAL)
+        self._warn()
+
+    def _warn(self) -> None:
+        _log.warning(
+            "%s: the file system, %s, refuses direct I/O (O_DIRECT); reads and writes go through the page cache, which "
+            "takes memory and time; let nvme_path name a directory on a local disk",
+            self.path,
+            file_system_of(self.path.parent),
+        )
+
+
+class Extent:
+    """A stretch of a file that is in use, as a tensor and for transfers.
+
+    It is free, and may be allocated again, when nobody refers to the extent, its tensor, or a view of that.
+
+    Attributes:
+        tensor: [numel], the stretch itself through the page cache; see [Note: mapping beside direct I/O].
+        nbytes: of the tensor.
+        offset: of its first byte in the file, a multiple of ``alignment``.
+        alignment: bytes; the stretch goes on to the next multiple of it.
+        descriptors: of the file.
+    """
+
+    __slots__ = ("alignment", "descriptors", "nbytes", "offset", "tensor")
+
+    def __init__(self, tensor: Tensor, offset: int, alignment: int, descriptors: Descriptors) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel() * tensor.itemsize
+        self.offset = offset
+        self.alignment = alignment
+        self.descriptors = descriptors
+
+
+class SwapFile:
+    """A file of extents, without a name from the moment it is open: its space is freed with the process at the latest.
+
+    Args:
+        folder: where the file is made; see :class:`~zeropp.offload.directory.SwapDirectory`.
+        name: of the file, for messages.
+
+    Attributes:
+        alignment: bytes; begins and lengths of stretches are multiples of it.
+
+    Raises:
+        SwapError: the file cannot be made.
+    """
+
+    def __init__(self, folder: Path, name: str = "swap") -> None:
+        self._open: Descriptors | None = Descriptors(folder / name)
+        self._path = folder / name
+        block = os.fstatvfs(self._open.cached).f_frsize
+        self.alignment = max(ALIGNED, block)
+        self._guard = threading.Lock()
+        self._stretches = Stretches()
+        # Rows end on any thread, even on one that holds the lock above, when Python collects garbage in between; a
+        # deque takes what is freed without a lock.
+        self._freed = deque[tuple[int, int]]()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file: of all extents there are, and free ones between them."""
+        return self._stretches.end
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Extent:
+        """An extent of zeros, with its space on the disk.
+
+        A stretch that is used again is made zeros by the file system (``FALLOC_FL_ZERO_RANGE``, which keeps its space
+        and writes nothing), or where that cannot be done by writing them.
+
+        Args:
+            numel: elements; may be 0.
+            dtype: of any kind.
+
+        Raises:
+            SwapError: the disk has no room, with what was asked and what is free; or the file is closed.
+            ValueError: the number of elements is negative.
+        """
+        if numel < 0:
+            raise ValueError(f"numel is {numel}; expected 0 or more")
+        descriptors = self._descriptors()
+        nbytes = -(-numel * dtype.itemsize // self.alignment) * self.alignment
+        if nbytes == 0:
+            return Extent(torch.empty(0, dtype=dtype, device="cpu"), 0, self.alignment, descriptors)
+        with self._guard:
+            while self._freed:
+                self._stretches.free(*self._freed.popleft())
+            before = self._stretches.end
+            offset = self._stretches.take(nbytes)
+            try:
+                self._prepare(descriptors, offset, nbytes, before)
+                # No cycle and no way back to this object: what is freed after it is dropped does no harm.
+                freed = partial(self._freed.append, (offset, nbytes))
+                tensor = mapped(descriptors.cached, offset, nbytes, numel, dtype, freed)
+            except OSError as error:
+                if self._stretches.end > before:
+                    # Some file systems keep what they had found when the rest was missing.
+                    os.ftruncate(descriptors.cached, before)
+                self._stretches.give_back(offset, nbytes, before)
+                raise self._refused(error, nbytes, descriptors) from error
+        return Extent(tensor, offset, self.alignment, descriptors)
+
+    def close(self) -> None:
+        """Close it: nothing can be allocated any more. Rows, and transfers under way, keep what they need."""
+        self._open = None
+
+    def _descriptors(self) -> Descriptors:
+        if self._open is None:
+            raise SwapError.of(errno.EBADF, self._path, "the swap file is closed", "allocate extents before close()")
+        return self._open
+
+    def _prepare(self, descriptors: Descriptors, offset: int, nbytes: int, end: int) -> None:
+        """Make a stretch zeros that have space; the file ended at ``end`` so far."""
+        used = max(min(offset + nbytes, end) - offset, 0)
+        if used and not zero_range(descriptors.cached, offset, used):
+            _write_zeros(descriptors.cached, offset, used)
+        if used == nbytes:
+            return
+        try:
+            os.posix_fallocate(descriptors.cached, offset + used, nbytes - used)
+        except OSError as error:
+            if error.errno not in REFUSED:
+                raise
+            # Written zeros have space, too.
+            _write_zeros(descriptors.cached, offset + used, nbytes - used)
+
+    def _refused(self, error: OSError, nbytes: int, descriptors: Descriptors) -> SwapError:
+        number = error.errno or errno.EIO
+        what = f"cannot allocate an extent of {nbytes} bytes ({nbytes / 2**30:.3f} GiB) beside {self.nbytes} bytes"
+        remedy = ""
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            room = os.fstatvfs(descriptors.cached)
+            free = room.f_bavail * room.f_frsize
+            what += f"; {free} bytes ({free / 2**30:.3f} GiB) are free on that file system"
+            remedy = "free some, let nvme_path name a larger disk, or offload less"
+        elif number == errno.ENOMEM:
+            remedy = "the process may have no more mappings; raise the limit vm.max_map_count"
+        return SwapError.of(number, self._path, what, remedy)
+
+
+def _write_zeros(descriptor: int, offset: int, nbytes: int) -> None:
+    zeros = aligned(min(nbytes, _ZEROS), torch.uint8)
+    memory = view_of(zeros.data_ptr(), zeros.numel())
+    end = offset + nbytes
+    while offset < end:
+        offset += calls.write_at(descriptor, memory[: end - offset], offset)

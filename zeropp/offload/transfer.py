@@ -1,0 +1,244 @@
+"""Reads and writes between extents and memory, by threads that block in the system's calls.
+
+[Note: threads of transfers] A call with O_DIRECT returns when the disk has done it, so a thread keeps one request under
+way, and as many requests are under way as there are threads: ``queue_depth`` for each of ``intra_op_parallelism``
+groups. Groups would differ in nothing, so all threads take from one queue. Above 64 the disk gains nothing, as each
+request has ``block_size`` bytes, and Python's lock, which each takes between calls, loses: no more are started. They
+need a core only between two calls, so 8 on a small machine do no harm.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from zeropp.comm.events import Event
+from zeropp.comm.streams import ThreadEvent
+from zeropp.config.runtime import AioConfig
+from zeropp.offload.errors import SwapError
+from zeropp.offload.pieces import Bounce, cut, move
+from zeropp.offload.swap import Extent
+
+__all__ = ["Transfers"]
+
+_THREADS = 64
+_CLOSING = 5.0  # seconds to wait for threads to end
+
+
+class _Transfer:
+    """One read or write, and how far it is; its fields change under the queue's lock."""
+
+    __slots__ = ("address", "error", "event", "extent", "memory", "pieces", "reads", "start", "under_way")
+
+    def __init__(self, extent: Extent, start: int, memory: Tensor, block: int, *, reads: bool) -> None:
+        self.extent, self.start, self.memory, self.reads = extent, start, memory, reads
+        self.address = memory.data_ptr()
+        end = start + memory.numel() * memory.itemsize
+        self.pieces = deque(cut(start, end, block, extent))
+        self.under_way = 0
+        self.error: BaseException | None = None
+        self.event = ThreadEvent()
+
+
+class _Queue:
+    """Pieces of all transfers, in order; threads hold this, not the `Transfers`, so that a dropped one ends them."""
+
+    def __init__(self, aio: AioConfig) -> None:
+        self._one_by_one, self._overlap = aio.single_submit, aio.overlap_events
+        # Its lock may be taken again by the thread that has it: garbage collected inside may be a dropped Transfers.
+        self._changed = threading.Condition(threading.RLock())
+        # Those of which no thread has taken all pieces, and the one that others wait for.
+        self._waiting = deque[_Transfer]()
+        self._alone: _Transfer | None = None
+        self.closed = False
+
+    def put(self, transfer: _Transfer) -> None:
+        with self._changed:
+            if self.closed:
+                raise RuntimeError("these transfers are closed; begin reads and writes before close()")
+            self._waiting.append(transfer)
+            self._changed.notify(1 if self._one_by_one else len(transfer.pieces))
+
+    def take(self) -> tuple[_Transfer, tuple[int, int]] | None:
+        """The next piece to move; waits for one. None when there will be no more."""
+        with self._changed:
+            while (transfer := self._next()) is None:
+                if self.closed and not self._waiting:
+                    return None
+                self._changed.wait()
+            piece = transfer.pieces.popleft()
+            transfer.under_way += 1
+            if not self._overlap:
+                self._alone = transfer
+            if not transfer.pieces:
+                self._waiting.remove(transfer)
+            return transfer, piece
+
+    def _next(self) -> _Transfer | None:
+        for transfer in self._waiting:
+            if self._alone is not None and self._alone is not transfer:
+                return None
+            if not (self._one_by_one and transfer.under_way):
+                return transfer
+        return None
+
+    def ended(self, transfer: _Transfer, error: BaseException | None) -> None:
+        """A piece has been moved, or could not be: then the rest of its transfer is left, and the first error told."""
+        with self._changed:
+            transfer.under_way -= 1
+            if error is not None:
+                transfer.error = transfer.error or error
+                self._drop(transfer)
+            over = not transfer.pieces and not transfer.under_way
+            if over and transfer is self._alone:
+                self._alone = None
+            if self.closed or not self._overlap or self._one_by_one:
+                self._changed.notify_all()
+        if over:
+            _finish(transfer)
+
+    def _drop(self, transfer: _Transfer) -> None:
+        if transfer.pieces:
+            transfer.pieces.clear()
+            self._waiting.remove(transfer)
+
+    def close(self) -> None:
+        """Take no more; threads end after what is there."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """Close it, and leave what no thread has taken."""
+        with self._changed:
+            for transfer in list(self._waiting):
+                path = transfer.extent.descriptors.path
+                transfer.error = transfer.error or SwapError.of(errno.ECANCELED, path, "the program ends")
+                self._drop(transfer)
+                if not transfer.under_way:
+                    _finish(transfer)
+            self.close()
+
+
+def _finish(transfer: _Transfer) -> None:
+    # Before anyone hears of the end: whoever waits may count on the extent and the memory being free of this.
+    del transfer.extent, transfer.memory
+    transfer.event.finish(transfer.error)
+
+
+def _serve(queue: _Queue) -> None:
+    bounce = Bounce()
+    while (taken := queue.take()) is not None:
+        transfer, (begin, end) = taken
+        address = transfer.address + begin - transfer.start
+        failed: BaseException | None = None
+        try:
+            move(transfer.extent, begin, end, address, bounce, reads=transfer.reads)
+        except BaseException as error:
+            # Handed to whoever waits, without this thread's frames, which would keep the extent.
+            failed = error.with_traceback(None)
+        queue.ended(transfer, failed)
+        # An idle thread must not keep an error, nor the rest of what it did last.
+        del taken, transfer, failed
+
+
+# Threads that have not ended, for the end of the program; those of dropped transfers leave by themselves.
+_running: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
+
+
+class Transfers:
+    """Reads and writes of extents, in threads of its own; see [Note: threads of transfers].
+
+    Transfers run beside each other, also those of the same bytes: a read that should see a write begins after that
+    write's event. Memory that begins on a page, as that of :func:`~zeropp.offload.memory.aligned`, is read and written
+    in place if it also lies in step with the blocks of the file; other memory by way of a copy. Parts of blocks, except
+    the end of an extent, are written through the page cache.
+
+    Args:
+        aio: ``block_size`` is the bytes of one request; ``queue_depth`` times ``intra_op_parallelism`` requests, at
+            most 64, are under way; with ``single_submit`` one of each transfer at most, and without ``overlap_events``
+            those of one transfer only, the oldest. ``use_gds`` is not read.
+    """
+
+    def __init__(self, aio: AioConfig) -> None:
+        self._block = aio.block_size
+        self._queue = _Queue(aio)
+        count = min(aio.intra_op_parallelism * aio.queue_depth, _THREADS)
+        # Daemons, or Python would wait for them before atexit could tell them to end.
+        self._threads = [
+            threading.Thread(target=_serve, args=(self._queue,), name=f"zeropp offload {number}", daemon=True)
+            for number in range(count)
+        ]
+        self._stop = weakref.finalize(self, self._queue.close)
+        for thread in self._threads:
+            thread.start()
+            _running[thread] = self._queue
+
+    def read(self, extent: Extent, start_nbytes: int, into: Tensor) -> Event:
+        """Read bytes of an extent from ``start_nbytes`` on, as many as ``into`` has.
+
+        Args:
+            extent: from which.
+            start_nbytes: the first byte, counted in the extent.
+            into: contiguous, on the CPU, of any dtype; nobody else reads or writes it until the end.
+
+        Returns:
+            The end. Its ``wait`` raises :class:`~zeropp.offload.errors.SwapError` if the system refused, or if the
+            program ended first.
+
+        Raises:
+            ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
+            RuntimeError: this is closed.
+        """
+        return self._begin(extent, start_nbytes, into, reads=True)
+
+    def write(self, extent: Extent, start_nbytes: int, source: Tensor) -> Event:
+        """Write the bytes of ``source`` to an extent from ``start_nbytes`` on; otherwise as :meth:`read`."""
+        return self._begin(extent, start_nbytes, source, reads=False)
+
+    def _begin(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
+        word = "read into" if reads else "written from"
+        nbytes = memory.numel() * memory.itemsize
+        if memory.device.type != "cpu" or not memory.is_contiguous():
+            form = f"shape {list(memory.shape)} and strides {list(memory.stride())} on {memory.device}"
+            raise ValueError(f"the tensor {word} has {form}; expected a contiguous one on the CPU")
+        if start < 0 or start + nbytes > extent.nbytes:
+            given = f"bytes {start} to {start + nbytes} are {word}"
+            raise ValueError(f"{given}, and the extent has bytes 0 to {extent.nbytes}")
+        transfer = _Transfer(extent, start, memory, self._block, reads=reads)
+        if transfer.pieces:
+            self._queue.put(transfer)
+        else:
+            _finish(transfer)
+        return transfer.event
+
+    def close(self) -> None:
+        """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
+        self._stop()
+        _join(self._threads)
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    # One limit for all of them together, so that many that hang do not add up.
+    until = time.monotonic() + _CLOSING
+    for thread in threads:
+        thread.join(timeout=max(until - time.monotonic(), 0.0))
+
+
+def _end_all() -> None:
+    """End threads before Python does: what they would move after that is of no use to anyone."""
+    # A copy: threads that end meanwhile leave the dictionary.
+    running = dict(_running)
+    for queue in running.values():
+        queue.cancel()
+    _join(running)
+
+
+atexit.register(_end_all)
