@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# What one CUDA card can tell, in four parts of at most six minutes each, in the order of their worth.
+# What one CUDA card can tell, in five parts of at most six minutes each, in the order of their worth.
 #
 #   bench/gpu.sh bits       # bits of kernels; streams under delay; hops over NCCL with one rank; the engine's tests
+#   bench/gpu.sh offload    # bits with states and weights off the card; steps beside FSDP2 with offload; the bus
 #   bench/gpu.sh engine     # steps, memory and host time beside FSDP2 at 0.3, 1 and 3 B parameters; a timeline
 #   bench/gpu.sh kernels    # bandwidth of every kernel, host time of a call, copies over the bus
 #   bench/gpu.sh reasons    # the counters behind a kernel's speed, where Nsight Compute (ncu) is installed
@@ -26,15 +27,15 @@ parts=()
 flags=()
 for word in "$@"; do
     case $word in
-        bits | engine | kernels | reasons) parts+=("$word") ;;
+        bits | offload | engine | kernels | reasons) parts+=("$word") ;;
         --*) flags+=("$word") ;;
         *)
-            echo "unknown part $word; expected bits, engine, kernels, reasons, or none of them for all" >&2
+            echo "unknown part $word; expected bits, offload, engine, kernels, reasons, or none of them for all" >&2
             exit 2
             ;;
     esac
 done
-((${#parts[@]})) || parts=(bits engine kernels reasons)
+((${#parts[@]})) || parts=(bits offload engine kernels reasons)
 
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 if [[ -n ${WHEELS:-} ]]; then

@@ -7,19 +7,35 @@ they are used and let go right after.
 from __future__ import annotations
 
 from zeropp import checkpoint, plan, zero
+from zeropp.access.accumulate import accumulate
 from zeropp.access.average import ema
 from zeropp.access.state import comm_report, full_state
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.plan import (
+    estimate_zero2_model_states_mem_needs,
+    estimate_zero2_model_states_mem_needs_all_cold,
+    estimate_zero2_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
+)
 
 __all__ = [
     "Config",
     "ConfigError",
     "ZeroOptimizer",
     "__version__",
+    "accumulate",
     "checkpoint",
     "comm_report",
     "ema",
+    "estimate_zero2_model_states_mem_needs",
+    "estimate_zero2_model_states_mem_needs_all_cold",
+    "estimate_zero2_model_states_mem_needs_all_live",
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
     "full_state",
     "load_config",
     "plan",

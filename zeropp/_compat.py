@@ -6,10 +6,12 @@ Attributes with an underscore that modules, parameters and optimizers of torch c
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -25,12 +27,17 @@ __all__ = [
     "chosen_timeout",
     "current_graph_task",
     "default_store",
+    "fused_adagrad",
+    "fused_adam",
+    "fused_adamw",
+    "fused_sgd",
     "group_timeout",
     "is_aliased",
     "is_compiled",
     "is_registered",
     "loss_scale",
     "new_group",
+    "one_intra_op_thread",
     "profiler_enabled",
     "queue_end_of_backward",
     "reduce_scatter_single",
@@ -227,3 +234,47 @@ def new_group(
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+# They step lists of tensors in place. Untyped: the stubs have one overload for each kind of lr.
+fused_adam: Callable[..., None] = torch._fused_adam_
+fused_adamw: Callable[..., None] = torch._fused_adamw_
+fused_sgd: Callable[..., None] = torch._fused_sgd_
+fused_adagrad: Callable[..., None] = torch._fused_adagrad_
+
+
+@contextlib.contextmanager
+def one_intra_op_thread() -> Iterator[None]:
+    """Inside, kernels that this thread calls run in this thread alone; the numbers of other threads stay as they are.
+
+    ``torch.set_num_threads`` would also set the number with which threads of the process begin from then on, such as
+    autograd's. Without effect where torch is built with another runtime than OpenMP; none of its wheels is.
+    """
+    # Asked first: a thread takes over the number of the process when it is asked or used for the first time.
+    before = torch.get_num_threads()
+    choose = _openmp() if before > 1 else None
+    if choose is None:
+        yield
+        return
+    choose(1)
+    try:
+        yield
+    finally:
+        choose(before)
+
+
+@cache
+def _openmp() -> Callable[[int], object] | None:
+    """OpenMP's function that sets the number of threads for the calling thread alone, of the runtime torch uses."""
+    before = torch.get_num_threads()
+    # A process may hold several runtimes. What is loaded for all comes first, as it did for torch: LD_PRELOAD.
+    for library in (None, torch._C.__file__):
+        choose: Callable[[int], object] | None = getattr(ctypes.PyDLL(library), "omp_set_num_threads", None)
+        if choose is None:
+            continue
+        choose(before + 1)
+        found = torch.get_num_threads() == before + 1
+        choose(before)
+        if found:
+            return choose
+    return None

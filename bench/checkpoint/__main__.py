@@ -10,17 +10,21 @@ torch.distributed.checkpoint of FSDP2 at once, and torch.save of whole states on
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.common.machine import describe, machine
+from bench.common import results
+from bench.common.machine import machine
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = ("way", "blocked s", "done s", "GB/s", "/ disk", "peak MiB")
@@ -86,16 +90,17 @@ def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
     about = machine("cpu")
     rows = measure(args)
-    text = "\n".join(["# Saving a checkpoint", "", describe(about), "", report(rows, args), ""])
+    text = results.page("Saving a checkpoint", "bench.checkpoint", argv, about, report(rows, args))
     print(text)
     if args.save:
-        place = ROOT / "bench" / "results" / f"{about['date'][:10]}_{args.save}"
-        place.with_suffix(".md").write_text(text)
-        place.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
-        if importlib.util.find_spec("matplotlib") is not None:
-            from bench.checkpoint import plot  # which needs it
+        results.save({"machine": about, "rows": rows}, text, args.save, partial(drawn, rows))
 
-            plot.draw(rows).savefig(place.with_suffix(".png"), dpi=110)
+
+def drawn(rows: list[dict[str, Any]]) -> Figure:
+    """The picture."""
+    from bench.checkpoint import plot  # which needs matplotlib
+
+    return plot.draw(rows)
 
 
 if __name__ == "__main__":

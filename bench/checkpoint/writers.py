@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 import zeropp
 from bench.checkpoint.ranks import WIDTH, layers
-from bench.common.machine import describe, machine
+from bench.common import results
+from bench.common.machine import machine
 from zeropp import checkpoint
 from zeropp.checkpoint import attempt
 from zeropp.checkpoint.background import background_of, backgrounds
@@ -248,13 +249,10 @@ def main(argv: list[str] | None = None) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
         subprocess.run(command, cwd=ROOT, env=environment, check=True)
         rows = json.loads((Path(folder) / "result.json").read_text())
-    said = f"`python -m bench.checkpoint.writers {' '.join(argv or sys.argv[1:])}`, {about['date']}"
-    text = "\n".join(["# Who writes a checkpoint", "", said, "", describe(about), "", report(rows, args), ""])
+    text = results.page("Who writes a checkpoint", "bench.checkpoint.writers", argv, about, report(rows, args))
     print(text)
     if args.save:
-        place = ROOT / "bench" / "results" / f"{about['date'][:10]}_{args.save}"
-        place.with_suffix(".md").write_text(text)
-        place.with_suffix(".json").write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+        results.save({"machine": about, "rows": rows}, text, args.save)
 
 
 if __name__ == "__main__":

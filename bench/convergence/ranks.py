@@ -21,6 +21,8 @@ from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import InlineStream, Lanes
 from zeropp.config import Config
+from zeropp.offload.home import MemoryRow
+from zeropp.offload.homes import at_device
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.params.build import BufferMaker
 from zeropp.params.flat_buffer import FlatBuffer
@@ -127,7 +129,7 @@ class VirtualRanks:
         meetings: dict[tuple[object, ...], Meeting] = {}
         self.comms = [VirtualComm(rank, local, self.world, meetings) for rank in range(self.world)]
         specs = form_units(model, self.world, unit_options(config))
-        made = [BufferMaker(config, mode, comm).make_units(model, specs) for comm in self.comms]
+        made = [BufferMaker(config, mode, comm, at_device(comm.device)).make_units(model, specs) for comm in self.comms]
         columns = zip(*([buffer for unit in units for buffer in unit.buffers] for units in made), strict=True)
         self.buffers = [self._share(list(column)) for column in columns]
         self.weight_codec = choose_encoding(config).weights
@@ -151,7 +153,7 @@ class VirtualRanks:
         mean = torch.zeros(layout.numel, dtype=torch.float32, device=device)
         for buffer in ranks:
             start, stop = buffer.placement.slice_of(layout.numel, self.world)
-            buffer.gradient.shard = mean[start:stop]
+            buffer.gradient.row = MemoryRow(mean[start:stop])
         return Reduced(layout, ranks, mean, torch.zeros_like(mean))
 
     def take(self, rank: int) -> None:

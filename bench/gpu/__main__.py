@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from bench.common.machine import describe, machine
-from bench.gpu import bits, engine, kernels, reasons
+from bench.gpu import bits, engine, kernels, offload, reasons
 from bench.gpu.part import Outcome, Part, Row, State, Step
 from bench.gpu.run import Runner, digest
 from bench.gpu.scale import CARD, DRY, Scale
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {part.name: part for part in (bits.PART, engine.PART, kernels.PART, reasons.PART)}
+PARTS = {part.name: part for part in (bits.PART, offload.PART, engine.PART, kernels.PART, reasons.PART)}
 SECONDS = 345.0  # bench/gpu.sh ends a part at 360
 CODES = {State.WRONG: 1, State.UNFINISHED: 3}
 DRY_RUN = "**Dry run on CPU with tiny sizes: no figure below was measured on a card.**"

@@ -6,12 +6,13 @@ import importlib.util
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 
 from bench.gpu.part import Ended, Outcome, Part, State, Step, last_words
 from bench.gpu.scale import Scale
 
-__all__ = ["PART"]
+__all__ = ["PART", "tests_step"]
 
 _CHECKS: dict[str, tuple[list[str], float]] = {
     "kernels": (["tests/kernels/test_agreement.py", "tests/kernels/test_table.py", "tests/kernels/test_gpu.py"], 240.0),
@@ -29,20 +30,34 @@ def _has(module: str) -> bool:
 
 
 def steps(scale: Scale) -> list[Step]:
-    """One call of pytest each; see :mod:`bench.gpu.outcomes` for what a second start leaves out."""
-    found = []
-    for name, chosen in scale.chosen.items():
-        files, seconds = _CHECKS[name]
-        # The project's own options want plugins that a machine with a card may lack.
-        command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-o", "addopts="]
-        command += ["-p", "bench.gpu.outcomes", "--outcomes={folder}/outcomes", *chosen, *files]
-        workers = scale.workers if name == "kernels" else 0
-        if workers and _has("xdist"):
-            command += ["-n", str(workers)]
-        if _has("pytest_timeout"):
-            command += [f"--timeout={_TEST_SECONDS}"]
-        found.append(Step(name, command, seconds, partial(_read, name, workers, scale.dry)))
-    return found
+    """One call of pytest each."""
+    return [
+        tests_step(scale, name, _CHECKS[name][0], chosen, _CHECKS[name][1], scale.workers if name == "kernels" else 0)
+        for name, chosen in scale.chosen.items()
+    ]
+
+
+def tests_step(
+    scale: Scale, name: str, files: Sequence[str], chosen: Sequence[str], seconds: float, workers: int = 0
+) -> Step:
+    """A call of pytest; see :mod:`bench.gpu.outcomes` for what a second start leaves out.
+
+    Args:
+        scale: of the run.
+        name: of the step.
+        files: of tests.
+        chosen: which of them: arguments of pytest.
+        seconds: that it may take.
+        workers: of pytest, if more than its own process.
+    """
+    # The project's own options want plugins that a machine with a card may lack.
+    command = [sys.executable, "-m", "pytest", "-q", "-ra", "-p", "no:cacheprovider", "-o", "addopts="]
+    command += ["-p", "bench.gpu.outcomes", "--outcomes={folder}/outcomes", *chosen, *files]
+    if workers and _has("xdist"):
+        command += ["-n", str(workers)]
+    if _has("pytest_timeout"):
+        command += [f"--timeout={_TEST_SECONDS}"]
+    return Step(name, command, seconds, partial(_read, name, workers, scale.dry))
 
 
 def _read(name: str, workers: int, dry: bool, ended: Ended) -> Outcome:

@@ -79,7 +79,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Part:
-    """One of the four.
+    """One of the five.
 
     Attributes:
         name: as on the command line.

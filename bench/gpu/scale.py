@@ -40,6 +40,12 @@ class Scale:
         calls: (of a round, rounds) for host times.
         counted: operations whose counters are read; all if empty.
         counted_mebibytes: of bfloat16 in each.
+        offloaded: for each step of the bits of offload, which of its tests: arguments of pytest.
+        offload_models: that systems which offload are compared on.
+        offload_systems: of ``bench.offload.race``, in order: first what others are compared with, last what is slow.
+        offload_turns: rounds and steps of them: arguments of ``bench.offload.race``.
+        slow_turns: the same of what steps from files.
+        bus_mebibytes: of float32 in a unit whose copies are timed.
     """
 
     device: str
@@ -54,6 +60,12 @@ class Scale:
     calls: tuple[int, int]
     counted: Sequence[str]
     counted_mebibytes: int
+    offloaded: dict[str, Sequence[str]]
+    offload_models: Sequence[Model]
+    offload_systems: Sequence[str]
+    offload_turns: Sequence[str]
+    slow_turns: Sequence[str]
+    bus_mebibytes: int
 
     @property
     def dry(self) -> bool:
@@ -66,6 +78,7 @@ def _model(layers: int, width: int, heads: int, length: int, batch: int) -> list
     return [f"--{name}={value}" for name, value in sizes.items()]
 
 
+_ONE, _THREE = Model("1 B", _model(20, 2048, 16, 2048, 4)), Model("3 B", _model(32, 2816, 22, 2048, 2))
 CARD = Scale(
     device="cuda",
     workers=8,
@@ -79,8 +92,8 @@ CARD = Scale(
     # 8192 tokens a step, 4096 where activations would not leave room for states: 16 bytes a parameter.
     models=(
         Model("0.3 B", _model(24, 1024, 16, 2048, 4), side_by_side=True),
-        Model("1 B", _model(20, 2048, 16, 2048, 4)),
-        Model("3 B", _model(32, 2816, 22, 2048, 2)),
+        _ONE,
+        _THREE,
     ),
     turns=("--rounds=8", "--discard=2", "--steps=3"),
     staged=(2, 4),
@@ -94,6 +107,12 @@ CARD = Scale(
     calls=(100, 9),
     counted=(),
     counted_mebibytes=256,
+    offloaded={"offload": ("-m", "gpu"), "late offload": ("-m", "gpu")},
+    offload_models=(_ONE, _THREE),
+    offload_systems=("fsdp2", "cpu", "none", "ratio", "nvme"),
+    offload_turns=("--rounds=2", "--steps=2", "--warm=2"),
+    slow_turns=("--rounds=1", "--steps=1", "--warm=1", "--ways=lazy"),
+    bus_mebibytes=256,
 )
 """What is measured on a card."""
 
@@ -115,5 +134,11 @@ DRY = Scale(
     calls=(2, 2),
     counted=("copy", "dequantize int8"),
     counted_mebibytes=1,
+    offloaded={"offload": ("-k", "cpu and (losses or nothing_else and weights)")},
+    offload_models=(Model("tiny", _model(2, 64, 2, 32, 2)),),
+    offload_systems=("fsdp2", "cpu"),
+    offload_turns=("--rounds=1", "--steps=1", "--warm=2"),
+    slow_turns=(),
+    bus_mebibytes=1,
 )
 """What a dry run goes through: one step of each kind."""

@@ -22,6 +22,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from bench.common import results
 from bench.common.flags import add_model_flags
 from bench.step_time import report
 from bench.step_time.launch import private_network, rank_command
@@ -98,7 +99,7 @@ def supervise(args: argparse.Namespace) -> None:
     text = report.markdown(measured)
     print(text)
     if args.save:
-        for path in report.save(measured, text, ROOT / "bench" / "results", args.save):
+        for path in results.save(measured, text, args.save):
             print("written:", path.relative_to(ROOT))
     found = report.ratio(measured)
     if args.bound and found is not None and found > args.bound:

@@ -13,7 +13,7 @@ from pathlib import Path
 from bench.common.flags import given_flags
 from bench.common.namespaces import enter_new
 
-__all__ = ["free_port", "private_network", "rank_command"]
+__all__ = ["free_port", "private_network", "rank_command", "torchrun"]
 
 
 def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[list[str], dict[str, str]]:
@@ -29,18 +29,29 @@ def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[lis
         "ranks": args.ranks, "systems": ",".join(args.systems), "rounds": args.rounds, "discard": args.discard,
         "result": result, **given_flags(args),
     }  # fmt: skip
+    words = ["bench.step_time", *(f"--{name}={value}" for name, value in flags.items())]
+    command, environment = torchrun(args.ranks, [*words, *["--staged"] * args.staged, *["--alone"] * args.alone])
+    return command, {**environment, "STEP_TIME_WIRE": wire}
+
+
+def torchrun(ranks: int, words: list[str]) -> tuple[list[str], dict[str, str]]:
+    """What starts so many ranks of a module on this host, and in which environment.
+
+    Args:
+        ranks: 1 is started without a launcher.
+        words: the module and its arguments.
+    """
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    environment = {**os.environ, **address, "STEP_TIME_WIRE": wire}
+    environment = {**os.environ, **address}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable]
-    if args.ranks == 1:
+    if ranks == 1:
         environment.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     else:
-        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
+        command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--master-addr", address["MASTER_ADDR"], "--master-port", address["MASTER_PORT"]]
-    command += ["-m", "bench.step_time", *(f"--{name}={value}" for name, value in flags.items())]
-    return command + ["--staged"] * args.staged + ["--alone"] * args.alone, environment
+    return [*command, "-m", *words], environment
 
 
 def free_port() -> int:

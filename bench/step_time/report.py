@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from bench.common import COMPARED
 from bench.common.machine import describe, machine
@@ -217,13 +215,3 @@ def _equality_note(measured: dict) -> str:
         f"Equal work: losses of the first {COMPARED} steps agree within {LOSS_TOLERANCE[dtype]:g}{clipped * some}; "
         f"weights apart, at the end and as a share of the way that they have gone, at most {WEIGHT_TOLERANCE[dtype]:g}."
     )
-
-
-def save(measured: dict, text: str, folder: Path, name: str) -> list[Path]:
-    """Write <date>_<name>.md and .json; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{measured['machine']['date']}_{name}"
-    table, raw = folder / f"{stem}.md", folder / f"{stem}.json"
-    table.write_text(text)
-    raw.write_text(json.dumps(measured, indent=1) + "\n")
-    return [table, raw]

@@ -21,6 +21,7 @@ from job import start_job
 
 from tests.distributed.example import DATA, SMALL, own_signals, records, trains
 from tests.distributed.harness import run_ranks
+from zeropp.checkpoint import Series
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -188,8 +189,9 @@ def test_a_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     whole, first, second = (tmp_path / f"{name}.jsonl" for name in ("whole", "first", "second"))
     assert run_ranks(2, trains, whole, ["--steps=12", "--sample=0", "--batch=4"], init=False) == [0, 0]
     with started(command(2, first, *flags, "--batch=4"), tmp_path) as process:
-        until = time.monotonic() + 60
-        while not (tmp_path / "run" / "step-00000004" / "metadata.json").exists() and time.monotonic() < until:
+        # Not for its files: until it is named, the run goes on from the one before.
+        run, until = tmp_path / "run", time.monotonic() + 60
+        while not ((run / "latest").exists() and (Series(run).latest() or 0) >= 4) and time.monotonic() < until:
             time.sleep(0.01)
         for rank in running_with(first):
             os.kill(rank, signal.SIGKILL)

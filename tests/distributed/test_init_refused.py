@@ -94,7 +94,7 @@ def wrapped(kind: str) -> str:
         ("meta device", 'expected "cpu"'),
         ("no module", "expected a torch.nn.Module"),
         ("both groups", "takes the place"),
-        ("nvme", "not in this version"),
+        ("nvme", "nothing says where"),
         ("pinned", 'give "cpu"'),
         ("mics", "mics_shard_size"),
         ("dtype", "torch.int32"),

@@ -16,7 +16,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import WIDTH, Block, Routed, chain, live, make_config
 from tests.distributed.storages import trained
 from tests.owned import live_numel, owned_bytes
-from zeropp.comm.streams import Event
+from zeropp.comm.events import Event
 from zeropp.params.unit import Unit
 
 

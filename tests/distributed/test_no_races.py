@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.distributed.gpt import Block
 from tests.distributed.harness import run_ranks, some
 from tests.distributed.parity import Recipe, Trained, build, train_zero
-from zeropp.comm import streams
+from zeropp.comm import events, streams
 from zeropp.comm.hops import Comm, Hop
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.flat_buffer import FlatBuffer
@@ -41,8 +41,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "hiding values": (FlatBuffer, "hide"),
     "freeing": (FlatBuffer, "shrink"),
     "queueing": (streams.ThreadStream, "run"),
-    "wait": (streams._ThreadEvent, "wait"),
-    "completion": (streams._ThreadEvent, "finish"),
+    "wait": (streams.ThreadEvent, "wait"),
+    "completion": (streams.ThreadEvent, "finish"),
     "computing": (Block, "forward"),
     "step": (ZeroOptimizer, "step"),
 }
@@ -213,7 +213,7 @@ def train_impatiently(recipe: Recipe) -> list[str]:
     def run(self: streams.ThreadStream, *works: Callable[[], object], **more: Any) -> Any:
         event = original(self, *works, **more)
         if self._thread.name.startswith("zeropp reduce"):
-            return streams._DONE  # sabotage: as if the reduction had been waited for
+            return events.DONE  # sabotage: as if the reduction had been waited for
         return event
 
     with mock.patch.object(streams.ThreadStream, "run", run), slowed(["reduce hop"], [0, 1], 0, 0.5, 1.0):

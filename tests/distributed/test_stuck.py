@@ -24,6 +24,7 @@ from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL
 from tests.distributed.shapes import Routed, make_config
 from zeropp.comm import monitor, streams
+from zeropp.comm.events import Event, Stream
 
 HANG_TIMEOUT = 2.0
 GRACE = 5.0
@@ -48,7 +49,7 @@ class DeviceStream(streams.InlineStream):
     """A queue of two; what does not fit keeps the host in the launch."""
 
     def __init__(self) -> None:
-        self.tasks: queue.Queue[tuple[tuple[Callable[[], object], ...], streams.Event | None, DeviceEvent]]
+        self.tasks: queue.Queue[tuple[tuple[Callable[[], object], ...], Event | None, DeviceEvent]]
         self.tasks = queue.Queue(2)
         threading.Thread(target=self.serve, daemon=True).start()
 
@@ -63,7 +64,7 @@ class DeviceStream(streams.InlineStream):
                     work()
             event.over.set()
 
-    def run(self, *works: Callable[[], object], after: streams.Event | None = None) -> streams.Event:
+    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         event = DeviceEvent()
         self.tasks.put((works, after, event))
         return event
@@ -96,7 +97,7 @@ class Pending:
             time.sleep(0.001)
 
 
-def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) -> streams.Stream:
+def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool) -> Stream:
     return DeviceStream()
 
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.shapes import make_config
-from zeropp.comm import streams
-from zeropp.comm.streams import CudaStream, Event, Lanes, Stream, ThreadStream
+from zeropp.comm import events
+from zeropp.comm.events import Event
+from zeropp.comm.streams import Lanes, make_stream
 from zeropp.engine import engine
 from zeropp.params import gradient
 
@@ -67,8 +68,8 @@ class Delays:
     def in_force(self) -> Iterator[None]:
         """For engines that are made inside."""
 
-        def make(kind: str, device: torch.device, *, sends: bool, overlap: bool) -> Lanes:
-            return Lanes(lambda link: _Late(kind, self, device))
+        def make(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool) -> Lanes:
+            return Lanes(lambda link: _Late(kind, self, device, hosted))
 
         with mock.patch.object(engine, "make_lanes", make):
             yield
@@ -81,9 +82,11 @@ class Delays:
 class _Late:
     """A stream of one kind of lane."""
 
-    def __init__(self, kind: str, delays: Delays, device: torch.device) -> None:
+    def __init__(self, kind: str, delays: Delays, device: torch.device, hosted: bool) -> None:
         self.kind, self.delays = kind, delays
-        self.inner: Stream = CudaStream(device) if device.type == "cuda" else ThreadStream(f"late {kind}")
+        # On CPU always a thread: what would be done at once could not be late.
+        name, on_card = f"late {kind}", device.type == "cuda"
+        self.inner = make_stream(name, device, sends=False, overlap=True, hosted=hosted or not on_card)
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         begin = [lambda: self.delays.sleep(self.kind)] if self.kind in self.delays.lanes else []
@@ -91,7 +94,7 @@ class _Late:
             if self.kind in self.delays.unordered:
                 stack.enter_context(mock.patch.object(torch.cuda.Stream, "wait_stream", lambda *streams: None))
             event = self.inner.run(*begin, *works, after=after)
-        return streams._DONE if self.kind in self.delays.unwaited else event
+        return events.DONE if self.kind in self.delays.unwaited else event
 
     def allocate(self, work: Callable[[], None]) -> None:
         self.inner.allocate(work)

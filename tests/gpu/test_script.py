@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from bench.gpu import __main__ as main
-from bench.gpu import bits, counted, counters, engine, kernels, reasons
+from bench.gpu import bits, counted, counters, engine, kernels, offload, reasons
 from bench.gpu.part import Ended, Outcome, State, Step
 from bench.gpu.run import Runner
 from bench.gpu.scale import CARD, DRY
@@ -27,7 +27,7 @@ from tests.gpu.traced import FOLDER, executable, make_wheel, read_lines, traced
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench" / "gpu.sh"
-PARTS = ("bits", "engine", "kernels", "reasons")
+PARTS = ("bits", "offload", "engine", "kernels", "reasons")
 # Lines of shell that name no command: ends of blocks, patterns, and what continues a line.
 NO_COMMAND = re.compile(r"\s*(#.*|fi|done|esac|;;|\*\)|else|\"\$WHEELS\"/\*\.whl|)\s*$")
 
@@ -89,7 +89,7 @@ def every_part_prints_one_table_and_writes_it(dry: Dry) -> None:
         assert f"| {' | '.join(main.PARTS[part].columns)} |" in text
         (written,) = (dry.folder / "results").glob(f"*_gpu-{part}.md")
         assert written.read_text().strip() in dry.done.stdout
-    assert "It cannot show collectives" in reports[1] and "| zeropp_clipped |" in reports[1]
+    assert "It cannot show collectives" in reports[2] and "| zeropp_clipped |" in reports[2]
     assert len(list((dry.folder / "results").glob("*_gpu-engine-*.json.gz"))) == 2, "a timeline for each system"
 
 
@@ -135,13 +135,14 @@ PLANTED = [
     pytest.param("bits", "kernels", "tests/kernels/test_agreement.py", marks=pytest.mark.campaign),
     pytest.param("engine", "tiny alone", "weights of zeropp_clipped end"),
     pytest.param("kernels", "1", "test_eager[1-dequantize int4]"),
+    pytest.param("offload", "bus", "new weights, pinned ring: other values arrived than were sent"),
     pytest.param("reasons", "dequantize", "other bits than by hand", marks=pytest.mark.campaign),
 ]
 
 
 @pytest.fixture(scope="module")
 def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the tree with a wrong sum, a clipping that is left out, and a wrong formula by hand."""
+    """A copy of the tree with a wrong sum, clipping left out, a wrong formula by hand, and new weights doubled."""
     tree = tmp_path_factory.mktemp("spoilt")
     for room in ("zeropp", "kernels", "tests", "examples", "bench"):
         shutil.copytree(ROOT / room, tree / room, ignore=shutil.ignore_patterns("__pycache__", "results"))
@@ -149,6 +150,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     plants = {
         "tests/kernels/agreement.py": ("reference, name)(*plain)", "reference, name)(plain[0] * 2, *plain[1:])"),
         "bench/step_time/systems.py": ('"gradient_clipping": CLIP if', '"gradient_clipping": 0.0 if'),
+        "bench/offload/bus.py": ("new.take(0, there.shard)", "new.take(0, there.shard * 2)"),
         "bench/kernels/eager.py": ("(signed.float() * scales", "(signed.float() * 2 * scales"),
     }
     for name, (old, new) in plants.items():
@@ -172,7 +174,7 @@ def test_a_wrong_result_ends_with_1_and_is_not_reported(
 
 def test_what_cannot_be_used_ends_with_2(tmp_path: Path) -> None:
     unknown = script(tmp_path, "everything")
-    assert unknown.returncode == 2 and "expected bits, engine, kernels, reasons" in unknown.stderr
+    assert unknown.returncode == 2 and "expected bits, offload, engine, kernels, reasons" in unknown.stderr
     if not torch.cuda.is_available():
         without = script(tmp_path, "bits")
         assert without.returncode == 2 and "torch sees no CUDA device" in without.stderr
@@ -251,6 +253,11 @@ def what_a_machine_lacks_is_said(folder: Path) -> None:
     with mock.patch.object(torch.cuda, "get_device_properties", lambda index: small):
         lacking = {step.name: step.lacks for step in engine.PART.steps(CARD) if step.lacks}
     assert lacking["3 B alone"] == "needs about 68 GiB, and the card has 24" and "0.3 B in turns" not in lacking
+    card = mock.patch.object(torch.cuda, "get_device_properties", lambda index: small)
+    with card, mock.patch.object(offload.shutil, "disk_usage", lambda path: mock.Mock(free=30 << 30)):
+        lacking = {step.name: step.lacks for step in offload.PART.steps(CARD)}
+    assert lacking["3 B none"] == "needs about 68 GiB of the card, and there are 24" and lacking["1 B none"] is None
+    assert lacking["3 B nvme"] == "needs about 45 GiB of the disk's free space, and there are 30"
     with mock.patch.object(main.importlib.util, "find_spec", lambda name: None):
         assert "pytest, pydantic not installed; put wheels" in (main.unusable(bits.PART, DRY) or "")
         with mock.patch.object(torch.cuda, "is_available", lambda: False):
@@ -321,9 +328,28 @@ def rows_and_traces_are_read(folder: Path) -> None:
     assert engine._row("1 B alone", "1 B", "ddp", measured)["peak MiB"] == "1"
 
 
+def systems_are_compared(folder: Path) -> None:
+    """By their losses; ratios are to FSDP2's step, where that is there."""
+    steps = {step.name: step for step in offload.PART.steps(DRY)}
+
+    def measured(name: str, *losses: float) -> Outcome:
+        arm = {"step_s": [2.0], "both_s": [3.0], "forward_s": [1.0]}
+        (folder / name).mkdir(exist_ok=True)
+        text = json.dumps({"losses": losses, "arms": {"": arm}, "bound_s": None, "host_bytes": 1 << 20})
+        return steps[name.replace("-", " ")].read(ended(folder / name, 0, "", race=text))
+
+    assert measured("tiny-cpu", 4.0, 3.0).rows[0].get("/ FSDP2") is None
+    found = measured("tiny-fsdp2", 4.0, 3.0)
+    assert found.state is State.MEASURED and found.rows[0]["exposed ms"] == "2000.0"
+    assert measured("tiny-cpu", 4.0, 3.01).rows[0]["/ FSDP2"] == "1.000"
+    for loss in (2.0, float("nan")):
+        wrong = measured("tiny-cpu", 4.0, loss)
+        assert wrong.state is State.WRONG and "are not those of fsdp2, [4.0, 3.0]" in wrong.why
+
+
 SCENARIOS: list[Callable[[Path], None]] = [
     every_step_says_why, bits_are_counted_by_test, counters_are_read, what_a_machine_lacks_is_said, time_runs_out,
-    rows_and_traces_are_read,
+    rows_and_traces_are_read, systems_are_compared,
 ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,7 +62,6 @@ class _Unit:
     persistent: bool = False
     users: int = 0
     announced: bool = True
-    refreshing: bool = False
     version: int = 0
     _event: Event | None = None
 
@@ -82,9 +81,9 @@ class _Unit:
     def trained(self) -> tuple[bool, ...]:
         return tuple(trained for gradient in self.gradients for trained in gradient.trained)
 
-    @property
-    def gathering(self) -> bool:
-        return self._event is not None
+    def under_way(self) -> Iterator[tuple[str, Callable[[float], bool]]]:
+        if self._event is not None:
+            yield "gather", self.wait_gathered
 
     def prepare_gather(self, lanes: Lanes) -> tuple[object, ...]:
         return ("gather", self.index)

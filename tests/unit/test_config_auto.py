@@ -204,9 +204,6 @@ def test_one_line_of_code_warns_once() -> None:
 
 def variant(*dropped: str, **more: object) -> dict[str, Any]:
     source = copy.deepcopy({**PUBLISHED, **more})
-    for key in ("offload_optimizer", "offload_param"):
-        if key in dropped:
-            del source["zero_optimization"][key]
     return {key: value for key, value in source.items() if key not in dropped}
 
 
@@ -214,10 +211,7 @@ def test_published_file_is_refused_in_one_message() -> None:
     config, _ = loaded(PUBLISHED)
     with pytest.raises(ConfigError) as caught:
         require_supported(config)
-    offload = 'is not in this version; leave it at "none"'
     assert caught.value.problems == (
-        f'zero_optimization.offload_param.device: "cpu" {offload}',
-        f'zero_optimization.offload_optimizer.device: "cpu" {offload}',
         'optimizer: {"params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, '
         '"type": "AdamW", "legacy_fusion": false} is not in this version; remove it, make the optimizer in your code '
         'and pass it in, with values in place of "auto" for lr, betas, eps, weight_decay',
@@ -228,8 +222,7 @@ def test_published_file_is_refused_in_one_message() -> None:
 
 
 def test_published_file_without_what_is_not_here_loads() -> None:
-    refused = ("offload_optimizer", "offload_param")
-    for source in (variant(*refused, "optimizer", "scheduler"), variant(*refused, optimizer=None, scheduler=None)):
+    for source in (variant("optimizer", "scheduler"), variant(optimizer=None, scheduler=None)):
         config, messages = loaded(source)
         require_supported(config)
         assert type(config.zero.sub_group_size) is int
@@ -251,7 +244,7 @@ def test_published_file_without_what_is_not_here_loads() -> None:
 
 
 def test_published_file_for_bf16_loads() -> None:
-    dropped = ("offload_optimizer", "offload_param", "optimizer", "scheduler", "steps_per_print")
+    dropped = ("optimizer", "scheduler", "steps_per_print")
     config, (message,) = loaded(variant(*dropped, bf16={"enabled": "auto"}))
     require_supported(config)
     assert f"{HEADLINE}, 9 keys:" in message

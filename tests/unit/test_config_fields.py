@@ -30,7 +30,7 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
         "allgather_partitions": (True, FLAG),
         "allgather_bucket_size": (500_000_000, COUNT),
         "load_from_fp32_weights": (True, FLAG),
-        "sub_group_size": (1_000_000_000, COUNT),
+        "sub_group_size": (1_000_000_000, POSITIVE),
         "stage3_prefetch_bucket_size": (50_000_000, COUNT),
         "stage3_param_persistence_threshold": (100_000, COUNT),
         "stage3_model_persistence_threshold": (sys.maxsize, COUNT),

@@ -212,7 +212,7 @@ def test_every_problem_is_reported() -> None:
 
 def test_problems_say_what_was_given_and_expected() -> None:
     assert problems({"zero_optimization": {"sub_group_size": -1.5}}) == (
-        "zero_optimization.sub_group_size: got -1.5; expected integer >= 0 (default 1,000,000,000)",
+        "zero_optimization.sub_group_size: got -1.5; expected integer >= 1 (default 1,000,000,000)",
     )
     assert problems({"bf16": 3}) == ("bf16: got 3; expected an object",)
     (item,) = problems({"zero_optimization": {"leaf_module": {"names": ["a", 1]}}})

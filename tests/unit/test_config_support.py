@@ -88,7 +88,7 @@ def test_keys_with_nothing_to_do_say_why() -> None:
 def others(model: type[Block], name: str) -> Iterator[object]:
     """Values of a limited field that this version does not have."""
     special: dict[str, list[object]] = {
-        "device": ["cpu"],
+        "ratio": [0.5],
         "communication_data_type": ["fp16"],
         "grad_accum_dtype": ["bf16", "fp16"],
         "param_dtype": ["fp32", "bf16"],
@@ -147,7 +147,7 @@ def test_supported_settings_pass() -> None:
             "zero_hpz_partition_size": 0,
             "mics_shard_size": 0,
             "offload_param": {"device": "none", "pin_memory": True},
-            "offload_optimizer": {"device": "none", "ratio": 0.5},
+            "offload_optimizer": {"device": "none", "buffer_count": 0},
         },
         "bf16": {"enabled": True, "immediate_grad_update": True, "check_grad_overflow": True},
         "fp16": {"enabled": False, "loss_scale": 128},
@@ -187,7 +187,11 @@ def test_both_values_of_a_key_with_nothing_to_do_pass(name: str) -> None:
 def test_all_refusals_come_together() -> None:
     config = load_config(
         {
-            "zero_optimization": {"save_muon_momentum_buffer_in_memory": True, "offload_optimizer": {"device": "cpu"}},
+            "zero_optimization": {
+                "stage": 1,
+                "save_muon_momentum_buffer_in_memory": True,
+                "offload_optimizer": {"device": "cpu", "super_offload": True},
+            },
             "fp16": {"enabled": True},
             "optimizer": {"type": "AdamW"},
         }
@@ -196,7 +200,7 @@ def test_all_refusals_come_together() -> None:
         require_supported(config)
     assert set(caught.value.problems) == {
         "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false",
-        'zero_optimization.offload_optimizer.device: "cpu" is not in this version; leave it at "none"',
+        "zero_optimization.offload_optimizer.super_offload: true is not in this version; leave it at false",
         "fp16.enabled: true is not in this version; enable bf16 or train in fp32",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "remove it, make the optimizer in your code and pass it in",

@@ -56,6 +56,7 @@ ROOMS = {
     "partition": 1,
     "comm": 2,
     "wire": 3,
+    "offload": 3,
     "params": 4,
     "order": 5,
     "plan": 5,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -40,7 +42,7 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
     shard = 2 * numel // world * 4
     assert plan.terms == {
         "main_weights": shard, "gradients": shard, "gradient_norms": 2 * (numel // world // BLOCK * 4 + 4),
-        "frozen_weights": 0, "secondary_weights": 0, "persistent_weights": 0, "feedback": 0,
+        "frozen_weights": 0, "wire_weights": 0, "secondary_weights": 0, "persistent_weights": 0, "feedback": 0,
     }  # fmt: skip
     assert [(u.name, u.persistent, u.gathered, u.message) for u in plan.units] == [
         ("0", False, numel * 4, numel * 4),
@@ -96,8 +98,8 @@ def test_frozen_weights_have_no_gradients_and_buffers_of_their_own() -> None:
 def test_all_frozen() -> None:
     plan = memory(two_layers().requires_grad_(False), config(), 4)
     assert plan.terms == {
-        "main_weights": 0, "gradients": 0, "gradient_norms": 0, "frozen_weights": 2 * 1024, "secondary_weights": 0,
-        "persistent_weights": 0, "feedback": 0,
+        "main_weights": 0, "gradients": 0, "gradient_norms": 0, "frozen_weights": 2 * 1024, "wire_weights": 0,
+        "secondary_weights": 0, "persistent_weights": 0, "feedback": 0,
     }  # fmt: skip
     assert all(unit.message == 0 for unit in plan.units)
 
@@ -150,6 +152,7 @@ def test_meta_models_of_any_size() -> None:
         "gradients": numel * 4 // 64,
         "gradient_norms": numel // BLOCK * 4 // 64 + 30 * 4,
         "frozen_weights": 0,
+        "wire_weights": 0,
         "secondary_weights": 0,
         "persistent_weights": 0,
         "feedback": 0,
@@ -178,12 +181,128 @@ def test_printed() -> None:
         ("gradients", "4,096 bytes"),
         ("gradient norms", "24 bytes"),
         ("frozen weights", "0 bytes"),
+        ("wire weights", "0 bytes"),
         ("secondary weights", "0 bytes"),
         ("persistent weights", "0 bytes"),
         ("feedback", "0 bytes"),
         ("total between steps", "8,216 bytes"),
         ("largest unit, gathered", "4,096 bytes"),
     ]
+
+
+# offload: bytes of the host and of a disk
+
+
+def offloaded(states: str = "none", weights: str = "none", **keys: object) -> dict[str, Any]:
+    """Both blocks; ``keys`` of the one for weights."""
+    own = config(bf16={"enabled": True}, aio={"block_size": 1})
+    where = {"nvme_path": "/nowhere"}
+    blocks = {"offload_optimizer": {"device": states, **where}, "offload_param": {"device": weights, **where, **keys}}
+    return {**own, "zero_optimization": {**own["zero_optimization"], **blocks}}
+
+
+ROW = 2 * 512  # elements of both units' shards on two ranks
+PAGE = 4096
+
+
+def test_states_on_the_host_leave_what_gathers_begin_with() -> None:
+    plan = memory(two_layers(), offloaded("cpu"), 2)
+    assert +Counter(plan.terms) == {"gradient_norms": 2 * 12, "wire_weights": ROW * 2}
+    ring = 4 * 5 * PAGE  # four buffers, each large enough for five of the eighteen parts of three tiles
+    assert plan.host == {
+        "gradients": ROW * 4,
+        "main_weights": ROW * 4,
+        "optimizer_states": ROW * 8,
+        "step_staging": ring,
+    }
+    assert (plan.disk, plan.device_states) == ({}, 0)
+    assert plan.host_total == ROW * 16 + ring and plan.total == 24 + ROW * 2
+    assert [unit.arriving for unit in plan.units] == [512 * 4] * 2
+
+
+def test_weights_on_the_host_leave_nothing() -> None:
+    plan = memory(two_layers(), offloaded("cpu", "cpu", buffer_count=3, buffer_size=100), 2)
+    assert plan.total == 24 and plan.host["wire_weights"] == ROW * 2
+    assert plan.host["gather_staging"] == 3 * PAGE
+    assert plan.pinned == 0 and plan.device_states == 0
+
+
+def test_weights_alone_stay_if_they_are_stepped_on_the_device() -> None:
+    model = two_layers()
+    model[1].requires_grad_(False)
+    plan = memory(model, offloaded("none", "cpu"), 2)
+    assert plan.terms["main_weights"] == 512 * 4 and plan.device_states == 512 * 8
+    assert plan.terms["frozen_weights"] == 0 and plan.host["frozen_weights"] == 512 * 4
+
+
+def test_rows_of_files_are_whole_pages() -> None:
+    plan = memory(two_layers(), offloaded("nvme", "nvme", max_in_cpu=0), 2)
+    assert plan.disk == {
+        "gradients": 2 * PAGE, "main_weights": 2 * PAGE, "optimizer_states": 4 * PAGE, "wire_weights": 2 * PAGE,
+    }  # fmt: skip
+    assert plan.disk_total == 10 * PAGE and set(plan.host) == {"step_staging", "gather_staging"}
+
+
+def test_small_rows_are_in_memory() -> None:
+    settings = offloaded("nvme", "nvme", max_in_cpu=0)
+    for block, in_files in ((512 * 4, {"gradients", "main_weights", "optimizer_states"}), (512 * 4 + 1, set())):
+        plan = memory(two_layers(), {**settings, "aio": {"block_size": block}}, 2)
+        assert set(plan.disk) == in_files and plan.host["wire_weights"] == ROW * 2
+
+
+@pytest.mark.parametrize(("most", "kept"), [(0, []), (511, []), (1023, [0]), (1024, [0, 2]), (10**6, [0, 1, 2])])
+def test_weights_stay_in_memory_while_there_is_room(most: int, kept: list[int]) -> None:
+    """In the order of the model, and whole: a row of 512 elements, one of 2304, and one of 512."""
+    model = nn.Sequential(nn.Linear(30, 20), nn.Linear(62, 64), nn.Linear(30, 20))
+    rows, pages = [512 * 2, 2304 * 2, 512 * 2], [1, 2, 1]
+    plan = memory(model, offloaded("nvme", "nvme", max_in_cpu=most), 2)
+    assert plan.host.get("wire_weights", 0) == sum(rows[index] for index in kept)
+    assert plan.disk.get("wire_weights", 0) == PAGE * sum(pages[index] for index in {0, 1, 2} - {*kept})
+
+
+def test_rings_hold_the_largest_shard_or_what_is_allowed() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4)))
+    settings = offloaded("nvme", "nvme")
+    assert memory(model, settings, 2).host["step_staging"] == 4 * 2**19 * 4
+    assert memory(model, settings, 2).host["gather_staging"] == 5 * 2**19 * 4
+    settings["zero_optimization"].update(sub_group_size=100_000)
+    settings["zero_optimization"]["offload_param"].update(buffer_size=100_000, buffer_count=2, pin_memory=True)
+    plan = memory(model, settings, 2)
+    each = -(-400_000 // PAGE) * PAGE
+    assert (plan.host["step_staging"], plan.host["gather_staging"]) == (4 * each, 2 * each)
+    assert plan.pinned == 2 * each and memory(model, settings, 2, device="cpu").pinned == 0
+
+
+def test_other_optimizers_keep_more_or_less() -> None:
+    for states in (0, 1, 3):
+        plan = memory(two_layers(), offloaded("nvme"), 2, states=states)
+        assert plan.disk.get("optimizer_states", 0) == states * 2 * PAGE
+        assert memory(two_layers(), config(), 2, states=states).device_states == states * ROW * 4
+
+
+def test_new_weights_wait_for_the_wire_or_are_encoded_one_by_one() -> None:
+    own = offloaded("cpu")
+    stage1 = {**own, "zero_optimization": {**own["zero_optimization"], "stage": 1}}
+    assert memory(two_layers(), stage1, 2).new_weights == ROW * 2
+    assert memory(two_layers(), own, 2).new_weights == 0, "kept rows are written where they are"
+    own["zero_optimization"]["zero_quantized_weights"] = True
+    assert memory(two_layers(), own, 2).new_weights == ROW // 2 * 4, "one unit, as it is stepped"
+
+
+def test_where_the_cpu_trains_all_of_it_is_the_host_s() -> None:
+    plan = memory(two_layers(), offloaded("cpu", "cpu"), 2, device="cpu")
+    assert plan.on_host and plan.host == {} and plan == memory(two_layers(), offloaded(), 2, device="cpu")
+    assert plan.host_total == plan.total + ROW * 8 + plan.largest_unit
+    assert not memory(two_layers(), offloaded("cpu"), 2).on_host
+
+
+def test_printed_by_place() -> None:
+    text = str(memory(two_layers(), offloaded("nvme", "nvme", max_in_cpu=0), 2))
+    rows = {line[:24].rstrip(): line[24:].strip() for line in text.splitlines() if ": " in line}
+    assert rows["disk: optimizer states"] == "16,384 bytes" and rows["disk: total"] == "40,960 bytes"
+    assert rows["host: total"] == f"{(4 * 5 + 5) * PAGE:,} bytes"
+    assert ": " not in str(memory(two_layers(), config(), 2))
 
 
 @pytest.mark.parametrize("world", [0, -1])

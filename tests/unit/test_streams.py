@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from zeropp.comm import streams
-from zeropp.comm.streams import InlineStream, Stream, ThreadStream, make_stream
+from zeropp.comm.events import Stream
+from zeropp.comm.streams import InlineStream, ThreadStream, make_stream
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def spreads_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Spread, list[nn
     found: dict[int, tuple[Spread, list[nn.Parameter]]] = {}
     for parameter in parameters:
         piece = piece_of(parameter)
-        if piece is not None and isinstance(piece.fetcher, Spread) and piece.fetcher.world > 1:
+        if piece is not None and isinstance(piece.fetcher, Spread) and piece.fetcher.cuts:
             found.setdefault(id(piece.fetcher), (piece.fetcher, []))[1].append(parameter)
     return list(found.values())
 

@@ -14,6 +14,7 @@ from zeropp.access.state import gather_main
 from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.engine.parking import NOTHING, WEIGHTS
 from zeropp.params.fingerprint import fingerprint
 from zeropp.params.guard import handler_of, is_guarded
 
@@ -155,7 +156,8 @@ class _Loan:
 
     def __init__(self, engine: Engine, parameters: list[nn.Parameter], modifier_rank: int | None) -> None:
         edits = modifier_rank is not None
-        engine.require_idle(f"GatheredParameters with modifier_rank {modifier_rank}", lent=True, averaged=not edits)
+        doing, needs = f"GatheredParameters with modifier_rank {modifier_rank}", WEIGHTS if edits else NOTHING
+        engine.require_idle(doing, lent=True, averaged=not edits, needs=needs)
         if modifier_rank is not None and modifier_rank not in engine.comm.ranks:
             ranks = list(engine.comm.ranks)
             raise ValueError(f"modifier_rank is {modifier_rank}; expected one of the model's ranks {ranks}, or None")

@@ -17,6 +17,7 @@ from zeropp.comm.hops import Comm
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
+from zeropp.engine.parking import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_managed
@@ -63,7 +64,7 @@ def former_engines(model: nn.Module) -> list[Engine]:
         found[id(handler)] = handler
     modules = set(model.modules())
     for engine in found.values():
-        engine.require_idle("wrapping the model again")
+        engine.require_idle("wrapping the model again", needs=NOTHING)
         missing = _missing(engine, model)
         # With the former root among these modules, what is missing was taken out of the model; without it, this is a
         # part of what was wrapped, and the rest would lose its weights.

@@ -17,6 +17,7 @@ from zeropp._compat import unguarded
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.agreement import TRAINED
 from zeropp.engine.engine import Engine
+from zeropp.engine.parking import EVERYTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
@@ -67,6 +68,7 @@ class Trainability:
         # all are told.
         if not engine.flipped:
             return False
+        engine.parking.require("taking over requires_grad_()", EVERYTHING)
         with unguarded():
             wanted = {n: p.requires_grad for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True)}
         # Before the first change, so that a disagreement leaves every rank as it was.

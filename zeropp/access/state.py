@@ -17,6 +17,7 @@ from zeropp.access.refusals import restorer
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import Work
 from zeropp.engine.engine import Engine
+from zeropp.engine.parking import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of
@@ -71,7 +72,7 @@ def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool 
         (float64 for float64 models) whatever the compute dtype, everything else in its own dtype.
     """
     engine = engine_of(model)
-    engine.require_idle("full_state", averaged=True)
+    engine.require_idle("full_state", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call("full_state()")
     keep, device = not rank0_only or engine.comm.rank == 0, torch.device("cpu") if cpu_offload else engine.device
     values: dict[int, Tensor] = {}
@@ -109,7 +110,7 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
 
 def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
-        gather = path.gather(buffer.shard, path.places(whole), f"{buffer.unit} <state>")
+        gather = path.gather(engine.parking.values(buffer.shard), path.places(whole), f"{buffer.unit} <state>")
         # On the same lanes as gathers of a pass: a group's collectives must have one order. See [Note: one order].
         event = engine.gather_lanes.run(Work(path.links, [gather]))[-1]
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")
@@ -143,7 +144,7 @@ class _Saving:
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
         engine = _alive(self.engine)
-        engine.require_idle("state_dict()", averaged=True)
+        engine.require_idle("state_dict()", averaged=True, needs=NOTHING)
         if keep_vars:
             raise RuntimeError(
                 "state_dict(keep_vars=True) asks for the live parameters, whose values are partitioned; leave "

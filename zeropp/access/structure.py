@@ -12,10 +12,13 @@ import torch
 from torch import nn
 
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
+from zeropp.access.refusals import restorer
 from zeropp.engine.engine import Engine
 from zeropp.params.guard import handler_of, is_managed
 
-__all__ = ["watch_structure"]
+__all__ = ["check_structure", "watch_structure"]
+
+_CHECK = "_zeropp_structure"  # in the __dict__ of a wrapped model
 
 # Unbound, so that map runs it without a frame of Python for each table.
 _values: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
@@ -94,5 +97,13 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
         # What brings no parameters is accepted, once: the next forward compares with this.
         structure.note(module)
 
+    # On the root alone, as the hook: see the class above.
+    model.__dict__[_CHECK] = check
+    engine.on_close(restorer(model, _CHECK))
     # Prepended after all others, so that it runs first: a pass that is refused has not begun.
     engine.hooks.keep(model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))
+
+
+def check_structure(model: nn.Module) -> None:
+    """Refuse of a wrapped model what its forward would refuse; for passes that do not call that forward."""
+    model.__dict__[_CHECK](model, ())

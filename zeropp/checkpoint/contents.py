@@ -23,6 +23,7 @@ from zeropp.checkpoint.parts import MODEL, STATE, Part, base_parts, main_parts, 
 from zeropp.checkpoint.random_state import random_state
 from zeropp.checkpoint.values import encode
 from zeropp.engine.engine import Engine
+from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["Contents", "add_extra", "contents", "of_rank"]
@@ -112,12 +113,12 @@ def _add_model(found: Contents, engine: Engine, model: nn.Module) -> None:
 
 def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) -> None:
     slices = optimizer.slices
-    rows: list[tuple[str, str, Tensor]] = []
+    rows: list[tuple[Slice, str, Tensor]] = []
     numbers: dict[str, dict[str, Any]] = {}
     for part in slices.cut:
         for key, value in optimizer.inner.state.get(part.parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == part.parameter.shape:
-                rows.append((part.name, key, value))
+                rows.append((part, key, value))
             # Of one number, the same wherever the parameter is: the rank that has its first element tells it.
             elif part.start == 0 and _is_first_replica(engine):
                 _add_number(found, numbers, part.name, key, value)

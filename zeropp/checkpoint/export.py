@@ -26,6 +26,7 @@ from zeropp.checkpoint.source import Source, Verify
 from zeropp.checkpoint.together import Left, together
 from zeropp.checkpoint.whole_files import WholeFiles, is_ours
 from zeropp.engine.engine import Engine
+from zeropp.engine.parking import NOTHING
 
 __all__ = ["consolidate", "export"]
 
@@ -62,7 +63,7 @@ def export(
     """
     engine = engine_of(model)
     given, target = Path(path).absolute(), Path(os.path.realpath(path))  # a link would be replaced itself
-    engine.require_idle("checkpoint.export()", averaged=True)
+    engine.require_idle("checkpoint.export()", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"checkpoint.export({str(given)!r}, dtype={dtype}, layout={layout!r})")
     require_values(engine)
     doing, left = f"exporting to {str(target)!r}", Left("nothing was written, and what was there before is as it was")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zeropp.checkpoint.boxes import Box, boxes_of_range
 from zeropp.engine.engine import Engine
+from zeropp.optimizer.slices import Slice
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.partition.layout import Fragment, Slot
@@ -98,21 +99,22 @@ def base_parts(engine: Engine, which: Which) -> Iterator[Part]:
             yield from parts_of_row(buffer, base, cached, BASES, which)
 
 
-def state_parts(engine: Engine, states: Sequence[tuple[str, str, Tensor]], which: Which) -> Iterator[Part]:
+def state_parts(engine: Engine, states: Sequence[tuple[Slice, str, Tensor]], which: Which) -> Iterator[Part]:
     """Optimizer states of one element for each of a slice's.
 
     Args:
         engine: of the model.
-        states: (name of a parameter, key, tensor of the slice's shape).
+        states: (slice, key, tensor of the slice's shape).
         which: as in :func:`main_parts`.
     """
-    by_name: dict[str, list[tuple[str, Tensor]]] = {}
-    for name, key, tensor in states:
-        by_name.setdefault(name, []).append((key, tensor))
+    by_name: dict[str, list[tuple[int, str, Tensor]]] = {}
+    for part, key, tensor in states:
+        by_name.setdefault(part.name, []).append((part.start, key, tensor))
     for buffer in engine.trainable_buffers:
-        level = buffer.placement.mode.states
-        starts = {slot.name: each.start for slot, each in fragments(buffer, level, "slice")}
-        for slot, each in fragments(buffer, level, which):
-            for key, tensor in by_name.get(slot.name, ()):
-                row = tensor[each.start - starts[slot.name] :][: each.stop - each.start]
-                yield from parts_of_range(f"{STATE}{slot.name}.{key}", slot, each.start, row)
+        for slot, each in fragments(buffer, buffer.placement.mode.states, which):
+            for first, key, tensor in by_name.get(slot.name, ()):
+                # A rank may have two slices of a parameter: the device steps one, and the host the other.
+                start, stop = max(each.start, first), min(each.stop, first + tensor.numel())
+                if start < stop:
+                    row = tensor[start - first : stop - first]
+                    yield from parts_of_range(f"{STATE}{slot.name}.{key}", slot, start, row)

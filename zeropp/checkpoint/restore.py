@@ -24,6 +24,7 @@ from zeropp.checkpoint.together import telling, together
 from zeropp.checkpoint.values import decode, tensors_in
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.state import layout_id, load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
@@ -79,7 +80,7 @@ class Restore:
         self.named, aliases = model_names(model)
         # The checkpoint's names of the model's tensors.
         self._renamed = match(self.named, aliases, self.metadata)
-        self.states: dict[str, dict[str, Any]] = {}
+        self.states: dict[nn.Parameter, dict[str, Any]] = {}
         self.groups: list[dict[str, Any]] = []
         # What :meth:`_encoded` gives, decoded.
         self.values: dict[str, Any] = {}
@@ -240,12 +241,12 @@ class Restore:
         optimizer = self.optimizer
         assert optimizer is not None
         keys = self._keys()
-        rows: list[tuple[str, str, Tensor]] = []
+        rows: list[tuple[Slice, str, Tensor]] = []
         for part in optimizer.slices.cut:
             for key, dtype in keys.get(self._renamed.get(part.name, ""), {}).items():
                 tensor = torch.empty(part.parameter.shape, dtype=dtype, device=part.parameter.device)
-                rows.append((part.name, key, tensor))
-                self.states.setdefault(part.name, {})[key] = tensor
+                rows.append((part, key, tensor))
+                self.states.setdefault(part.parameter, {})[key] = tensor
         for piece in state_parts(self.engine, rows, "slice"):
             name, _, key = piece.name.removeprefix(STATE).rpartition(".")
             yield Part(f"{STATE}{self._renamed[name]}.{key}", piece.shape, piece.box, piece.values)
@@ -300,8 +301,9 @@ class Restore:
     def _load_optimizer(self) -> None:
         optimizer = self.optimizer
         assert optimizer is not None
-        for name, found in self.values["numbers"].items():
-            self.states.setdefault(name, {}).update(found)
+        for part in optimizer.slices.cut:
+            if part.name in self.values["numbers"]:
+                self.states.setdefault(part.parameter, {}).update(self.values["numbers"][part.name])
         inner, state, groups, index = optimizer.inner, {}, [], 0
         read: dict[nn.Parameter, dict[str, Any]] = {}
         names = {part.parameter: part.name for part in optimizer.slices.cut}
@@ -309,7 +311,7 @@ class Restore:
             kept = {key: value for key, value in group.items() if key != "params"}
             numbers = []
             for parameter in group["params"]:
-                found = self.states.get(names.get(parameter, ""))
+                found = self.states.get(parameter)
                 if found:
                     read[parameter] = state[index] = {
                         k: v.clone() if isinstance(v, Tensor) and not v.dim() else v for k, v in found.items()

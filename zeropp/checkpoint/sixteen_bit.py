@@ -18,6 +18,7 @@ from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.together import Left, together
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.engine.parking import NOTHING
 
 __all__ = ["round_main", "save_16bit_model"]
 
@@ -56,7 +57,7 @@ def save_16bit_model(
     """
     engine = engine_of(model)
     path = Path(save_dir).absolute() / save_filename
-    engine.require_idle("checkpoint.save_16bit_model()", averaged=True)
+    engine.require_idle("checkpoint.save_16bit_model()", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"checkpoint.save_16bit_model({str(path)!r}, {exclude_frozen_parameters})")
     require_values(engine)
     zero = engine.maker.config.zero

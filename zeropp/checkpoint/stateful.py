@@ -23,6 +23,7 @@ from zeropp.checkpoint.parts import MODEL, STATE, Part, Which, fragments, main_p
 from zeropp.checkpoint.save import require_ours, unfreeze
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.elementwise import Twin
+from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.state import load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.coded_buffer import CodedBuffer
@@ -126,7 +127,7 @@ class _State(Stateful):
         self._optimizer = optimizer
         # Decoded values of buffers that exist in codes, while they are out.
         self._decoded: list[tuple[CodedBuffer, Tensor]] = []
-        self._states_of: dict[str, tuple[nn.Parameter, dict[str, Any]]] = {}
+        self._states_of: list[tuple[Slice, dict[str, Any]]] = []
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -160,18 +161,18 @@ class _State(Stateful):
         return {n: spread[MODEL + first] if first in dtypes else named[first].detach() for n, first in names.items()}
 
     def _states(self, optimizer: ZeroOptimizer) -> dict[str, Any]:
-        rows: list[tuple[str, str, Tensor]] = []
+        rows: list[tuple[Slice, str, Tensor]] = []
         shapes: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         numbers: dict[str, Any] = {}
         named, _ = model_names(self._model)
-        self._states_of = {}
+        self._states_of = []
         for part in optimizer.slices.cut:
             # A load finds places only for states that are there; see :func:`fresh_state`.
             state = optimizer.inner.state.get(part.parameter) or fresh_state(optimizer.inner, part.parameter)
-            self._states_of[part.name] = part.parameter, state
+            self._states_of.append((part, state))
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == part.parameter.shape:
-                    rows.append((part.name, key, value))
+                    rows.append((part, key, value))
                     shapes[f"{STATE}{part.name}.{key}"] = named[part.name].shape, value.dtype
                 else:
                     # A copy: torch loads in place, and a parameter may turn out to have no state there.
@@ -203,12 +204,17 @@ class _State(Stateful):
         if optimizer is None:
             return
         loaded = state_dict["optimizer"]
-        for name, (parameter, state) in self._states_of.items():
-            own = {key: loaded.get(f"state.{name}.{key}", value) for key, value in state.items()}
-            # Boxes lie in the states' own memory.
-            values = {key: state[key] if isinstance(value, SpreadTensor) else value for key, value in own.items()}
+        for part, state in self._states_of:
+            own = {key: loaded.get(f"state.{part.name}.{key}", value) for key, value in state.items()}
+            # Boxes lie in the states' own memory. A number is copied: two slices of a parameter count one by one.
+            values = {
+                key: state[key]
+                if isinstance(value, SpreadTensor)
+                else (value.clone() if isinstance(value, Tensor) else value)
+                for key, value in own.items()
+            }
             if values:
-                optimizer.inner.state[parameter] = values
+                optimizer.inner.state[part.parameter] = values
         self._take_settings(optimizer, loaded)
         load_carried(engine, optimizer.carried, None)
         optimizer.zero_grad(now=True)

@@ -22,12 +22,14 @@ class Account:
         call: the collective call of the user that it has come to, "state_dict() of a GPT", or "".
         where: the pass or step that it is in, "a backward", or "".
         until: what ended it, ", until ...", or "".
+        failure: what went wrong on this rank itself, or "".
     """
 
     doing: str
     call: str = ""
     where: str = ""
     until: str = ""
+    failure: str = ""
 
     def __str__(self) -> str:
         # What a rank does often names it already ("starting a forward").
@@ -73,8 +75,11 @@ def explain(accounts: Mapping[int, Account], world: int) -> str:
 
 def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
     """What the user most probably has to look at, in a sentence without its full stop."""
-    # Most telling first: calls of the user that differ explain silence and different phases, and not the other way
-    # round.
+    # Most telling first: what one rank knows to be wrong explains the rest, and calls of the user that differ explain
+    # silence and different phases, and not the other way round.
+    failures = _by({rank: account.failure for rank, account in accounts.items() if account.failure})
+    if failures:
+        return " and ".join(f"{name_ranks(ranks)} failed: {failure}" for failure, ranks in failures.items())
     silent = _silent(accounts, world)
     calls = _by({rank: account.call for rank, account in accounts.items() if account.call})
     if len(calls) > 1:

@@ -20,13 +20,13 @@ from typing import TypeVar
 import torch
 
 from zeropp.comm.accounts import Account, explain, what_ended
+from zeropp.comm.events import Event
 from zeropp.comm.hops import Comm
 from zeropp.comm.monitor import make_monitor
 from zeropp.comm.stalls import make_stalls
-from zeropp.comm.streams import Event
 from zeropp.comm.watch import Watch
 
-__all__ = ["ADDED", "AT_WORK", "LENT", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
+__all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
 
 _T = TypeVar("_T")
 _log = logging.getLogger("zeropp")
@@ -34,7 +34,9 @@ _log = logging.getLogger("zeropp")
 _WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
 # Kinds of exchanges between passes; the schedule has its own below 100.
 _SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK, _OBJECTS = 100, 101, 102, 103, 104, 105, 106, 107
+MICRO_BATCHES = 108
 
+_FIRST_LOOK = 1.0  # seconds of waiting until the others are asked whether one of them has failed
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 
 
@@ -64,6 +66,7 @@ class Agreement:
         self._stepped = False  # whether stepped weights are being queued for where they are cached
         self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
         self._sent: list[Event] = []  # ends of what was queued so
+        self._under_way: list[Event] = []  # ends of what the host steps
         self._when_lost = when_lost
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
@@ -80,9 +83,14 @@ class Agreement:
         """
         timing = contextlib.nullcontext() if timed is None else self.stalls.timing(*timed)
         with timing, self.watching(doing):
-            if not arrives(self.hang_timeout):
-                # Raised inside ``watching``, which lets it through: ``lost`` is set by then.
-                raise self.failure(doing, waited=True)
+            until, pause = time.monotonic() + self.hang_timeout, _FIRST_LOOK
+            while not arrives(min(pause, max(until - time.monotonic(), 0.0))):
+                waited = time.monotonic() >= until
+                if waited or self._others_failed():
+                    # Raised inside ``watching``, which lets it through: ``lost`` is set by then.
+                    raise self.failure(doing, waited=waited)
+                # Less and less often: many ranks may be asking one store, and what fails soon is heard of soon.
+                pause *= 2
 
     @contextlib.contextmanager
     def watching(self, *doing: str, call: str = "", where: str = "") -> Iterator[None]:
@@ -101,7 +109,8 @@ class Agreement:
                 yield
             if self.lost is not None:  # meanwhile, on the monitor's thread: what was waited for has not come
                 raise RuntimeError(self.lost)
-        except RuntimeError as error:
+        # A disk's errors come from lanes, too.
+        except (RuntimeError, OSError) as error:
             # Other ranks would wait in a collective to which this one does not come. Alone, out of memory stays
             # torch's own error, after which one may try less.
             alone = self.comm.world == 1 and isinstance(error, torch.OutOfMemoryError)
@@ -110,6 +119,8 @@ class Agreement:
             if self.lost is not None:  # raised inside, or on the monitor's thread while this went wrong, too
                 raise RuntimeError(self.lost) from None
             account = Account(" ".join(doing), call, where or self.where)
+            if isinstance(error, OSError):
+                raise self._lose(replace(account, until=", until that failed", failure=str(error))) from error
             ended = what_ended(error)
             if ended == "time ran out":
                 raise self._lose(account, waited=True) from None
@@ -135,6 +146,11 @@ class Agreement:
         """On the monitor's thread: the device has not come on for ``hang_timeout``."""
         if self.lost is None:
             self.failure(f"waiting for {waited_for}", waited=True)
+
+    def step_under_way(self, events: list[Event]) -> None:
+        """The host steps weights until ``events``; they are the last step's."""
+        # Those of the step before have been waited for: their gradients would have been written over.
+        self._under_way = events
 
     @contextlib.contextmanager
     def sending_weights(self, *, stepped: bool) -> Iterator[None]:
@@ -247,11 +263,20 @@ class Agreement:
         return RuntimeError(self.lost)
 
     def _has_sent(self) -> bool:
-        """Whether stepped weights have come to where they are cached."""
+        """Whether weights are stepped, and have come to where they are cached."""
         try:
-            return all(event.done() for event in self._sent)
+            return all(event.done() for event in (*self._sent, *self._under_way))
         except RuntimeError:  # a device that has failed answers nothing any more
             return False
+
+    def _others_failed(self) -> bool:
+        """Whether a rank has said what is wrong with it: gloo does not tell those that wait for it."""
+        if self.comm.world == 1 or self.comm.backend == "fake":
+            return False
+        # A store that is gone is the business of whoever waits for it.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            return any(account.failure for account in self.watch.heard().values())
+        return False
 
     def _ask_around(self, account: Account) -> dict[int, Account]:
         self.watch.publish(account)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from zeropp.comm.streams import Event
+from zeropp.comm.events import Event
 
 __all__ = ["BLIND", "Monitor", "make_monitor"]
 

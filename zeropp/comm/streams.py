@@ -23,72 +23,21 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zeropp.comm.cuda_streams import CudaStream, LaunchedStream
+from zeropp.comm.events import DONE, Event, Stream
+
 __all__ = [
-    "CudaStream", "Event", "InlineStream", "Lanes", "Stream", "ThreadStream", "Work", "callers_stream", "make_lanes",
-    "make_stream", "used_here",
+    "InlineStream", "Lanes", "ThreadEvent", "ThreadStream", "Work", "callers_stream", "make_lanes", "make_stream",
+    "used_here",
 ]  # fmt: skip
-
-
-class Event(Protocol):
-    """Completion of one piece of work."""
-
-    def wait(self, timeout: float) -> bool:
-        """Let the caller's later work see the result; False when the host waited ``timeout`` seconds in vain."""
-        ...
-
-    def done(self) -> bool:
-        """Whether it has happened, and well; no host waits for this."""
-        ...
-
-
-class Stream(Protocol):
-    """A queue of work."""
-
-    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Queue ``works``, in order, behind earlier ones, what the caller has issued, and what ends ``after``.
-
-        Returns:
-            Completion of the last.
-        """
-        ...
-
-    def allocate(self, work: Callable[[], None]) -> None:
-        """Allocate memory for work that will be queued."""
-        ...
-
-    def free(self, work: Callable[[], None]) -> None:
-        """Free such memory, once what the caller has issued no longer reads it."""
-        ...
-
-    def abandon(self) -> None:
-        """Wait for nothing from here on: the ranks have lost each other, and what is queued may never end."""
-        ...
-
-    def close(self) -> None:
-        """Finish; nothing may be queued afterwards."""
-        ...
 
 
 _CLOSING = 5.0  # seconds to wait for a thread to end
 _YIELDING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
-
-
-class _Done:
-    """An event that has happened."""
-
-    def wait(self, timeout: float) -> bool:
-        return True
-
-    def done(self) -> bool:
-        return True
-
-
-_DONE = _Done()
 
 
 class InlineStream:
@@ -101,7 +50,7 @@ class InlineStream:
         with torch.no_grad():
             for work in works:
                 work()
-        return _DONE
+        return DONE
 
     def allocate(self, work: Callable[[], None]) -> None:
         """Allocate now."""
@@ -118,7 +67,7 @@ class InlineStream:
         """Nothing to finish."""
 
 
-class _ThreadEvent:
+class ThreadEvent:
     """Completion of work on a thread, on a bare lock: cheaper than a condition for one waiter."""
 
     __slots__ = ("_error", "_lock")
@@ -147,7 +96,7 @@ class _ThreadEvent:
         return not self._lock.locked() and self._error is None
 
 
-_Task = tuple[Sequence[Callable[[], object]], Event | None, _ThreadEvent]
+_Task = tuple[Sequence[Callable[[], object]], Event | None, ThreadEvent]
 # Threads that have not ended, for the end of the program; a dropped stream's leaves by itself.
 _running: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[_Task | None]] = weakref.WeakKeyDictionary()
 
@@ -166,7 +115,7 @@ class ThreadStream:
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Queue ``works``; on CPU the caller's earlier work is already done."""
-        event = _ThreadEvent()
+        event = ThreadEvent()
         self._tasks.put((works, after, event))
         return event
 
@@ -233,88 +182,21 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
         del task, works, after, event
 
 
-class _CudaEvent:
-    __slots__ = ("_device", "_event")
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
-
-    def wait(self, timeout: float) -> bool:
-        # The host goes on, so no time runs out here: see zeropp.comm.monitor.
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-        return True
-
-    def done(self) -> bool:
-        return bool(self._event.query())
-
-
-class CudaStream:
-    """A CUDA stream: see [Note: memory on several streams].
-
-    The caller's stream is that of the model's device, which need not be the process's current one.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # High priority, as in FSDP2: small kernels around a collective should not queue behind the model's large ones.
-        self._stream = torch.cuda.Stream(device, priority=-1)
-        # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
-        self._finish = weakref.finalize(self, self._stream.synchronize)
-        self._finish.atexit = False
-
-    def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Queue ``works`` behind what the caller's stream has been given so far."""
-        # What the caller has issued may write what this work reads: a packed message, weights that were stepped.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            if after is not None:
-                after.wait(threading.TIMEOUT_MAX)  # this stream waits, not the host
-            for work in works:
-                work()
-            # Recorded on this stream after the work, so it also stands for everything queued here before.
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return _CudaEvent(event, self._device)
-
-    def allocate(self, work: Callable[[], None]) -> None:
-        """Allocate in this stream's order."""
-        # Nothing is written yet, so there is nothing to wait for. See [Note: memory on several streams].
-        with torch.cuda.stream(self._stream):
-            work()
-
-    def free(self, work: Callable[[], None]) -> None:
-        """Free in this stream's order: its allocations are reused by its own later work only."""
-        # Behind the caller's stream, so memory is reused only after the model's kernels have read it. Not by ``run``:
-        # nobody asks for the end, and an event costs the host some microseconds.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            work()
-
-    def abandon(self) -> None:
-        """Neither :meth:`close` nor the end of this object waits."""
-        self._finish.detach()
-
-    def close(self) -> None:
-        """Wait for everything queued."""
-        if self._finish.alive:
-            self._stream.synchronize()
-
-
-def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool) -> Stream:
+def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Stream:
     """The stream for a device.
 
     Args:
         name: for its thread.
         device: where the model lives.
         sends: its work waits for other ranks; on CPU nothing else is worth a thread.
+        hosted: its work waits for the host: for weights that it steps, or brings from elsewhere.
         overlap: run beside the caller's work; otherwise everything runs in the caller's order.
     """
     if not overlap:
         return InlineStream()
     if device.type == "cuda":
-        return CudaStream(device)
-    return ThreadStream(name) if sends else InlineStream()
+        return LaunchedStream(ThreadStream(name), device) if hosted else CudaStream(device)
+    return ThreadStream(name) if sends or hosted else InlineStream()
 
 
 @dataclass(frozen=True)
@@ -381,9 +263,10 @@ class Lanes:
             stream.close()
 
 
-def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool) -> Lanes:
+def make_lanes(kind: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Lanes:
     """Lanes for one kind of work; see :func:`make_stream`."""
-    return Lanes(lambda link: make_stream(f"{kind} {link}", device, sends=sends, overlap=overlap))
+    name = partial("{} {}".format, kind)
+    return Lanes(lambda link: make_stream(name(link), device, sends=sends, overlap=overlap, hosted=hosted))
 
 
 def callers_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -42,6 +42,12 @@ class ExtensionConfig(Block):
     """Blocks of 256 elements that each rank's piece of a unit holds at least. A smaller unit merges with
     its neighbours, or its parameters become persistent, which bounds padding by 1 %. 0 merges nothing."""
 
+    host_memory_limit: Positive | None = None
+    """Bytes of a host's memory that the ranks of a node may have together. A configuration that cannot stay below is
+    refused on every rank, with what takes how much and which settings take less, before the model is changed; so is, in
+    `zero.Init` and `materialize`, a model as soon as its pieces alone are more. `zeropp.plan.memory` counts; Python,
+    torch, activations, buffers and the model as it was built are not in it. `null` asks for no limit."""
+
     hang_timeout: Seconds = 600.0
     """Seconds that a rank waits for a collective before it raises and names the units each rank waits
     for."""
@@ -55,6 +61,11 @@ class ExtensionConfig(Block):
     the same order, on every rank and every time. Passes that have varied, or that do not use all modules, then
     exchange nothing at their end either, and nothing else is ever learned: a pass that needs another module is an error
     on every rank. On a card, hosts then go on without waiting for the sum of gradient norms, if a fused Adam steps."""
+
+    lazy_step: bool = True
+    """Lets `step()` return once it is decided, where states are offloaded: the host then steps one unit after
+    another in the order of the next forward, beside it, and whatever uses a unit waits for that one. The results are
+    the same. False steps all of them first."""
 
     warm_up: bool = True
     """On a card, compiles kernels while the model is wrapped, and not in the middle of its first step."""

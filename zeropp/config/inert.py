@@ -130,9 +130,6 @@ else:
         ("allgather_bucket_size", Count, 500_000_000,
          "Elements of updated weights gathered at a time after a step in stages 1 and 2. Nothing is left to do: "
          "weights are gathered unit by unit."),
-        ("sub_group_size", Count, 1_000_000_000,
-         "Elements of a rank's shard that are stepped, and swapped when offloaded, at a time. Nothing is left to "
-         "do without offload: states are on the device and stepping them in pieces would give the same bits."),
         ("allgather_sequential", bool, False,
          "Asks for one gather per parameter, to save the buffer that several share. Nothing is left to do: that "
          "buffer is the parameters' own storage.", alias("stage3_allgather_sequential", "allgather_sequential")),

@@ -22,10 +22,16 @@ class _OffloadBlock(Block):
     """Directory of the swap files, on a file system that supports direct I/O. Needed with `nvme`, unused
     otherwise."""
 
+    # After all fields, of which one alone cannot be judged.
     @model_validator(mode="after")
-    def _nvme_has_a_path(self) -> _OffloadBlock:
+    def _has_what_it_needs(self) -> _OffloadBlock:
         if self.device == "nvme" and self.nvme_path is None:
             raise ValueError('device "nvme" needs nvme_path; give the directory that the swap files go to')
+        # Zero is DeepSpeed's lower bound, and does no harm where nothing is offloaded.
+        if self.device != "none" and getattr(self, "buffer_count", 1) < 1:
+            raise ValueError(
+                f'buffer_count 0 leaves device "{self.device}" no staging buffer; give at least 1, or leave it out'
+            )
         return self
 
 
@@ -66,12 +72,12 @@ class OffloadOptimizerConfig(_OffloadBlock):
     """Writes a stepped tile back to NVMe while the next one is stepped."""
 
     fast_init: bool = False
-    """Makes the first fp32 weights from 16-bit weights that are on NVMe already, without a pass through the
-    device."""
+    """Nothing is left to do: the first weights go to where they stay unit by unit."""
 
     ratio: Annotated[NonNegative, Le(1)] = 1.0
-    """Fraction of the states, from 0 to 1, that goes to the host; the rest is stepped on the device. Below
-    1 it needs stage 3."""
+    """Fraction of the states, from 0 to 1, that goes to the host and is stepped there; the rest stays on the
+    device, with its weights and gradients, and is stepped there: that of the units that the model defines
+    first. Below 1 it needs stage 3."""
 
     super_offload: bool = False
     """Speculative host stepping for machines whose host and device share one fast memory link."""

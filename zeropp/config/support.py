@@ -86,7 +86,8 @@ _ZERO = {
         EFFECT,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
         "max_reuse_distance module_granularity_threshold overlap_comm ignore_unused_parameters "
-        "log_trace_cache_warnings stage zero_hpz_partition_size mics_shard_size mics_hierarchical_params_gather "
+        "log_trace_cache_warnings stage sub_group_size zero_hpz_partition_size mics_shard_size "
+        "mics_hierarchical_params_gather "
         "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights override_module_apply "
         "gather_16bit_weights_on_model_save load_from_fp32_weights pipeline_loading_checkpoint",
     ),
@@ -118,9 +119,16 @@ _TOP = {
 SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     Config: _TOP,
     ZeroConfig: _ZERO,
-    # Its other keys matter with a device only, and "none" is the one that is accepted.
-    OffloadParamConfig: _governed(OffloadParamConfig, "device", device=LATER),
-    OffloadOptimizerConfig: _governed(OffloadOptimizerConfig, "device", device=LATER),
+    OffloadParamConfig: _all(OffloadParamConfig, EFFECT),
+    OffloadOptimizerConfig: {
+        **_each(
+            EFFECT,
+            "device nvme_path buffer_count pin_memory pipeline_read pipeline_write ratio",
+        ),
+        "fast_init": NEEDLESS,
+        "super_offload": LATER,
+        "cpuadam_cores_perc": Support(Kind.GOVERNED, governor="super_offload"),
+    },
     LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
     LocoConfig: _all(LocoConfig, EFFECT),
     Fp16Config: _governed(Fp16Config, "enabled", enabled=_only(False, remedy="enable bf16 or train in fp32")),
@@ -140,13 +148,17 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     ExtensionConfig: {
         **_each(
             EFFECT,
-            "local_world_size unit_numel unit_min_blocks hang_timeout warn_after static_graph warm_up cast_inputs "
+            "local_world_size host_memory_limit unit_numel unit_min_blocks hang_timeout warn_after static_graph "
+            "lazy_step warm_up cast_inputs "
             "defer_cross_reduction hadamard feedback secondary weight_codec reduce_scatter",
         ),
         "gradient_bits": BLOCK,
     },
     GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
-    AioConfig: _all(AioConfig, LATER),
+    AioConfig: {
+        **_each(EFFECT, "block_size queue_depth intra_op_parallelism single_submit overlap_events"),
+        "use_gds": LATER,
+    },
     CheckpointConfig: {**_all(CheckpointConfig, LATER), "parallel_write": BLOCK},
     ParallelWriteConfig: _all(ParallelWriteConfig, LATER),
     ActivationCheckpointingConfig: _all(ActivationCheckpointingConfig, LATER),

@@ -94,6 +94,18 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
         """The `zero_optimization` block."""
         return self.zero_optimization
 
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the host's cores step what is in the host's memory or in files."""
+        block = self.zero.offload_optimizer
+        return block is not None and block.device != "none" and block.ratio > 0
+
+    @property
+    def offloads(self) -> bool:
+        """Whether anything that training needs is off the device."""
+        block = self.zero.offload_param
+        return self.steps_on_host or (block is not None and block.device != "none")
+
     def resolve_batch(self, world_size: int) -> Triple:
         """(train_batch_size, micro-batch size, accumulation steps) for a number of ranks.
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from annotated_types import Ge, Le
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from zeropp.config.base import Count, Integer, alias
+from zeropp.config.base import Count, Integer, Positive, alias
 from zeropp.config.deprecated import REPLACEMENTS, upgrade_zero
 from zeropp.config.inert import LaterZero, NeedlessZero
 from zeropp.config.leaf import LeafModuleConfig
@@ -38,18 +38,22 @@ class ZeroConfig(NeedlessZero, LaterZero):
     configuration the stage is 3. In stages 0 and 1 gradients of several micro-batches are summed on each rank before
     they travel, if `gradient_accumulation_steps` says how many there are; in stage 2 each micro-batch's travel."""
 
-    # Absent and null mean the same, so the default goes through the validator, too.
-    overlap_comm: bool | None = Field(default=None, validate_default=True)
-    """Runs gathers and reductions beside the computation, on a GPU on streams of their own, on CPU on threads. False
-    runs each of them in its turn, which gives the same bits more slowly (close ones where gradients are quantized and
-    ranks go different ways through the model: what they send in two parts then depends on timing). `null` means true
-    in stage 3 and false below."""
-
     offload_param: OffloadParamConfig | None = None
     """Where weight shards are kept; `null` is on the device."""
 
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Where optimizer states are kept and stepped; `null` is on the device."""
+
+    sub_group_size: Positive = 1_000_000_000
+    """Elements of a rank's shard that are stepped at a time where states are in files: what a staging buffer holds, at
+    most. Elsewhere nothing is left to do, since a step in parts gives the same bits."""
+
+    # Absent and null mean the same, so the default goes through the validator, too.
+    overlap_comm: bool | None = Field(default=None, validate_default=True)
+    """Runs gathers and reductions beside the computation, on a GPU on streams of their own, on CPU on threads. False
+    runs each of them in its turn, which gives the same bits more slowly (close ones where gradients are quantized and
+    ranks go different ways through the model: what they send in two parts then depends on timing). `null` means true
+    in stage 3 and where the host steps, and false elsewhere."""
 
     prefetch_bucket_size: Count = Field(
         default=50_000_000, validation_alias=alias("stage3_prefetch_bucket_size", "prefetch_bucket_size")
@@ -153,8 +157,11 @@ class ZeroConfig(NeedlessZero, LaterZero):
     @field_validator("overlap_comm")
     @classmethod
     def _overlap_follows_stage(cls, value: bool | None, info: ValidationInfo) -> bool:
-        # Fields are validated in the order of the class, and the stage stands above. One that is wrong is not there.
-        return info.data.get("stage") == 3 if value is None else value
+        if value is not None:
+            return value
+        # Fields are validated in the order of the class, and these stand above. One that is wrong is not there.
+        offload = info.data.get("offload_optimizer")
+        return info.data.get("stage") == 3 or (offload is not None and offload.device != "none")
 
     @field_validator(*_GONE)
     @classmethod
@@ -165,9 +172,16 @@ class ZeroConfig(NeedlessZero, LaterZero):
         return value
 
     @model_validator(mode="after")
-    def _ratio_needs_stage_3(self) -> ZeroConfig:
-        offload = self.offload_optimizer
+    def _offload_needs_a_stage(self) -> ZeroConfig:
         # Checked here, since a block does not see the stage beside it.
+        for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+            block = getattr(self, key)
+            if block is not None and block.device != "none" and self.stage < least:
+                raise ValueError(
+                    f'{key}.device "{block.device}" needs stage {"3" if least == 3 else "1, 2 or 3"}, got stage '
+                    f'{self.stage}; set such a stage, or the device to "none"'
+                )
+        offload = self.offload_optimizer
         if offload is not None and offload.ratio < 1 and self.stage != 3:
             raise ValueError(
                 f"offload_optimizer.ratio {offload.ratio:g} needs stage 3, got stage {self.stage}; "

@@ -1,15 +1,16 @@
-"""Uses of units that no forward brackets: by a backward, and by code outside of the modules they belong to."""
+"""Uses of units that no forward of their modules brackets: by a backward, by code outside, by forwards that repeat."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 from zeropp.order.known_orders import PhaseKey
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
 from zeropp.params.unit import Unit
 
-__all__ = ["BackwardUses", "Touched"]
+__all__ = ["BackwardUses", "Kept", "Touched"]
 
 
 class BackwardUses:
@@ -136,3 +137,39 @@ class Touched:
     def forget(self) -> None:
         """The pass failed, and everything is released elsewhere."""
         self._now.clear()
+
+
+class Kept:
+    """Units in use from a first forward of a module inside :meth:`until_left` to its end, however many come.
+
+    So are those of a stage through which all micro-batches go; see [Note: layer-major].
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._now: dict[int, Unit] | None = None
+
+    def has(self, unit: Unit) -> bool:
+        """Whether a module's use need not ask for the unit."""
+        # Nor may it: the order would take it for a use that lies ahead, as that of a tied head, and all between be
+        # gathered for it.
+        return self._now is not None and unit.index in self._now
+
+    def take(self, unit: Unit) -> bool:
+        """A module's use is over: whether it goes on as one of these."""
+        if self._now is None or unit.index in self._now:
+            return False
+        self._now[unit.index] = unit
+        return True
+
+    @contextlib.contextmanager
+    def until_left(self) -> Iterator[None]:
+        """Keep what is used inside; not after an error, which ends the pass and all uses with it."""
+        self._now = {}
+        try:
+            yield
+            for unit in self._now.values():
+                unit.users -= 1
+                self._schedule.live_units.release_if_unused(unit)
+        finally:
+            self._now = None

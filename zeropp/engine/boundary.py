@@ -27,11 +27,10 @@ from zeropp.comm.agreement import SETTINGS
 from zeropp.engine.cache_checksum import CacheChecksum
 from zeropp.engine.engine import Engine
 from zeropp.engine.hash_sums import differ, differ_on_device, spread
-from zeropp.engine.norm import norm_of, rounded
+from zeropp.engine.norm import norm_of, rounded, square_over
 from zeropp.engine.unread import Unread
 from zeropp.params.gradient import Gradient
 from zeropp.wire.report import Report
-from zeropp_kernels.reference import squared_norm
 
 __all__ = ["Boundary", "Settings", "Verdict"]
 
@@ -137,7 +136,8 @@ class Boundary:
         with self.engine.agreement.watching("sharing whether gradients are finite", where="a backward"):
             self.engine.comm.sum(flag)
         # GradScaler looks at every gradient it is shown, so one spoiled element of one of them is enough.
-        target[:1] += flag.to(target.dtype)
+        # For the host's memory, where gradients may be, it waits; so has whoever stored them.
+        target[:1] += flag.to(target)
         if source is not None:
             # Where the NaN comes from, the report says so, and one rank's is enough for all.
             source.accept_edits()
@@ -364,7 +364,7 @@ class Boundary:
         gradients = [gradient for gradient in self._arrived() if gradient.placement.replica == 0]
         found = Report.total([gradient.report for gradient in gradients], self.engine.device)
         if exact and gradients:
-            found[0] = squared_norm([gradient.shard for gradient in gradients])
+            found[0] = square_over([gradient.shard for gradient in gradients], self.engine.device)
         return found
 
     def _assemble(self, edited: Tensor, exact: bool, late: bool) -> Tensor:

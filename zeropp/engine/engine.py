@@ -7,7 +7,8 @@ usually issued the gather already; a lane (`zeropp.comm.streams`) runs the unit'
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,11 @@ from zeropp._compat import current_graph_task, queue_end_of_backward
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
-from zeropp.engine.backward import BackwardUses, Touched
+from zeropp.engine.backward import BackwardUses, Kept, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
+from zeropp.engine.idle import refuse_occupied
 from zeropp.engine.listener import Listener
+from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
 from zeropp.engine.pending import Pending
 from zeropp.engine.tensors import cast_floating
 from zeropp.engine.window import Window
@@ -50,8 +53,7 @@ class Engine(GuardHandler):
         listener: to tell what becomes of gradients, for as long as it lives.
         limits: bounds of the prefetch plan.
         scale: factor on summed gradients, 1/world for a mean.
-        hang_timeout: seconds after which waiting for other ranks is an error.
-        warn_after: seconds after which it is logged, or None.
+        hang_timeout, warn_after: seconds after which waiting for other ranks is an error, or is logged, if not None.
         input_dtype: floating inputs of the model are cast to it; None leaves them alone.
         static_graph: passes of one kind are promised to use the same units, on every rank and every time.
         log_relearning: warn when a known order is given up.
@@ -84,7 +86,8 @@ class Engine(GuardHandler):
         self.window = window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
-        lanes = [make_lanes(kind, device, sends=sends, overlap=overlap) for kind in ("gather", "refresh", "reduce")]
+        make = partial(make_lanes, device=device, sends=sends, overlap=overlap, hosted=maker.config.offloads)
+        lanes = [make(kind) for kind in ("gather", "refresh", "reduce")]
         self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
         # Nothing waits any more for what may never end, and then that ends.
         when_lost = [*(each.abandon for each in lanes), comm.abort]
@@ -101,8 +104,7 @@ class Engine(GuardHandler):
             lambda most: comm.largest(most, "refresh"), comm.ledger.note,
         )  # fmt: skip
         self.note_storages()
-        self.input_dtype = input_dtype
-        self.phase = Phase.IDLE
+        self.input_dtype, self.phase = input_dtype, Phase.IDLE
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
         self.pending = Pending(self.units, self._listener)
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
@@ -111,12 +113,11 @@ class Engine(GuardHandler):
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
         self._outstanding: list[PhaseKey] = []
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
-        self._touched = Touched(self.units, self.schedule)
+        self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
-        self.closed = False
-        self.lent = 0  # uses of GatheredParameters that are open
+        self.parking, self.lent = Parking(), 0  # what is away; uses of GatheredParameters that are open
         self.averaged = False  # main weights hold an average, not what is trained
-        self.loading = False  # a state dict is being copied into the parameters
+        self.closed = self.loading = False  # a state dict is being copied into the parameters
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
     # Forward.
@@ -128,7 +129,7 @@ class Engine(GuardHandler):
         changed = None
         try:
             if not self.running:
-                self.require_idle("the model", averaged=True)
+                self.require_idle("the model", averaged=True, beside_step=True, needs=of_a_forward())
                 self.finish_load()
                 self.refresh.start_put_off()
                 self._begin_forward(hooked, training)
@@ -136,7 +137,8 @@ class Engine(GuardHandler):
                     changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
             for unit in hooked.units:
                 unit.users += 1
-                self.schedule.use(unit)
+                if not self.kept.has(unit):
+                    self.schedule.use(unit)
         except BaseException:
             if self.hooks.depth == 0:
                 self.recover()  # further in, the hooks after the modules around do that
@@ -155,7 +157,7 @@ class Engine(GuardHandler):
             elif returns is not Return.NEVER:
                 self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
-                unit.users -= 1
+                unit.users -= not self.kept.take(unit)
                 self.schedule.live_units.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
                 self._end_forward()
@@ -219,7 +221,7 @@ class Engine(GuardHandler):
     def _begin_backward(self) -> None:
         if self.running:
             return
-        self.require_idle("backward")
+        self.require_idle("backward", needs=TRAINING)
         if (listener := self.listener) is not None:
             listener.backward_begins()
         self._expect_boundary()
@@ -257,7 +259,7 @@ class Engine(GuardHandler):
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """A released parameter is used outside its module; see :class:`zeropp.params.guard.GuardHandler`."""
         if self.closed:
-            self.require_idle("the model", averaged=True)
+            self.require_idle("the model", averaged=True, beside_step=True)
         if not self.running:
             return False
         self._touched.use(self.unit_of[id(parameter)])
@@ -282,22 +284,21 @@ class Engine(GuardHandler):
             self.recover()
         return self.phase is not Phase.IDLE
 
-    def require_idle(self, what: str, *, lent: bool = False, averaged: bool = False) -> None:
-        """Refuse a call in the middle of a pass; unless ``lent``, inside GatheredParameters.
+    def require_idle(
+        self, what: str, *, lent: bool = False, averaged: bool = False, beside_step: bool = False,
+        needs: Collection[str] = EVERYTHING,
+    ) -> None:  # fmt: skip
+        """Refuse a call in the middle of a pass; unless ``lent``, inside GatheredParameters. Wait for the host's step.
 
-        And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume.
+        And unless ``averaged`` while an average is applied, which may be used, but neither trained nor saved to resume;
+        and while anything that it ``needs`` is off the device: see [Note: states off the device].
 
         Raises:
             RuntimeError: a pass is running, parameters are lent, averages applied, or the engine was closed.
         """
-        if self.closed:
-            raise RuntimeError(f"{what} was called after close(), which gave up the partitioned values")
-        if self.running:
-            raise RuntimeError(f"{what} was called in the middle of a {self.phase.value}; call it between passes")
-        if self.lent and not lent:
-            raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first")
-        if self.averaged and not averaged:
-            raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
+        refuse_occupied(self, what, lent=lent, averaged=averaged, needs=needs)
+        if not beside_step:
+            self.refresh.wait_stepped()
 
     def recover(self) -> None:
         """After an error in forward or backward: release everything, so that the next step can run."""
@@ -320,7 +321,7 @@ class Engine(GuardHandler):
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
         """``requires_grad`` is about to change; see :class:`zeropp.params.guard.GuardHandler`."""
-        self.require_idle("requires_grad_", lent=True)
+        self.require_idle("requires_grad_", lent=True, needs=NOTHING)
         self.flipped ^= {id(parameter)}
         for buffer in self.unit_of[id(parameter)].buffers:
             buffer.note_unfrozen(parameter, trained)
@@ -340,9 +341,7 @@ class Engine(GuardHandler):
         """
         self.finish_load()
         for buffer in buffers:
-            buffer.version += 1
-            if not stepped:
-                buffer.invalidate_cache()
+            buffer.note_change(stepped=stepped)
         self._backward.forget_whole()
         self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
         self.schedule.live_units.release_planned()
@@ -413,6 +412,7 @@ class Engine(GuardHandler):
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""
+        self.parking.require("setting .grad to None", TRAINING)
         self.pending.forget_one(self.unit_of[id(parameter)], parameter)
 
     def has_pending_gradients(self) -> bool:

@@ -304,6 +304,20 @@ class ModuleHooks:
         """How many hooked modules are on the call stack."""
         return len(self._stack)
 
+    def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
+        """Call ``function`` in place of a hooked module's forward, between its hooks of this engine alone."""
+        hooked, kwargs = self._modules[module], dict[str, object]()
+        changed = self._before(hooked)(module, args, kwargs)
+        if isinstance(changed, tuple):
+            args, kwargs = changed
+        try:
+            output = function(*args, **kwargs)
+        except Exception:
+            # Inside the handler, as torch calls it: it sees that there is an error.
+            self._after(hooked)(module, args, kwargs, None)
+            raise
+        return self._after(hooked)(module, args, kwargs, output)
+
     def _before(self, hooked: HookedModule) -> Callable[..., object]:
         # Not self: the module would keep it alive through this closure.
         ref, stack = self._handler, self._stack

@@ -22,11 +22,12 @@ class Window:
     Attributes:
         steps: as given.
         count: micro-batches of which a backward has run since the last step.
+        together: micro-batches that the running or next forward and backward take together.
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
         self.steps = steps
-        self.count = 0
+        self.count, self.together = 0, 1
         # The caller has the boundary for good.
         self._owned = steps == 1 or not managed
         # Some micro-batch of this window had no step() after it.
@@ -58,7 +59,7 @@ class Window:
     def closing(self) -> bool:
         """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
         # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
-        return self.count + self._fresh >= self.steps
+        return self.count + self._fresh * self.together >= self.steps
 
     def note_forward(self, path: str) -> None:
         """A forward begins at the module of that name and records a graph; inside another it does not count.
@@ -78,7 +79,7 @@ class Window:
             if self.count and not self._asked:
                 self._skipped = True
                 self._owned |= not self._ever_asked
-            self.count += 1
+            self.count += self.together
         # A zero_grad() from here on does not belong to the step() that did nothing: it means the gradients.
         self._fresh = self._asked = self._keeps = False
 

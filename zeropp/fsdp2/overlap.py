@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.collective import naming_absence
-from zeropp.comm.streams import Event, Lanes, Work
+from zeropp.comm.events import Event
+from zeropp.comm.streams import Lanes, Work
 
 __all__ = ["Arrival", "Reductions", "queue", "wait_for"]
 

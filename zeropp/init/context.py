@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import secrets
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -21,6 +23,8 @@ from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group
 from zeropp.config import ConfigSource, load_config
 from zeropp.init.settings import InitSettings, choose_group, choose_settings
+from zeropp.offload.directory import SwapDirectory
+from zeropp.offload.swap import SwapFile
 from zeropp.params.spread import Spread
 
 __all__ = ["Init", "MiCS_Init"]
@@ -38,7 +42,7 @@ class Init:
     (65,536 elements) stay whole, buffers too. Parameters on the meta device stay there.
 
     Between the block and ``ZeroOptimizer(optimizer, model, config)`` values can be read and edited inside
-    :class:`zeropp.zero.GatheredParameters`. With one rank nothing is done.
+    :class:`zeropp.zero.GatheredParameters`. With one rank nothing is done, unless weights go to files.
     """
 
     def __init__(
@@ -65,8 +69,9 @@ class Init:
             data_parallel_group: ranks to partition among; None for the world.
             sequence_data_parallel_group: takes the place of the former where sequences are split over ranks, too.
             mem_efficient_linear: nothing is left to do: no layer keeps gathered weights until backward.
-            remote_device: "cpu" for pieces in the host's memory until the model is wrapped; None for the device of
-                ``offload_param`` in the configuration, or else the one that trains.
+            remote_device: "cpu" for pieces in the host's memory until the model is wrapped, "nvme" for files below
+                the configuration's ``offload_param.nvme_path``; None for the device of ``offload_param`` in the
+                configuration, or else the one that trains.
             pin_memory: page-locked, with "cpu".
             config_dict_or_path: as for ZeroOptimizer, which must be given the same.
             config: an older name of it.
@@ -99,8 +104,13 @@ class Init:
         self._settings = on_all_ranks(group, "preparing zero.Init", choose, patience=lambda chosen: chosen.seconds)
         self._spread = make_spread(self._settings)
         if module is not None:
-            with self:
-                self._spread.ready(_named(module))
+            self._partition(module, self._spread)
+
+    def _partition(self, module: nn.Module, spread: Spread) -> None:
+        with self:
+            # All of it is there already, so nothing is cut before it is known that the pieces fit.
+            self._settings.limit.require(each for each in module.parameters() if not each.is_meta)
+            spread.ready(_named(module))
 
     def __enter__(self) -> None:
         if self._spread is None:
@@ -112,7 +122,7 @@ class Init:
             before = torch.get_default_dtype()
             self._stack.callback(torch.set_default_dtype, before)
             torch.set_default_dtype(dtype)
-        if spread.world == 1:
+        if not spread.cuts:
             return
         for handle in (
             register_module_parameter_registration_hook(self._parameter_given),
@@ -128,9 +138,10 @@ class Init:
     ) -> None:
         # First, so that nothing is left of this whatever comes.
         self._stack.close()
-        if self._spread is None or self._spread.world == 1:
+        if self._spread is None or not self._spread.cuts:
             return
         self._built.clear()
+        self._settings.limit.forget()
         if error is None:
             self._spread.finish()
         else:
@@ -141,6 +152,8 @@ class Init:
         assert self._spread is not None  # hooks are there inside only
         if parameter is None:
             return
+        # Alike on every rank, since all build the same.
+        self._settings.limit.add(parameter)
         if module in self._built:
             # It has been initialised before: it is loaded, for one.
             self._spread.ready([(f"{type(module).__name__}.{name}", parameter, module)])
@@ -205,7 +218,29 @@ def _check(module: object, data_parallel_group: Group, sequence_data_parallel_gr
 def make_spread(settings: InitSettings) -> Spread:
     """Connect the ranks that build together. Collective."""
     carrier = Carrier(settings.group, settings.trains_on, settings.seconds)
-    return Spread(carrier, settings.device, settings.trains_on, settings.asked, pinned=settings.pinned)
+    keep = _in_files(settings, carrier.rank) if settings.swap is not None else partial(_in_memory, settings)
+    cuts = carrier.world > 1 or settings.swap is not None
+    return Spread(carrier, settings.trains_on, settings.asked, keep, cuts=cuts)
+
+
+def _in_memory(settings: InitSettings, row: Tensor) -> Tensor:
+    # A copy, if it is one, of one message: many small pieces share it.
+    row = row.to(settings.device)
+    return row.pin_memory() if settings.pinned else row
+
+
+def _in_files(settings: InitSettings, rank: int) -> Callable[[Tensor], Tensor]:
+    """What keeps pieces in a swap file of their own, which goes with the last of them."""
+    assert settings.swap is not None  # asked before
+    # A name of its own: the engine that takes the weights over has its files beside these for a while.
+    directory = SwapDirectory(settings.swap, f"build-{secrets.token_hex(6)}", rank)
+    swap = SwapFile(directory.path)
+
+    def keep(row: Tensor, _of: SwapDirectory = directory) -> Tensor:
+        # Through the page cache, which the system writes back as it needs the memory.
+        return swap.allocate(row.numel(), row.dtype).tensor.copy_(row)
+
+    return keep
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:

@@ -68,6 +68,8 @@ def materialize(
     spread.building = True
     try:
         with torch.no_grad(), without_weak_weights(model):
+            # What is to be loaded has no pieces before it is wrapped.
+            settings.limit.require(model.parameters() if initialize is not None else ())
             for path, module in model.named_modules():
                 name = path or type(module).__name__
                 if initialize is None:

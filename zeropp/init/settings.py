@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from zeropp.comm.collective import PATIENCE
 from zeropp.comm.members import Group, to_process_group
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.config.base import notify
+from zeropp.init.limit import PieceLimit
+from zeropp.partition.topology import ranks_per_node
 
 __all__ = ["InitSettings", "choose_group", "choose_settings"]
 
@@ -26,23 +29,27 @@ class InitSettings:
 
     Attributes:
         group: ranks to partition among.
-        device: where pieces lie.
+        device: in whose memory pieces lie.
+        swap: directory of the files that they lie in instead, or None.
         trains_on: the device that the model will train on.
         pinned: pieces lie in page-locked memory.
         dtype: default dtype of what is built; None for what the code says.
         seconds: to wait for other ranks.
         gathers_in_apply: ``Module.apply`` fetches a module's parameters together.
         asked: settings that the configuration must have, too, when the model is wrapped.
+        limit: refuses what a host cannot hold.
     """
 
     group: Group
     device: torch.device
+    swap: Path | None
     trains_on: torch.device
     pinned: bool
     dtype: torch.dtype | None
     seconds: float
     gathers_in_apply: bool
     asked: dict[str, object]
+    limit: PieceLimit
 
 
 def choose_settings(
@@ -77,16 +84,33 @@ def choose_settings(
     if loaded is not None:
         # Over which ranks weights are spread; the rest of the configuration may change.
         must["mics_shard_size"] = loaded.zero.mics_shard_size
+    # First, since what it refuses explains more than what would follow.
+    where = _where(device, trains_on, pin_memory)
     return InitSettings(
         group,
-        _where(device, trains_on, pin_memory),
+        where,
+        _swap(loaded) if device == "nvme" else None,
         trains_on,
         pin_memory and trains_on.type == "cuda",
         dtype,
         PATIENCE if loaded is None else loaded.zeropp.hang_timeout,
         loaded is None or loaded.zero.override_module_apply,
         must,
+        _choose_limit(None if device == "nvme" else loaded, group, where),
     )
+
+
+def _choose_limit(config: Config | None, group: Group, where: torch.device) -> PieceLimit:
+    limit = None if config is None or where.type != "cpu" else config.zeropp.host_memory_limit
+    if config is None or limit is None or not dist.is_initialized():
+        return PieceLimit(None, 1, 1)
+    ranks = dist.get_process_group_ranks(to_process_group(group))
+    try:
+        local = ranks_per_node(ranks, config.zeropp.local_world_size)
+    except ValueError:
+        # Nobody has said. What is too much for this rank alone is refused still.
+        local = 1
+    return PieceLimit(limit, len(ranks), local)
 
 
 def choose_group(data_parallel: Group, sequence: Group, mpu: Any) -> Group:
@@ -129,15 +153,21 @@ def _offloaded_to(config: Config | None) -> str | None:
 def _where(remote: torch.device | str | None, trains_on: torch.device, pin_memory: bool) -> torch.device:
     """Where pieces lie."""
     kind = None if remote is None else str(remote)
-    if kind == "nvme":
-        raise ValueError(
-            'remote_device "nvme" keeps weights in files, which is not in this version; give "cpu", or None for the '
-            "device that trains"
-        )
-    if kind not in (None, "cpu", trains_on.type, str(trains_on)):
-        raise ValueError(f'remote_device is {remote!r}; expected "cpu", or None for {trains_on}')
+    if kind not in (None, "cpu", "nvme", trains_on.type, str(trains_on)):
+        raise ValueError(f'remote_device is {remote!r}; expected "cpu", "nvme", or None for {trains_on}')
     if pin_memory and kind != "cpu":
         raise ValueError(
             f'pin_memory asks for page-locked memory of the host, and remote_device is {remote!r}; give "cpu", too'
         )
-    return torch.device("cpu") if kind == "cpu" else trains_on
+    return torch.device("cpu") if kind in ("cpu", "nvme") else trains_on
+
+
+def _swap(config: Config | None) -> Path:
+    """Where the files of pieces go."""
+    block = None if config is None else config.zero.offload_param
+    if block is None or block.nvme_path is None:
+        raise ValueError(
+            'remote_device "nvme" keeps weights in files, and nothing says where; give config_dict_or_path='
+            '{"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ...}}}'
+        )
+    return block.nvme_path

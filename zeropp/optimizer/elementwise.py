@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Twin", "check_elementwise", "treats_each_alone"]
+__all__ = ["Twin", "check_elementwise", "count_states", "treats_each_alone"]
 
 _ELEMENTWISE = frozenset(
     {
@@ -95,6 +95,25 @@ def _trial(optimizer: torch.optim.Optimizer, values: list[torch.Tensor], gradien
             parameter.grad = gradient.clone()
         twin.step()
     return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def count_states(optimizer: torch.optim.Optimizer) -> int:
+    """States of one value an element that an optimizer keeps, in the dtype of what it steps: those after a trial step.
+
+    0 where it cannot step a small vector on the CPU: what is counted by it then is too low, and never too high.
+    """
+    parameter = nn.Parameter(torch.zeros(64, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    # Steps that a graph replays are taken on a card only.
+    settings = dict(optimizer.param_groups[0])
+    settings.update({"capturable": False} if "capturable" in settings else {})
+    twin = Twin(optimizer, settings, [parameter])
+    try:
+        twin.step()
+    except Exception:
+        return 0
+    states = [value for value in twin.state[parameter].values() if isinstance(value, torch.Tensor)]
+    return sum(value.shape == parameter.shape and value.dtype == parameter.dtype for value in states)
 
 
 class Twin:

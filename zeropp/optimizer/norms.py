@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zeropp.engine.boundary import Verdict
 from zeropp.engine.engine import Engine
 
-__all__ = ["clipping", "gradient_norms", "scale_gradients"]
+__all__ = ["clip_divisor", "clipping", "gradient_norms", "may_leave_out", "scale_gradients", "takes_divisor"]
 
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -23,20 +23,28 @@ def scale_gradients(engine: Engine, norm: Tensor, max_norm: float) -> Tensor:
     # On the device: the host does not learn the factor, and so does not wait for it.
     factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
     for gradient in engine.gradients:
-        gradient.shard.mul_(factor.to(gradient.dtype))
+        gradient.shard.mul_(factor.to(gradient.shard))
     return factor
+
+
+def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """By what gradients of a norm are divided so that it is at most ``max_norm``: a float32 scalar, at least 1."""
+    return torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()
 
 
 def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
     """Whether a step of ``optimizer`` changes nothing at all, states included, where the device says so."""
     # SGD's fused step leaves out the first momentum, too, and takes uninitialised memory for it.
     adam = inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
-    return adam and _takes_scale(engine, optimizer)
+    return adam and takes_divisor(engine, optimizer)
 
 
-def _takes_scale(engine: Engine, optimizer: Optimizer) -> bool:
-    # The scale is float32, which is too little for gradients of 64 bits.
+def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
+    """Whether kernels can divide gradients as they read them: those of an optimizer, or for None the host's own."""
+    # The divisor is float32, which is too little for gradients of 64 bits.
     single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
+    if optimizer is None:
+        return single
     # A state that was saved by an optimizer that is not fused brings that setting with it.
     fused = all(group.get("fused") for group in optimizer.param_groups)
     return single and fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -56,7 +64,7 @@ def clipping(
         max_norm: bound.
         left_out: float32 scalar, 1 where steps inside are to change nothing; of an optimizer that `may_leave_out`.
     """
-    if left_out is None and not (max_norm > 0 and _takes_scale(engine, optimizer)):
+    if left_out is None and not (max_norm > 0 and takes_divisor(engine, optimizer)):
         if max_norm > 0:
             scale_gradients(engine, norm, max_norm)
         yield
@@ -65,7 +73,7 @@ def clipping(
     none = torch.zeros((), dtype=torch.float32, device=norm.device)
     optimizer.found_inf = none if left_out is None else left_out  # type: ignore[attr-defined]
     if max_norm > 0:
-        optimizer.grad_scale = torch.clamp((norm + _EPSILON) / max_norm, min=1.0).float()  # type: ignore[attr-defined]
+        optimizer.grad_scale = clip_divisor(norm, max_norm)  # type: ignore[attr-defined]
     try:
         yield
     finally:

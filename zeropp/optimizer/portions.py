@@ -6,7 +6,8 @@ parameter by itself: parameters without a gradient are passed over, as torch's o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -18,7 +19,7 @@ from zeropp.optimizer.slices import Slice
 from zeropp.order.refresh import portion_of
 from zeropp.params.flat_buffer import FlatBuffer
 
-__all__ = ["Portion", "choose_portions", "step_by_portions"]
+__all__ = ["Portion", "choose_portions", "step_by_portions", "without_gradients"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,19 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
     # A stand-in, which belongs to no unit.
     portions[0].slices.extend(by_unit.get(-1, []))
     return portions
+
+
+@contextlib.contextmanager
+def without_gradients(slices: Sequence[Slice]) -> Iterator[None]:
+    """Let the optimizer pass over some slices."""
+    gradients = [(part.parameter, part.parameter.grad) for part in slices]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def step_by_portions(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,8 @@ class Slice:
         name: of the model's parameter.
         unit: index of its unit; -1 for a stand-in.
         position: of the parameter among the unit's trainable ones.
+        buffer: that it is a part of; None for a stand-in.
+        offset: in the buffer's shard.
         start: first element of the parameter, in storage order.
         strides: of the parameter.
         parameter: 1-D leaf in the main dtype, a view of the main shard.
@@ -38,6 +40,8 @@ class Slice:
     name: str
     unit: int
     position: int
+    buffer: FlatBuffer | None
+    offset: int
     start: int
     strides: tuple[int, ...]
     parameter: nn.Parameter
@@ -45,6 +49,11 @@ class Slice:
     source: Gradient | None
     shown: bool = False
     removed: bool = False
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host's cores step it, where they have a step of its optimizer."""
+        return self.buffer is not None and self.offset >= self.buffer.homes.device_numel
 
     @property
     def arrived(self) -> bool:
@@ -171,7 +180,7 @@ class Slices:
             if id(buffer.parameters[0]) not in self._cut:
                 for parameter in buffer.parameters:
                     self._cut[id(parameter)] = []
-                for fragment in buffer.fragments():
+                for fragment in _divided(buffer):
                     part = _cut(buffer, fragment, unit.index, position + fragment.slot)
                     self._cut[id(buffer.parameters[fragment.slot])].append(part)
             position += len(buffer.parameters)
@@ -202,7 +211,7 @@ class Slices:
             for key, value in state.items():
                 # The model may have been elsewhere. Counts of steps stay on the host, unless the step reads them there.
                 if isinstance(value, Tensor) and (key != "step" or on_device):
-                    value = value.to(self._device)
+                    value = value.to(part.parameter.device)
                 # The count of steps of a scalar parameter has its shape, too, and is no state of elements.
                 if isinstance(value, Tensor) and value.shape == parameter.shape and key != "step":
                     # Pieces are cut in storage order, which for a transposed weight is not the order of its elements.
@@ -214,6 +223,17 @@ class Slices:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
 
 
+def _divided(buffer: FlatBuffer) -> Iterator[Fragment]:
+    """Parts of parameters in the shard; what the device steps and what the host does are slices of their own."""
+    for fragment in buffer.fragments():
+        numel = fragment.stop - fragment.start
+        here = min(max(buffer.homes.device_numel - fragment.offset, 0), numel)
+        if here:
+            yield replace(fragment, stop=fragment.start + here)
+        if here < numel:
+            yield replace(fragment, start=fragment.start + here, offset=fragment.offset + here)
+
+
 def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Slice:
     gradient = buffer.gradient
     assert gradient is not None
@@ -222,10 +242,12 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
     values = gradient.shard[fragment.offset : stop]
-    return Slice(slot.name, unit, position, fragment.start, slot.strides, parameter, values, gradient)
+    return Slice(
+        slot.name, unit, position, buffer, fragment.offset, fragment.start, slot.strides, parameter, values, gradient
+    )
 
 
 def _stand_in(device: torch.device) -> Slice:
     """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
     parameter = nn.Parameter(torch.zeros(1, device=device))
-    return Slice("<nothing>", -1, 0, 0, (), parameter, torch.zeros(1, device=device), None)
+    return Slice("<nothing>", -1, 0, None, 0, 0, (), parameter, torch.zeros(1, device=device), None)

@@ -20,6 +20,7 @@ from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
 from zeropp.engine.boundary import Boundary, Verdict
 from zeropp.engine.engine import Engine
+from zeropp.engine.parking import NOTHING
 from zeropp.optimizer.checks import (
     also_forget,
     check_optimizer,
@@ -32,22 +33,23 @@ from zeropp.optimizer.checks import (
     refuse_unused,
     weakly,
 )
-from zeropp.optimizer.elementwise import check_elementwise
+from zeropp.optimizer.elementwise import check_elementwise, count_states
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import add_group
 from zeropp.optimizer.modes import switch_mode
-from zeropp.optimizer.norms import clipping, gradient_norms, may_leave_out, scale_gradients
+from zeropp.optimizer.norms import gradient_norms, scale_gradients
 from zeropp.optimizer.outcome import Outcome, told
-from zeropp.optimizer.portions import choose_portions, step_by_portions
+from zeropp.optimizer.phases import OffloadsStates
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
 from zeropp.optimizer.state import check_state, layout_id, load_carried, load_main_weights, main_weights
+from zeropp.optimizer.update import Update
 from zeropp.setup.build import build_engine
 
 __all__ = ["ZeroOptimizer"]
 
 
-class ZeroOptimizer(Optimizer):
+class ZeroOptimizer(OffloadsStates, Optimizer):
     """Partitions a model in place and steps the wrapped optimizer on this rank's part of it.
 
     The user's parameter groups stay the user's objects: schedulers and edits of ``lr`` reach the wrapped optimizer.
@@ -89,8 +91,7 @@ class ZeroOptimizer(Optimizer):
             device: to train on; None for the model's. See docs/multinode.md, "A model larger than a GPU".
 
         Raises:
-            ConfigError: the configuration cannot be used.
-            TypeError, ValueError: the optimizer, the model or the group cannot.
+            ConfigError, TypeError, ValueError: configuration, optimizer, model or group cannot be used.
         """
 
         def prepare() -> Any:
@@ -109,10 +110,13 @@ class ZeroOptimizer(Optimizer):
             process_group, "preparing ZeroOptimizer", prepare, patience=lambda loaded: loaded.zeropp.hang_timeout
         )
         self.inner = optimizer
-        self.engine: Engine = build_engine(model, self.config, process_group, self, gradient_scale, device, alike)
+        self.engine: Engine = build_engine(
+            model, self.config, process_group, self, gradient_scale, device, alike, partial(count_states, optimizer)
+        )
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
         self.slices = Slices(optimizer, self.engine.units, self.engine.device)
+        self._update = Update(self.engine, optimizer, self.slices)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
         self.carried = CarriedErrors(self.engine, loco.reset_T if loco is not None else 1)
@@ -139,7 +143,9 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The wrapped optimizer's state, for this rank's slices."""
+        """The wrapped optimizer's state, for this rank's slices; not before a step that the host has begun is over."""
+        self.engine.refresh.wait_stepped()
+        self.engine.parking.require("optimizer.state", ["optim_states"])
         return not_for_torch_s_state_dict(self.inner).state
 
     def __getattr__(self, name: str) -> Any:
@@ -187,7 +193,7 @@ class ZeroOptimizer(Optimizer):
         They are sent with the first backward outside, or by ``step``. Costs one whole gradient of memory. Beside
         torch's GradScaler the last backward must be outside, since it unscales what has been sent by then.
         """
-        self.engine.require_idle("no_sync", averaged=True)
+        self.engine.require_idle("no_sync", averaged=True, beside_step=True, needs=NOTHING)
         reductions = self.engine.reductions
         before, reductions.no_sync = reductions.no_sync, True
         try:
@@ -251,7 +257,7 @@ class ZeroOptimizer(Optimizer):
         window, loss = self.engine.window, None
         if closure is not None and not window.owned:  # hooks must not run before it is known that a step is taken
             loss, closure = torch.enable_grad()(closure)(), None
-        self.engine.require_idle("step")
+        self.engine.require_idle("step", beside_step=True)
         taken = window.ask(now=now)
         warning = None if now else window.warning()
         if warning is not None and self.engine.comm.rank == 0:  # all ranks come to the same
@@ -268,7 +274,9 @@ class ZeroOptimizer(Optimizer):
     @torch.no_grad()
     def _take_step(self, closure: Callable[[], Tensor] | None) -> Tensor | None:
         loss = None if closure is None else torch.enable_grad()(closure)()
-        self.engine.require_idle("step")
+        self.engine.require_idle("step", beside_step=True)
+        # The step before may write, and a refresh read, the main weights that are about to be stepped.
+        self.engine.refresh.wait()
         self._take_edits()
         self.boundary.check_settings()
         verdict = self._decide()
@@ -285,10 +293,7 @@ class ZeroOptimizer(Optimizer):
             # What any rank has used: slices of one parameter lie on several ranks, and are stepped on all or on none.
             used = part.unit < 0 or verdict.used[part.unit][part.position]
             part.show_gradient(used and not part.removed)
-        # A refresh under way still reads the main weights that are about to be stepped.
-        self.engine.refresh.wait()
-        with clipping(self.engine, self.inner, norm, self.config.gradient_clipping, left_out):
-            self._update()
+        self._update.run(norm, left_out)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
@@ -298,18 +303,7 @@ class ZeroOptimizer(Optimizer):
     def _decide(self) -> Verdict:
         """Whether a step is to be taken: the step's one host read, or none; see [Note: sums read late]."""
         self.outcome.wait(stepping=True)
-        return self.boundary.verdict(late=may_leave_out(self.engine, self.inner))
-
-    def _update(self) -> None:
-        """Let the wrapped optimizer step, and new weights travel to where they are cached."""
-        # Past the profiling wrapper of torch, whose hooks already run around step.
-        step = getattr(type(self.inner).step, "__wrapped__", type(self.inner).step)
-        later = bool(self._optimizer_step_post_hooks)  # they may edit weights
-        step_by_portions(
-            choose_portions(self.engine, self.inner, self.slices.stepped),
-            lambda: step(self.inner),
-            lambda buffers: self.engine.weights_changed(buffers, stepped=True, for_now=later),
-        )
+        return self.boundary.verdict(late=self._update.may_leave_out)
 
     def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:
         """Forget gradients; after a ``step()`` that did nothing, nothing.
@@ -318,7 +312,7 @@ class ZeroOptimizer(Optimizer):
             set_to_none: as in torch; memory of the shards stays, whatever it says.
             now: discard the gradients of an unfinished window, too.
         """
-        self.engine.require_idle("zero_grad", averaged=True)
+        self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
         self.engine.zero_grad(now=now)
 
     def _forget_unsent(self) -> bool:
@@ -373,6 +367,10 @@ class ZeroOptimizer(Optimizer):
 
     def close(self) -> None:
         """Take the engine off the model: hooks, streams and process groups. Values are lost with the optimizer."""
+        if not self.engine.closed and self.engine.agreement.lost is None:
+            # Slices and states may be read afterwards. What a step fails with now is nobody's any more.
+            with contextlib.suppress(RuntimeError):
+                self.engine.refresh.wait_stepped()
         self.engine.close()
 
     # What the engine tells; see `zeropp.engine.listener.Listener`.

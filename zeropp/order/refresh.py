@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.agreement import Agreement
+from zeropp.comm.events import Event, Together
 from zeropp.comm.spans import span
-from zeropp.comm.streams import Event, Lanes
+from zeropp.comm.streams import Lanes
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
 from zeropp.params.flat_buffer import FlatBuffer
@@ -97,7 +98,7 @@ class Refresh:
         buffers = [buffer for unit in stale for buffer in unit.buffers if buffer.stale]
         # Before anything is queued: that notes the new version as cached, as if it were there.
         based = {buffer for buffer in buffers if buffer.has_base}
-        differs = self._choose(buffers, based)
+        differs = self._choose(buffers, based, Together.of([unit.stepping for unit in stale]))
         for unit in stale:
             kind = _DIFFERENCES if based.intersection(unit.buffers) else _REFRESH
             self._issued.add(kind, unit.index, unit.version)
@@ -105,7 +106,9 @@ class Refresh:
                 event = unit.refresh(self.lanes, differs)
             self._agreement.queued(event, unit.name, "refresh")
 
-    def _choose(self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer]) -> Callable[[FlatBuffer], bool]:
+    def _choose(
+        self, buffers: Sequence[FlatBuffer], based: set[FlatBuffer], stepped: Event | None
+    ) -> Callable[[FlatBuffer], bool]:
         """Queue the agreement on what is sent; returns what tells, on any lane, whether a buffer sends differences."""
         # Their messages differ in size from step to step, and ranks must give collectives the same sizes.
         counted = [buffer for buffer in buffers if buffer.counts_escapes and buffer in based]
@@ -121,7 +124,7 @@ class Refresh:
 
             with self._agreement.watching("agreeing on the sizes of refreshes"):
                 # On the lane: the host goes on, and refreshes behind it on other lanes wait for the event.
-                agreed = self.lanes.stream("cross").run(agree)
+                agreed = self.lanes.stream("cross").run(agree, after=stepped)
 
         def differs(buffer: FlatBuffer) -> bool:
             if agreed is not None:
@@ -142,8 +145,16 @@ class Refresh:
                     buffer.invalidate_cache()
         self.put_off()
 
+    def wait_stepped(self) -> None:
+        """Wait until no step is under way: for its gradients, or for weights and states."""
+        for unit in self._units:
+            if unit.stepping is not None:
+                name, wait = unit.name, unit.wait_stepped
+                self._agreement.wait(wait, f"waiting for the step of unit {name!r}", (name, "step"))
+
     def wait(self) -> None:
-        """Wait until no refresh reads the main weights any more, before they change."""
+        """Wait until no step writes and no refresh reads the main weights any more, before they are used here."""
+        self.wait_stepped()
         for unit in self._units:
             if unit.refreshing:
                 name, wait = unit.name, unit.wait_refreshed

@@ -160,11 +160,8 @@ class Schedule:
 
     def _wait_and_expose(self, unit: Unit) -> None:
         with span("wait", unit.name):
-            name = unit.name
-            if unit.refreshing:  # told apart from the gather behind it: it takes other links
-                self.agreement.wait(unit.wait_refreshed, f"waiting for the refresh of unit {name!r}", (name, "refresh"))
-            if unit.gathering:
-                self.agreement.wait(unit.wait_gathered, f"waiting for the gather of unit {name!r}", (name, "gather"))
+            for kind, wait in unit.under_way():
+                self.agreement.wait(wait, f"waiting for the {kind} of unit {unit.name!r}", (unit.name, kind))
         unit.expose()
 
     def expect_in_backward(self, indices: Sequence[int]) -> None:

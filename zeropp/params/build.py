@@ -10,6 +10,9 @@ from torch import nn
 
 from zeropp.comm.hops import Comm, Groups
 from zeropp.config import Config
+from zeropp.offload.division import Division
+from zeropp.offload.home import Memory
+from zeropp.offload.homes import Homes
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.params.gradient import Gradient, GradientPaths
@@ -17,14 +20,15 @@ from zeropp.params.guard import own_dtype
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
 from zeropp.partition.levels import Mode, Placement
-from zeropp.partition.units import UnitSpec
+from zeropp.partition.units import UnitSpec, form_units, unit_options
 from zeropp.wire.codecs import dtype_name
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = [
-    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "gradient_paths", "weight_paths",
+    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "gradient_paths", "largest_shard",
+    "weight_paths",
 ]  # fmt: skip
 
 
@@ -63,6 +67,16 @@ def buffer_layouts(
         # Laid out for the last level whatever the mode says: its pieces are whole blocks, and so are all larger slices.
         layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
         yield key, names, layout
+
+
+def largest_shard(model: nn.Module, config: Config, mode: Mode, world: int) -> tuple[int, int]:
+    """Elements of the largest shard on a rank, and bytes of the largest element of any."""
+    parameters, numel, itemsize = dict(model.named_parameters()), 0, 1
+    for spec in form_units(model, world, unit_options(config)):
+        states = mode.of(spec.persistent).states
+        for key, _, layout in buffer_layouts(parameters, spec, config, world):
+            numel, itemsize = max(numel, layout.numel // states), max(itemsize, key.main_dtype.itemsize)
+    return numel, itemsize
 
 
 def ask_for_hops(
@@ -106,24 +120,33 @@ class BufferMaker:
     Attributes:
         config: of the engine.
         mode: levels of the parts of units, persistent ones aside.
+        homes: of their parts, but for what is stepped on the device though another part of the model is not.
     """
 
-    def __init__(self, config: Config, mode: Mode, comm: Comm) -> None:
+    def __init__(self, config: Config, mode: Mode, comm: Comm, homes: Homes) -> None:
         self.config = config
         self.mode = mode
+        self.homes = homes
         self._comm = comm
         self._encoding = choose_encoding(config)
 
     def make_units(self, model: nn.Module, specs: Sequence[UnitSpec]) -> list[Unit]:
         """A unit for each spec."""
         parameters = dict(model.named_parameters())
+        modes = [self.mode.of(spec.persistent) for spec in specs]
+        layouts = [list(buffer_layouts(parameters, spec, self.config, self._comm.world)) for spec in specs]
+        stepped = [
+            layout.numel // mode.states
+            for mode, own in zip(modes, layouts, strict=True) for key, _, layout in own if key.trainable
+        ]  # fmt: skip
+        division = Division(self.config, self.homes, Memory(self._comm.device), stepped)
         units = []
-        for index, spec in enumerate(specs):
-            placement = Placement(self.mode.of(spec.persistent), self._comm.rank, self._comm.local)
-            buffers = [
-                self._make(spec.name, placement, key, [parameters[name] for name in names], layout)
-                for key, names, layout in buffer_layouts(parameters, spec, self.config, self._comm.world)
-            ]
+        for index, (spec, mode, own) in enumerate(zip(specs, modes, layouts, strict=True)):
+            placement = Placement(mode, self._comm.rank, self._comm.local)
+            buffers = []
+            for key, names, layout in own:
+                homes = division.next(layout.numel // mode.states) if key.trainable else self.homes
+                buffers.append(self._make(spec.name, placement, key, [parameters[n] for n in names], layout, homes))
             units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
         return units
 
@@ -135,7 +158,9 @@ class BufferMaker:
         dtype = buffer.compute_dtype
         main = torch.promote_types(dtype, torch.float32) if trainable else buffer.main_dtype
         key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self.config))
-        return self._make(buffer.unit, buffer.placement, key, [buffer.parameters[index] for index in indices], layout)
+        parameters = [buffer.parameters[index] for index in indices]
+        # What is trained later is the host's, where anything is: the division was of what there was.
+        return self._make(buffer.unit, buffer.placement, key, parameters, layout, self.homes)
 
     def _make(
         self,
@@ -144,9 +169,12 @@ class BufferMaker:
         key: BufferKey,
         parameters: Sequence[nn.Parameter],
         layout: BufferLayout,
+        homes: Homes,
     ) -> FlatBuffer:
         encoding, mode, device = self._encoding, placement.mode, self._comm.device
-        paths = weight_paths(self._comm, placement, key, encoding)
+        # Whether what gathers begin with is not the shard in the device's memory.
+        stored = not homes.of(key.trainable).serves(device)
+        paths = weight_paths(self._comm, placement, key, encoding, stored=stored)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None
             # The main path's hops, and so its groups and lanes; but what travels is not decoded at the end.
@@ -154,12 +182,12 @@ class BufferMaker:
             codes = CodedGatherPath(
                 placement, states, 1, hops, key.dtype, encoding.frozen, level=states, coded=True, decodes=False
             )
-            return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes)
+            return CodedBuffer(unit, parameters, layout, key.main_dtype, device, paths, codes, homes)
         gradient = None
         if key.trainable:
             travels = gradient_paths(self._comm, placement, layout, key, encoding, device)
-            gradient = Gradient(unit, parameters, layout, key.main_dtype, device, travels)
-        return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient)
+            gradient = Gradient(unit, parameters, layout, key.main_dtype, device, travels, homes)
+        return FlatBuffer(unit, parameters, layout, key.main_dtype, device, paths, gradient, homes)
 
 
 def _is_coded(key: BufferKey, encoding: Encoding) -> bool:
@@ -168,12 +196,22 @@ def _is_coded(key: BufferKey, encoding: Encoding) -> bool:
     return encoding.frozen is not None and not key.trainable
 
 
-def weight_paths(comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding) -> WeightPaths:
-    """Paths of one buffer's weights; makes process groups, so that all ranks come here in one order."""
+def weight_paths(
+    comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding, *, stored: bool = False
+) -> WeightPaths:
+    """Paths of one buffer's weights; makes process groups, so that all ranks come here in one order.
+
+    Args:
+        comm: makes hops.
+        placement: of the unit.
+        key: of the buffer.
+        encoding: of what travels.
+        stored: what gathers begin with is kept apart from main weights, as it travels.
+    """
     states, cached, dtype = placement.mode.states, placement.mode.cached, key.dtype
     codec, coded = encoding.weight_codec(key.trainable), _is_coded(key, encoding)
     # With a codec the model computes with decoded values, which the shard does not hold.
-    shared = key.shares(placement.mode) and codec is None
+    shared = key.shares(placement.mode) and codec is None and not stored
     cache_codes = encoding.cache_codes and cached not in (None, 1)
 
     def path(
@@ -197,7 +235,7 @@ def weight_paths(comm: Groups, placement: Placement, key: BufferKey, encoding: E
                 # Made now, by all: later it would be made on a lane, where ranks may be at different places.
                 comm.all_ranks("refresh")
     if cached is None:
-        fetch = path(states, 1, "gather", encoded=True)
+        fetch = path(states, 1, "gather", encoded=True, coded=coded or stored)
     elif cached > 1:
         # What was decoded once goes on as it is: encoding it anew would change it. Cached codes are forwarded.
         fetch = path(cached, 1, "gather", encoded=cache_codes, coded=True)

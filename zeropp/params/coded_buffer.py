@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from zeropp.offload.home import Row
+from zeropp.offload.homes import Homes
 from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.paths import CodedGatherPath
@@ -29,6 +31,8 @@ class CodedBuffer(FlatBuffer):
         codes: path of whole messages, for what moves them.
     """
 
+    coded = True
+
     def __init__(
         self,
         unit: str,
@@ -38,19 +42,20 @@ class CodedBuffer(FlatBuffer):
         device: torch.device,
         paths: WeightPaths,
         codes: CodedGatherPath,
+        homes: Homes,
     ) -> None:
         # No gradient: a parameter that is to be trained leaves for a buffer of its own, see Trainability.
-        super().__init__(unit, parameters, layout, main_dtype, device, paths, None)
+        super().__init__(unit, parameters, layout, main_dtype, device, paths, None, homes)
         self.codes = codes
         self.codec = codes.codec
         # The shard's own size says nothing of it: that is bytes of codes and scales.
         self._piece_numel = layout.numel // self.placement.mode.states
 
-    def _take_piece(self, whole: Tensor) -> Tensor:
+    def _take_piece(self, whole: Tensor) -> Row:
         start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
         shard = self.codec.empty(stop - start, 1, self.device)
         self.codec.encode_(shard, whole[start:stop])
-        return shard
+        return self._keep(shard)
 
     def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
         """Encode new values of a part of a parameter; blocks that say just these values already stay as they are."""
@@ -76,7 +81,7 @@ class CodedBuffer(FlatBuffer):
     def decoded(self) -> Tensor:
         """This rank's values, [numel / states] in the main dtype."""
         values = torch.empty(self._piece_numel, dtype=self.main_dtype, device=self.device)
-        self.codec.decode_(self.shard, values, count=1)
+        self.codec.decode_(self.shard.to(self.device), values, count=1)
         return values
 
     def adopt_codes(self, source: FlatBuffer, messages: Tensor) -> None:
@@ -122,4 +127,7 @@ class _Blocks:
         """Take the blocks ``there`` of a source to the places ``here``."""
         for own, other in ((self._codes, source._codes), (self._scales, source._scales)):
             # Codes and scales lie apart in a message, so a block is moved in two parts: [message, place in it].
-            own[here // self.each, here % self.each] = other[there // source.each, there % source.each]
+            # A message may be the host's, and is told then with the host's numbers.
+            take, put = there.to(other.device), here.to(own.device)
+            found = other[take // source.each, take % source.each].to(own.device)
+            own[put // self.each, put % self.each] = found

@@ -18,13 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import bump_versions, storage_id
+from zeropp.comm.events import Event
+from zeropp.offload.home import Home, MemoryRow, Row
+from zeropp.offload.homes import Homes
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
+from zeropp.params.source import Source
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.differences import DifferencePath
-from zeropp.wire.paths import GatherPath
+from zeropp.wire.paths import CodedGatherPath, GatherPath, Stored
 
-__all__ = ["FlatBuffer", "WeightPaths"]
+__all__ = ["FlatBuffer", "WeightPaths", "make_source"]
 
 
 @dataclass(frozen=True)
@@ -48,20 +52,29 @@ class WeightPaths:
         """Whether the shard is what the model computes with: whole, in its dtype."""
         return self.refresh is None and self.fetch is None
 
+    @property
+    def counts_escapes(self) -> bool:
+        """Whether ranks have to agree on the size of a message of differences."""
+        return self.differences is not None and self.differences.counted is not None
+
 
 class FlatBuffer:
     """Values and main shard of one group of parameters.
 
     Attributes:
+        coded: whether the shard is a message.
         parameters: the model's own parameter objects.
         flat: [numel] in the compute dtype; empty storage while released; the shard itself where paths lead nowhere.
-        shard: [numel / states] main weights (float32, or float64 for float64 models), or the frozen values in their own
-            dtype.
+        main: where the shard is.
+        source: what gathers and refreshes begin with, where it is not the shard.
         secondary: [numel / cached level] weights in the compute dtype, cached between uses (hpZ), or the messages they
             came in, or None.
+        homes: of its parts.
         trainable: whether there is a gradient, and optimizer states; its parameters may yet not be trained now.
         gradient: its sum; None if the buffer is not trainable.
     """
+
+    coded = False
 
     def __init__(
         self,
@@ -72,6 +85,7 @@ class FlatBuffer:
         device: torch.device,
         paths: WeightPaths,
         gradient: Gradient | None,
+        homes: Homes,
     ) -> None:
         self.unit = unit
         self.names = tuple(slot.name for slot in layout.slots)
@@ -90,7 +104,9 @@ class FlatBuffer:
         # Autograd's counters as last set here; an edit in place moves them. See [Note: versions].
         self._noted_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
-        self.shard = torch.empty(0, device=device)
+        self.main: Row = MemoryRow(torch.empty(0, device=device))
+        self.source: Source | None = None
+        self.homes = homes
         self.secondary: Tensor | None = None
 
     def adopt(self, fill: Callable[[Tensor], None]) -> None:
@@ -104,7 +120,7 @@ class FlatBuffer:
         whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
         with torch.no_grad():
             fill(whole)
-            self.shard = self._take_piece(whole)
+            self.main = self._take_piece(whole)
             # Before memory for gathered values is there. It stays if it is the shard.
             del whole
             shared = self.paths.shared
@@ -115,6 +131,11 @@ class FlatBuffer:
             # The true shape over one element, so that a released parameter costs no memory and every index finds NaN.
             self._absent = [absent.expand(view.shape) for view in self._present]
             self._prepare_paths()
+            self.source = make_source(
+                self.main, self.paths, self.homes, self.device, trainable=self.trainable, coded=self.coded
+            )
+            if self.source is not None:
+                self.source.renew()
         # The parameters of a model that was wrapped before may still be guarded.
         unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
@@ -122,11 +143,33 @@ class FlatBuffer:
         if not shared:
             self.shrink()
 
-    def _take_piece(self, whole: Tensor) -> Tensor:
+    def _take_piece(self, whole: Tensor) -> Row:
         """This rank's shard of whole values."""
         start, stop = self.placement.slice_of(whole.numel(), self.placement.mode.states)
         # A view would keep all of ``whole`` alive.
-        return whole if stop - start == whole.numel() else whole[start:stop].clone()
+        return self._keep(whole) if stop - start == whole.numel() else self._keep(whole[start:stop], copy=True)
+
+    @property
+    def home(self) -> Home:
+        """Where the shard is: with the optimizer's states if it is stepped, which frozen weights are not."""
+        return self.homes.of(self.trainable)
+
+    def _keep(self, values: Tensor, *, copy: bool = False) -> Row:
+        """A shard in its home; the very tensor if it is there, unless a ``copy`` is to be made."""
+        if self.home.serves(self.device):
+            return MemoryRow(values.clone() if copy else values)
+        row = self.home.allocate(values.numel(), values.dtype)
+        # Through the mapping, if it is a file: nothing else is under way yet.
+        row.tensor.copy_(values)
+        return row
+
+    @property
+    def shard(self) -> Tensor:
+        """[numel / states] main weights (float32, or float64 for float64 models), or frozen values in their own dtype.
+
+        Where they are in a file, this is a mapping of it.
+        """
+        return self.main.tensor
 
     def _prepare_paths(self) -> None:
         refresh, fetch = self.paths.refresh, self.paths.fetch
@@ -159,10 +202,15 @@ class FlatBuffer:
         if storage.nbytes() != self.nbytes:
             storage.resize_(self.nbytes)
 
-    def gather(self) -> Iterator[None]:
-        """Bring the values together; see :meth:`zeropp.wire.paths.GatherPath.gather`."""
+    def gather(self, after: Event | None) -> Iterator[None]:
+        """Bring the values together, which are there ``after`` an event.
+
+        See :meth:`zeropp.wire.paths.GatherPath.gather`.
+        """
         assert self.paths.fetch is not None  # whole weights that are cached are only refreshed
-        own = self.shard if self.secondary is None else self.secondary
+        own: Tensor | Stored | None = self.secondary
+        if own is None:
+            own = self.shard if self.source is None else self.source.begin(after)
         return self.paths.fetch.gather(own, self._fetch_places, self.unit)
 
     @property
@@ -181,6 +229,14 @@ class FlatBuffer:
         # Not after a load or an edit: ranks agree on when those happened, so they agree on this, too.
         return self.paths.differences is not None and self.cached_version >= 0
 
+    def note_change(self, *, stepped: bool) -> None:
+        """Main weights are new; if by a step, what is cached may serve as a base for differences."""
+        self.version += 1
+        if not stepped:
+            self.invalidate_cache()
+            if self.source is not None:
+                self.source.renew()
+
     def invalidate_cache(self) -> None:
         """What is cached is to be renewed from main weights alone."""
         self.cached_version = -1
@@ -192,12 +248,12 @@ class FlatBuffer:
     @property
     def counts_escapes(self) -> bool:
         """Whether ranks have to agree on the size of a message of differences."""
-        return self.paths.differences is not None and self.paths.differences.counted is not None
+        return self.paths.counts_escapes
 
     def count_escapes(self) -> Tensor:
         """int64 [2]: what that size depends on; on a lane of refreshes."""
         assert self.paths.differences is not None and self.paths.differences.counted is not None
-        return self.paths.differences.counted.count(self.shard, self._difference_places[0])
+        return self.paths.differences.counted.count(self._new_values(), self._difference_places[0])
 
     def take_room(self, room8: int, room16: int) -> bool:
         """Size messages for the largest counts of any rank; whether differences take fewer bytes than weights."""
@@ -207,13 +263,21 @@ class FlatBuffer:
 
     def refresh(self, differs: Callable[[FlatBuffer], bool]) -> Iterator[None]:
         """Renew what is cached, from main weights alone or, if that is the answer when it runs, by differences."""
-        # Asked on the lane: whether differences are worth it is agreed there, after this was queued.
-        if differs(self):
+        # Asked on the lane: whether differences are worth it is agreed there, after this was queued, and what is sent
+        # is there only now.
+        by_differences, own = differs(self), self._new_values()
+        if by_differences:
             assert self.paths.differences is not None
-            yield from self.paths.differences.gather(self.shard, self._difference_places, self.unit)
+            yield from self.paths.differences.gather(own, self._difference_places, self.unit)
         else:
             assert self.paths.refresh is not None
-            yield from self.paths.refresh.gather(self.shard, self._refresh_places, self.unit)
+            yield from self.paths.refresh.gather(own, self._refresh_places, self.unit)
+        if self.source is not None:
+            self.source.drop_new()
+
+    def _new_values(self) -> Tensor:
+        """New main weights in the device's memory."""
+        return self.shard if self.source is None else self.source.new()
 
     def expose(self) -> None:
         """Let the model see the values.
@@ -318,3 +382,35 @@ class FlatBuffer:
         """Parts of parameters in this rank's shard."""
         states = self.placement.mode.states
         return self.layout.fragments(self.placement.chain.slice_index(self.placement.rank, states), states)
+
+
+def make_source(
+    main: Row, paths: WeightPaths, homes: Homes, device: torch.device, *, trainable: bool, coded: bool
+) -> Source | None:
+    """What gathers and refreshes begin with; it has no values yet. None where that is the shard itself.
+
+    Args:
+        main: this rank's shard.
+        paths: of the weights.
+        homes: of all parts.
+        device: that trains.
+        trainable: whether there is a gradient.
+        coded: whether the shard is a message.
+    """
+    home, kept = homes.weights, paths.refresh is None
+    path = paths.fetch if kept else paths.refresh
+    if path is None or homes.of(trainable).serves(device):
+        return None
+    codec = path.codec if kept and isinstance(path, CodedGatherPath) and not coded else None
+    # Codes are made of main weights as they are. Lossless differences are of the rounded ones.
+    exact = isinstance(path, CodedGatherPath) or (paths.differences is not None and not paths.counts_escapes)
+    row: Row | None = None
+    numel, dtype = main.tensor.numel(), main.tensor.dtype
+    # Frozen weights never change, so that a second copy would save little; of others it is worth fewer bytes.
+    serves = not trainable or (home.accepts(main) and dtype == path.dtype)
+    if kept and serves and codec is None:
+        row = main
+    elif kept:
+        row = home.allocate(codec.nbytes(numel) if codec else numel, codec.dtype if codec else path.dtype)
+    reader = None if row is None or row.place == "device" else homes.reader
+    return Source(main, row, dtype if exact else path.dtype, codec, device, reader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from zeropp._compat import unguarded
 from zeropp.comm.streams import Work, used_here
+from zeropp.offload.homes import Homes
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.codecs import Feedback, PlainCodec
 from zeropp.wire.paths import GatherPath, ReducePath
 from zeropp.wire.report import Report, summed_by_kernels
 from zeropp_kernels import block_table
+from zeropp_kernels.wire import BLOCK
 
 __all__ = ["Gradient", "GradientPaths"]
 
@@ -45,7 +48,7 @@ class Gradient:
     """Sums of one flat buffer's gradients.
 
     Attributes:
-        shard: [numel / states] accumulated gradient in the main dtype, what the optimizer reads.
+        row: where ``shard`` is.
         arrived: whether ``shard`` holds anything yet.
         report: of ``shard``, unless that has been ``edited`` since.
         trained: whether each parameter is to have one; not those that were frozen after wrapping.
@@ -60,6 +63,7 @@ class Gradient:
         main_dtype: torch.dtype,
         device: torch.device,
         paths: GradientPaths,
+        homes: Homes,
     ) -> None:
         self.unit = unit
         self.parameters = tuple(parameters)
@@ -68,9 +72,11 @@ class Gradient:
         self.device = device
         self.paths = paths
         self.placement = paths.straight.placement
-        self.shard = torch.zeros(layout.numel // self.placement.mode.states, dtype=main_dtype, device=self.device)
+        self.row = homes.gradients.allocate(layout.numel // self.placement.mode.states, main_dtype)
+        # Sums are made where they stay; else they are brought there, through staging buffers.
+        self._ring = None if homes.gradients.serves(device) else homes.ring
         self.arrived = False
-        self.report = Report(self.shard)
+        self.report = Report(self.shard, device)
         self._reported = -1  # version of ``shard`` that the report is of
         self._doubted = False  # somebody could have written to it unseen
         self.trained = (True,) * len(self.parameters)
@@ -83,13 +89,18 @@ class Gradient:
         self._scaled = 1.0  # by which the last message is smaller than what it carries
         self._table = None
         # Nothing travels, and one kernel brings gradients to the shard.
-        self._gathers = not paths.straight.hops and summed_by_kernels(self.shard)
+        self._gathers = not paths.straight.hops and self._ring is None and summed_by_kernels(self.shard)
         if paths.straight.codec.coded or self._gathers:
             numels, offsets = [slot.numel for slot in layout.slots], [slot.offset for slot in layout.slots]
             self._table = block_table(numels, offsets, layout.numel, device=self.device)
         # Rotated codes spread their error over whole blocks, padding included, which norms must not see.
         rotates = any(hop.codec.rotate for hop in paths.straight.hops)
         self._padding = self._find_padding() if rotates else []
+
+    @property
+    def shard(self) -> Tensor:
+        """[numel / states] accumulated gradient in the main dtype, what the optimizer reads; a mapping of a file."""
+        return self.row.tensor
 
     @property
     def feedbacks(self) -> list[Feedback]:
@@ -183,10 +194,43 @@ class Gradient:
 
     def _reduce(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """To the shard, which the last sum measures, unless something is done to it after that."""
+        if self._ring is not None:
+            return self._reduce_and_store(path, message, numel, scale)
         report = None if self._padding else self.report
         return path.reduce(
             message, numel, self.shard, scale=scale, accumulate=self._has_arrived, unit=self.unit, report=report
         )
+
+    def _reduce_and_store(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
+        """Make the sum on the device, and bring it to where it stays."""
+        total = self._empty_sum()
+        sums = path.reduce(message, numel, total, scale=scale, accumulate=lambda: False, unit=self.unit)
+        del message  # or this frame would keep it until the sum is there
+        yield from sums
+        self._store(total)
+
+    def _empty_sum(self) -> Tensor:
+        return torch.empty(self.shard.numel(), dtype=self.dtype, device=self.device)
+
+    def _store(self, total: Tensor) -> None:
+        """Bring a sum to its home, added to what is there, and measure what comes of it."""
+        assert self._ring is not None
+        self._clear_padding(total)
+        self.report.flag.zero_()
+        # Whole blocks, so that the report's sums are those of a shard that is measured at once, to the bit.
+        most = self._ring.nbytes // self.dtype.itemsize // BLOCK * BLOCK
+        for start in range(0, total.numel(), most):
+            part = total[start : start + most]
+            with self._ring.taken() as buffer:
+                staged = buffer[: part.nbytes].view(self.dtype)
+                # Measured after the sum: the norm is that of what is stepped with.
+                if self.arrived:
+                    self.row.read(start, staged).wait(threading.TIMEOUT_MAX)
+                    part.add_(staged.to(self.device))
+                self.report.measure_part(part, start)
+                staged.copy_(part)
+                self.row.write(start, staged).wait(threading.TIMEOUT_MAX)
+        self.report.add_up()
 
     def _links(self, path: ReducePath) -> list[str]:
         """Classes of links from a path's beginning to the shard."""
@@ -239,25 +283,34 @@ class Gradient:
         # The way back may end on another lane than it began on, as where what was held goes on between nodes first.
         used_here(whole)
         # One message, so this is a cast, a scale and perhaps an addition.
-        PlainCodec(whole.dtype).decode_sum_(
-            [whole], self.shard, scale=scale / headroom, accumulate=self.arrived, report=self.report
-        )
+        last, scale = PlainCodec(whole.dtype), scale / headroom
+        if self._ring is None:
+            last.decode_sum_([whole], self.shard, scale=scale, accumulate=self.arrived, report=self.report)
+        else:
+            total = self._empty_sum()
+            last.decode_sum_([whole], total, scale=scale)
+            self._store(total)
 
     def _has_arrived(self) -> bool:
         return self.arrived
 
     def _arrive(self) -> None:
-        if self._padding:
+        unmeasured = bool(self._padding) and self._ring is None
+        if unmeasured:
             # On the lane, behind the sum and before the event, so that the optimizer never sees what codes left there.
-            torch._foreach_zero_([self.shard[start:stop] for start, stop in self._padding])
+            self._clear_padding(self.shard)
         # Read on the same lanes only, until the backward has ended and everything has been waited for.
         self.arrived = True
         clears = bool(self.feedbacks) and not all(self.trained)
         if clears:
             self.clear([not trained for trained in self.trained])
-        if self._padding or clears:
+        if unmeasured or clears:
             self.report.measure(self.shard)
         self.accept_edits()
+
+    def _clear_padding(self, values: Tensor) -> None:
+        if self._padding:
+            torch._foreach_zero_([values[start:stop] for start, stop in self._padding])
 
     @property
     def edited(self) -> bool:

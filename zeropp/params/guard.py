@@ -56,9 +56,9 @@ def _metadata_functions() -> frozenset[object]:
     return frozenset(found)
 
 
-_METADATA = _metadata_functions()
+METADATA = _metadata_functions()
 # Not among the metadata: the stand-in is one element with strides of 0.
-_LAYOUT = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
+LAYOUT = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -238,12 +238,12 @@ def _intercept(
     # What runs below sees plain tensors, and does not come back here.
     with unguarded():
         # ``type()`` names a type; with an argument it would convert values.
-        if func in _METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
+        if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         touched: list[GuardHandler] = []
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
-            if func in _LAYOUT:
+            if func in LAYOUT:
                 return func(tag.layout, *args[1:], **kwargs)
             handler = tag.handler()
             if handler is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -56,28 +56,29 @@ class Spread:
 
     Attributes:
         carrier: between the ranks.
-        device: where pieces lie.
         trains_on: the device that the model will train on, unless it is wrapped with another.
         asked: settings that the configuration must have, too, when the model is wrapped.
         building: while all ranks run the same code.
+        cuts: whether anything is done: of one rank only if its pieces do not stay in memory.
     """
 
     def __init__(
         self,
         carrier: Carrier,
-        device: torch.device,
         trains_on: torch.device,
         asked: dict[str, object],
+        keep: Callable[[Tensor], Tensor],
         *,
-        pinned: bool = False,
+        cuts: bool,
     ) -> None:
+        """Begin with nothing; ``keep`` brings a row to where pieces lie, and may return it as it is."""
         self.carrier = carrier
         self.world = carrier.world
-        self.device = device
+        self.cuts = cuts
+        self._keep = keep
         self.trains_on = trains_on
         self.asked = asked
         self.building = False
-        self._pinned = pinned
         self._limit = self._bound = LIMIT_NBYTES
         # By identity, each held until it is cut: which ones there are must not depend on garbage collection.
         self._begun: dict[int, tuple[nn.Parameter, int]] = {}  # with bytes, which a cast may change
@@ -91,7 +92,7 @@ class Spread:
 
     def begin(self, name: str, parameter: nn.Parameter, module: nn.Module) -> None:
         """Take note of a parameter that a module has been given, which it may not have initialised yet."""
-        if self.world == 1 or piece_of(parameter) is not None or not _can_be_cut(parameter):
+        if not self.cuts or piece_of(parameter) is not None or not _can_be_cut(parameter):
             return
         # Modules that nothing has yet, such as those of a list that is being made: most of them are built. Of one with
         # many parameters of its own some may not be, and are fetched then.
@@ -228,7 +229,7 @@ class Spread:
 
     def scatter(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
         """Cut whole parameters; each rank keeps its piece of the values that the source, a rank of the group, has."""
-        if self.world == 1:
+        if not self.cuts:
             return
         for parameter in parameters:
             if parameter.nbytes > _ALONE_NBYTES:
@@ -252,7 +253,7 @@ class Spread:
             ]
         self.agree(_CUTTING, [parameter], None)
         carrier.scatter(_bytes(own), rows, source, _CUTTING)
-        piece.hide(parameter, self._kept(own))
+        piece.hide(parameter, self._keep(own))
 
     def _scatter_jointly(self, parameters: Sequence[nn.Parameter], source: int) -> None:
         """Several parameters in one message for each rank."""
@@ -278,13 +279,9 @@ class Spread:
         message = torch.empty(end, dtype=torch.uint8, device=carrier.device)
         self.agree(_CUTTING, parameters, None)
         carrier.scatter(message, rows, source, _CUTTING)
-        message = self._kept(message)
+        message = self._keep(message)
         for parameter, (begin, nbytes) in zip(parameters, places, strict=True):
             _piece(parameter).hide(parameter, message[begin : begin + nbytes].view(parameter.dtype))
-
-    def _kept(self, row: Tensor) -> Tensor:
-        row = row.to(self.device)
-        return row.pin_memory() if self._pinned else row
 
     def broadcast(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
         """Let whole parameters have the values of the source everywhere, several in one message."""

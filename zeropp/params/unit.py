@@ -8,15 +8,17 @@ from enum import Enum
 
 from torch import nn
 
-from zeropp.comm.streams import Event, Lanes, Work
+from zeropp.comm.events import Event
+from zeropp.comm.streams import Lanes, Work
+from zeropp.offload.home import Place, Row
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 
 __all__ = ["TERMS", "Unit", "UnitState"]
 
 TERMS = (
-    "main_weights", "gradients", "gradient_norms", "frozen_weights", "secondary_weights", "persistent_weights",
-    "feedback",
+    "main_weights", "gradients", "gradient_norms", "frozen_weights", "wire_weights", "secondary_weights",
+    "persistent_weights", "feedback",
 )  # fmt: skip
 """What a unit owns at all times."""
 
@@ -51,6 +53,7 @@ class Unit:
         self.users = 0
         self.update_trained()
         # Events of what is queued and has not been waited for.
+        self._stepped: Event | None = None
         self._gathered: Event | None = None
         self._refreshed: Event | None = None
 
@@ -102,17 +105,24 @@ class Unit:
         # Frozen buffers stay behind, since an optimizer step gives versions to the trainable ones only.
         return max(buffer.version for buffer in self.buffers)
 
-    def owned_bytes(self) -> Iterator[tuple[str, int]]:
-        """(term, bytes) of each storage, as it is right now: those in ``TERMS``, "gathered" and "held_gradients"."""
+    def owned_bytes(self, place: Place = "device") -> Iterator[tuple[str, int]]:
+        """(term, bytes) of each storage in one place, as it is right now.
+
+        Terms are those in ``TERMS``, "gathered", "held_gradients", and "new_weights" that wait to be sent on.
+        """
+        rows = [(term, row) for buffer in self.buffers for term, row in _rows(buffer)]
+        yield from ((term, row.nbytes) for term, row in rows if row.place == place)
+        if place != "device":
+            return
         for buffer in self.buffers:
-            yield "main_weights" if buffer.trainable else "frozen_weights", buffer.shard.untyped_storage().nbytes()
             if buffer.gradient is not None:
-                yield "gradients", buffer.gradient.shard.untyped_storage().nbytes()
                 yield "gradient_norms", buffer.gradient.report.nbytes
                 for feedback in buffer.gradient.feedbacks:
-                    yield "feedback", feedback.state.nbytes
+                    yield "feedback", feedback.state.untyped_storage().nbytes()
                 if buffer.gradient.held is not None:
                     yield "held_gradients", buffer.gradient.held.untyped_storage().nbytes()
+            if buffer.source is not None and buffer.source.new_nbytes:
+                yield "new_weights", buffer.source.new_nbytes
             if buffer.secondary is not None:
                 yield "secondary_weights", buffer.secondary.untyped_storage().nbytes()
             if not buffer.paths.shared:
@@ -144,8 +154,9 @@ class Unit:
         home = lanes.stream(path.links[0])
         for buffer in self.buffers:
             home.allocate(buffer.grow)
-        # Gathers read what refreshes write, on other lanes.
-        return Work(path.links, [buffer.gather() for buffer in self.buffers], after=self._refreshed)
+        # Gathers read what refreshes write, on other lanes; or where nothing is cached, what is being stepped.
+        after = self._stepped if self._refreshed is None else self._refreshed
+        return Work(path.links, [buffer.gather(after) for buffer in self.buffers], after=after)
 
     def note_gather(self, event: Event) -> None:
         """The gather is queued, and done with ``event``."""
@@ -189,18 +200,42 @@ class Unit:
                 lanes.stream(path.links[0]).allocate(buffer.grow)
             # Already, though it is only queued: whoever uses the unit waits for the event first.
             buffer.cached_version = buffer.version
-        self._refreshed = lanes.run(Work(path.links, [buffer.refresh(differs) for buffer in stale]))[-1]
+        work = Work(path.links, [buffer.refresh(differs) for buffer in stale], after=self._stepped)
+        self._refreshed = lanes.run(work)[-1]
         return self._refreshed
 
+    def note_step(self, event: Event) -> None:
+        """Main weights and states are being stepped until ``event``; see [Note: steps on the host]."""
+        self._stepped = event
+
+    def under_way(self) -> Iterator[tuple[str, Callable[[float], bool]]]:
+        """(what, to wait for it) of what the model's next look at the values has to wait for."""
+        # Behind a step comes one of the others, unless the model computes with the main weights themselves.
+        if self._stepped is not None and self._refreshed is None and self._gathered is None:
+            yield "step", self.wait_stepped
+        # Told apart from the gather behind it: it takes other links.
+        if self._refreshed is not None:
+            yield "refresh", self.wait_refreshed
+        if self._gathered is not None:
+            yield "gather", self.wait_gathered
+
     @property
-    def gathering(self) -> bool:
-        """Whether a gather was queued and not waited for."""
-        return self._gathered is not None
+    def stepping(self) -> Event | None:
+        """The end of a step that was queued and has not been waited for."""
+        return self._stepped
 
     @property
     def refreshing(self) -> bool:
         """Whether a refresh was queued and not waited for."""
         return self._refreshed is not None
+
+    def wait_stepped(self, timeout: float) -> bool:
+        """Wait for a step; False after ``timeout`` seconds in vain."""
+        if self._stepped is not None:
+            if not self._stepped.wait(timeout):
+                return False
+            self._stepped = None
+        return True
 
     def wait_gathered(self, timeout: float) -> bool:
         """Wait for a gather; False if it did not end in ``timeout`` seconds."""
@@ -250,3 +285,13 @@ class Unit:
             assert buffer.paths.fetch is not None
             # Behind what the model has been given so far, which may still read them on a GPU.
             lanes.stream(buffer.paths.fetch.links[0]).free(buffer.shrink)
+
+
+def _rows(buffer: FlatBuffer) -> Iterator[tuple[str, Row]]:
+    """(term, row) of what need not be on the device."""
+    yield "main_weights" if buffer.trainable else "frozen_weights", buffer.main
+    if buffer.gradient is not None:
+        yield "gradients", buffer.gradient.row
+    source = buffer.source
+    if source is not None and source.row is not None and source.follows:
+        yield "wire_weights", source.row

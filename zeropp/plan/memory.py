@@ -1,15 +1,26 @@
-"""Every storage the engine will own on one rank, in bytes."""
+"""Every storage the engine will own on one rank, in bytes: of the device, of the host, and of a disk."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from zeropp.config import ConfigSource
+from zeropp.config import Config, ConfigSource
+from zeropp.offload.division import Division
+from zeropp.offload.home import PLACES, Place, Row
+from zeropp.offload.homes import Homes, Staging, choose_staging
+from zeropp.params.build import BufferKey, largest_shard, weight_paths
+from zeropp.params.flat_buffer import make_source
 from zeropp.params.unit import TERMS
-from zeropp.plan.outline import outline
+from zeropp.partition.layout import BufferLayout
+from zeropp.partition.levels import choose_mode
+from zeropp.plan.limits import require_below
+from zeropp.plan.outline import Outline, OutlineUnit, outline
+from zeropp.plan.places import plan_homes, planned_memory
 from zeropp.wire.report import report_nbytes
 
 __all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
@@ -22,13 +33,23 @@ with NVLink (NVIDIA/nccl issue 964). It is proportional to the channels and to N
 
 @dataclass(frozen=True)
 class UnitMemory:
-    """One unit: bytes while gathered, of the message that carries its gradients, of gradients held for a later one."""
+    """One unit: bytes on the device that are there for a while.
+
+    Attributes:
+        name: of the unit.
+        persistent: whether its whole weights stay.
+        gathered: whole weights, while gathered.
+        message: what carries its gradients.
+        held: gradients that wait for a later backward of the step.
+        arriving: sums of gradients on their way to the host.
+    """
 
     name: str
     persistent: bool
     gathered: int
     message: int
     held: int
+    arriving: int = 0
 
 
 @dataclass(frozen=True)
@@ -36,19 +57,39 @@ class MemoryPlan:
     """Bytes on each rank; equal on all, since pieces are.
 
     Attributes:
-        terms: what is owned at all times: ``main_weights`` (float32 or float64 shards of trainable parameters),
-            ``gradients`` (the same), ``gradient_norms`` (of each 256 elements of these, and a flag), ``frozen_weights``
-            (shards in their own dtype, or in codes), ``secondary_weights`` (what hpZ caches, in the compute dtype or in
-            codes), ``persistent_weights`` (whole, compute dtype; none where the main weights are that), ``feedback``
-            (errors of quantized gradients).
+        terms: what is owned on the device at all times: ``main_weights`` (float32 or float64 shards of trainable
+            parameters), ``gradients`` (the same), ``gradient_norms`` (of each 256 elements of these, and a flag),
+            ``frozen_weights`` (shards in their own dtype, or in codes), ``wire_weights`` (what gathers begin with, in
+            the compute dtype or in codes, where main weights are elsewhere), ``secondary_weights`` (what hpZ caches, in
+            the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where the main weights
+            are that), ``feedback`` (errors of quantized gradients). The optimizer's states are not among them.
         units: what comes on top while a unit is gathered, or its gradients are on their way.
         communicators: process groups that carry weights and gradients, and one for what is small and for all, on a
             card one NCCL communicator each. Their memory is none that torch allocates, and in no other number here.
+        host: the same in the host's memory, of what is offloaded: ``main_weights``, ``gradients``, ``frozen_weights``,
+            ``wire_weights``, and ``optimizer_states``; and the rings through which all of it moves: ``step_staging`` of
+            what is stepped, ``gather_staging`` of what is read for gathers.
+        disk: the same in files, in whole blocks of 4096 bytes a row; nothing is staged there.
+        device_states: optimizer states on the device, which are in no other number here.
+        new_weights: at most, on the device: stepped weights that have not been sent on to what caches them, or been
+            encoded. Gradients of steps under way take nothing more, since the next backward waits for these.
+        pinned: bytes of the rings that are page-locked.
+        local: ranks of a node.
+        on_host: whether the device is the host's CPU, whose memory is then in ``terms``.
+        settings: the configuration.
     """
 
     terms: dict[str, int]
     units: tuple[UnitMemory, ...]
     communicators: int
+    host: dict[str, int]
+    disk: dict[str, int]
+    device_states: int
+    new_weights: int
+    pinned: int
+    local: int
+    on_host: bool
+    settings: Config = field(compare=False, repr=False)
 
     @property
     def communicator_nbytes(self) -> int:
@@ -57,7 +98,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        """Bytes owned between steps."""
+        """Bytes owned on the device between steps, optimizer states aside."""
         return sum(self.terms.values())
 
     @property
@@ -73,8 +114,55 @@ class MemoryPlan:
         """Bytes of the largest unit while gathered: the least that forward and backward need on top."""
         return max((unit.gathered for unit in self.units if not unit.persistent), default=0)
 
+    @property
+    def host_total(self) -> int:
+        """Bytes that training needs in the host's memory, at least, for one rank.
+
+        Where the CPU trains, all that it owns and its largest unit belong to it; activations never do, nor do Python,
+        torch and the model before it was wrapped.
+        """
+        return sum(self.host_terms.values())
+
+    @property
+    def disk_total(self) -> int:
+        """Bytes in files, for one rank."""
+        return sum(self.disk.values())
+
+    def require(self, *, host_bytes: int | None = None, disk_bytes: int | None = None) -> MemoryPlan:
+        """Make sure that a node's ranks can stay below limits, together.
+
+        Args:
+            host_bytes: that they may have of the host's memory; None for no limit.
+            disk_bytes: that they may have of its disks.
+
+        Returns:
+            This plan.
+
+        Raises:
+            MemoryLimitError: they cannot, with what each term takes and the settings that make it less.
+        """
+        require_below(self.settings, self.local, "host", self.host_terms, host_bytes)
+        require_below(self.settings, self.local, "disk", self.disk, disk_bytes)
+        return self
+
+    @property
+    def host_terms(self) -> dict[str, int]:
+        """What ``host_total`` is the sum of."""
+        terms = Counter(self.host)
+        # There is one memory then, and a term may be in both.
+        if self.on_host:
+            terms.update(self.terms)
+            terms.update({"optimizer_states": self.device_states, "largest_unit": self.largest_unit})
+        return terms
+
     def __str__(self) -> str:
         rows = [*self.terms.items(), ("total between steps", self.total), ("largest unit, gathered", self.largest_unit)]
+        # Only where something is offloaded.
+        rows += [("new weights, at most", self.new_weights)] * (self.new_weights > 0)
+        for place, terms in (("host", self.host), ("disk", self.disk)):
+            rows += [(f"{place}: {name}", value) for name, value in terms.items() if value]
+            if len([value for value in terms.values() if value]) > 1:
+                rows.append((f"{place}: total", sum(terms.values())))
         lines = [f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows]
         if self.communicators:
             estimate = f"{self.communicators} NCCL communicators, about"
@@ -82,52 +170,155 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def memory(model: nn.Module, config: ConfigSource, world: int, local: int | None = None) -> MemoryPlan:
+def memory(
+    model: nn.Module,
+    config: ConfigSource,
+    world: int,
+    local: int | None = None,
+    *,
+    device: torch.device | str = "cuda",
+    states: int = 2,
+) -> MemoryPlan:
     """Predict what the engine will own, on each of ``world`` ranks.
-
-    Optimizer states are the wrapped optimizer's and not counted: AdamW's are twice ``main_weights``.
 
     Args:
         model: not wrapped; meta parameters will do.
         config: as given to ZeroOptimizer.
         world: ranks to partition over.
         local: ranks per node, which matters to groups of nodes and to deferred reductions; None for a single node.
+        device: that trains. It need not be here; what is offloaded to the host of a "cpu" stays where it is.
+        states: of one value an element that the wrapped optimizer keeps: 2 for Adam and AdamW, 3 with ``amsgrad``, 1
+            for Adagrad and for SGD with momentum.
 
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
     """
     cut = outline(model, config, world, local)
-    encoding = cut.encoding
-    terms: Counter[str] = Counter(dict.fromkeys(TERMS, 0))
-    units = []
-    for unit in cut.units:
-        gathered = message = held = 0
+    kind = torch.device(device)
+    tally = _Tally(cut, world, kind, states)
+    units = tuple(tally.add_unit(unit) for unit in cut.units)
+    rings = tally.staging(model)
+    staging = {name: ring.total for name, ring in rings.items()}
+    return MemoryPlan(
+        {term: tally.terms["device"][term] for term in TERMS},
+        units,
+        len(cut.groups(world)) + (world > 1),
+        {**tally.terms["host"], **staging},
+        dict(tally.terms["disk"]),
+        tally.device_states,
+        tally.new_weights,
+        sum(ring.total for ring in rings.values() if ring.pinned),
+        cut.local,
+        kind.type == "cpu",
+        cut.settings,
+    )
+
+
+class _Tally:
+    """Bytes of one rank by place and term, as its buffers are made one after another."""
+
+    def __init__(self, cut: Outline, world: int, device: torch.device, states: int) -> None:
+        self.terms: dict[Place, Counter[str]] = {place: Counter() for place in PLACES}
+        self.device_states = 0
+        # Bytes of each buffer's new weights: of those that wait for the wire, and of those that are encoded.
+        self._sent_on: list[int] = []
+        self._encoded: list[int] = []
+        self._cut = cut
+        self._world = world
+        self._device = device
+        self._states = states
+        self._homes = plan_homes(cut.settings, device)
+        stepped = [
+            layout.numel // unit.placement.mode.states
+            for unit in cut.units for key, layout in unit.buffers if key.trainable
+        ]  # fmt: skip
+        self._division = Division(cut.settings, self._homes, planned_memory(device), stepped)
+        self._groups = cut.no_groups(world)
+
+    @property
+    def new_weights(self) -> int:
+        """Bytes of new weights on the device, at most."""
+        # A buffer in codes is encoded before the next is stepped; others may all wait for the wire.
+        return sum(self._sent_on) + max(self._encoded, default=0)
+
+    def staging(self, model: nn.Module) -> dict[str, Staging]:
+        """Rings of staging buffers, by term."""
+        homes, mode = self._homes, choose_mode(self._cut.settings, self._world, self._cut.local)
+        largest, itemsize = largest_shard(model, self._cut.settings, mode, self._world)
+        rings = choose_staging(self._cut.settings, self._device, homes.main, homes.weights, largest, itemsize)
+        named = zip(("step_staging", "gather_staging"), rings, strict=True)
+        return {name: ring for name, ring in named if ring is not None}
+
+    def add_unit(self, unit: OutlineUnit) -> UnitMemory:
+        """Count one unit."""
+        gathered = message = held = arriving = 0
         # The unit's own: persistent ones are cached whole in any stage.
-        own = unit.placement.mode
-        path = unit.placement.reduce_path(1, world)
+        own, encoding = unit.placement.mode, self._cut.encoding
+        path = unit.placement.reduce_path(1, self._world)
+        # Whatever is offloaded, the device sums and measures gradients.
+        device = self.terms["device"]
         for key, layout in unit.buffers:
             gathered += layout.numel * key.dtype.itemsize
+            piece = layout.numel // own.states
+            homes = self._division.next(piece) if key.trainable else self._homes
             if key.trainable:
-                terms["main_weights"] += layout.numel // own.states * key.main_dtype.itemsize
-                terms["gradients"] += layout.numel // own.states * key.main_dtype.itemsize
-                terms["gradient_norms"] += report_nbytes(layout.numel // own.states, key.main_dtype)
+                device["gradient_norms"] += report_nbytes(piece, key.main_dtype)
                 # Elsewhere gradients wait inside no_sync only, which a plan cannot foresee.
                 held += layout.numel // own.held_level * key.main_dtype.itemsize if own.sums else 0
                 # The first hop's message is the largest of the path.
                 message += encoding.message_nbytes(path, layout.numel, key.wire_dtype)
-                terms["feedback"] += encoding.feedback_nbytes(path, layout.numel)
-            else:
-                numel = layout.numel // own.states
-                # Frozen weights in codes have no other form between uses.
-                coded = encoding.frozen
-                terms["frozen_weights"] += coded.nbytes(numel) if coded else numel * key.main_dtype.itemsize
-            # One copy can be both main weights and what modules see; with a codec modules see decoded values.
-            if own.cached == 1 and not (key.shares(own) and encoding.weight_codec(key.trainable) is None):
-                terms["persistent_weights"] += layout.numel * key.dtype.itemsize
+                device["feedback"] += encoding.feedback_nbytes(path, layout.numel)
+                # Made there as a whole; rings take it away in parts.
+                if not homes.gradients.serves(self._device):
+                    arriving += piece * key.main_dtype.itemsize
+            self._add(self._rows(unit, key, layout, piece, homes))
             # A secondary shard (hpZ).
-            elif own.cached is not None and own.cached > 1:
-                terms["secondary_weights"] += encoding.secondary_nbytes(
+            if own.cached is not None and own.cached > 1:
+                device["secondary_weights"] += encoding.secondary_nbytes(
                     layout.numel, own, key.dtype, trainable=key.trainable
                 )
-        units.append(UnitMemory(unit.name, own.cached == 1, gathered, message, held))
-    return MemoryPlan(dict(terms), tuple(units), len(cut.groups(world)) + (world > 1))
+        return UnitMemory(unit.name, own.cached == 1, gathered, message, held, arriving)
+
+    def _add(self, rows: Iterable[tuple[str, Row]]) -> None:
+        for term, row in rows:
+            self.terms[row.place][term] += row.nbytes
+
+    def _rows(
+        self, unit: OutlineUnit, key: BufferKey, layout: BufferLayout, piece: int, homes: Homes
+    ) -> Iterator[tuple[str, Row]]:
+        """Rows of one buffer, allocated in the order in which the engine does it."""
+        coded = None if key.trainable else self._cut.encoding.frozen
+        home = homes.of(key.trainable)
+        if key.trainable:
+            yield "gradients", homes.gradients.allocate(piece, key.main_dtype)
+        # Frozen weights in codes have no other form between uses.
+        main = home.allocate(coded.nbytes(piece) if coded else piece, coded.dtype if coded else key.main_dtype)
+        yield "main_weights" if key.trainable else "frozen_weights", main
+        if key.trainable:
+            self._add_states(homes, piece, key.main_dtype)
+        paths = weight_paths(
+            self._groups, unit.placement, key, self._cut.encoding, stored=not home.serves(self._device)
+        )
+        # One copy can be both main weights and what modules see; with a codec modules see decoded values.
+        if unit.placement.mode.cached == 1 and not paths.shared:
+            self.terms["device"]["persistent_weights"] += layout.numel * key.dtype.itemsize
+        source = make_source(main, paths, homes, self._device, trainable=key.trainable, coded=coded is not None)
+        if source is None:
+            # Gathers begin with the main weights where they are.
+            return
+        if source.row is not None and source.follows:
+            yield "wire_weights", source.row
+        if key.trainable and (source.row is None or source.encodes):
+            (self._sent_on if source.row is None else self._encoded).append(piece * source.dtype.itemsize)
+
+    def _add_states(self, homes: Homes, piece: int, dtype: torch.dtype) -> None:
+        # Made by the wrapped optimizer, like what it steps.
+        here = min(homes.device_numel, piece)
+        self.device_states += self._states * here * dtype.itemsize
+        # Rows of their own, each padded to whole blocks of the file.
+        for _ in range(self._states if here < piece else 0):
+            row = homes.states.allocate(piece - here, dtype)
+            if row.place == "device":
+                self.device_states += row.nbytes
+            else:
+                self._add([("optimizer_states", row)])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeropp.comm.hops import GroupKey, Hop
+from zeropp.comm.hops import GroupKey, Groups, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.params.build import BufferKey, ask_for_hops, buffer_layouts, check_dtypes
@@ -36,6 +36,10 @@ class Outline:
     encoding: Encoding
     local: int
     units: tuple[OutlineUnit, ...]
+
+    def no_groups(self, world: int) -> Groups:
+        """What makes hops for paths on which nothing will be sent."""
+        return _Groups(world)
 
     def groups(self, world: int) -> set[GroupKey]:
         """The process groups that rank 0's hops will have; other ranks have as many."""

@@ -27,13 +27,15 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.window import Window
+from zeropp.offload.homes import open_homes
 from zeropp.order.prefetch import Limits
-from zeropp.params.build import BufferMaker, check_dtypes
+from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
 from zeropp.params.guard import is_managed, own_dtype, register
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
+from zeropp.plan.memory import memory
 from zeropp.setup.built import built_for, check_built
 from zeropp.setup.ineffective import warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
@@ -51,6 +53,7 @@ def build_engine(
     scale: float | None,
     trained_on: torch.device | str | int | None,
     others: Callable[[], list[str]],
+    states: Callable[[], int],
 ) -> Engine:
     """Partition a model in place.
 
@@ -64,8 +67,10 @@ def build_engine(
         scale: factor on gradients summed over ranks; None for what the configuration says.
         trained_on: a device; the model may be elsewhere then, and without values on all ranks but the first.
         others: further lines that must be the same on every rank.
+        states: how many of one value an element the optimizer keeps; asked where memory has a limit.
 
     Raises:
+        ConfigError: the host's memory has a limit that is too low.
         TypeError, ValueError: the model or the group cannot be used; the message says why and what to do.
     """
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
@@ -79,7 +84,7 @@ def build_engine(
     members = together(
         "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
-    mode = together("choosing groups", lambda: _choose(model, config, members))
+    mode = together("choosing groups", lambda: _choose(model, config, members, states))
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
@@ -92,7 +97,11 @@ def build_engine(
         together("looking for CUDA graphs", lambda: refuse_cuda_graphs(model, device, _moving(model, config, comm)))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
-        maker = BufferMaker(config, mode, comm)
+        largest = largest_shard(model, config, mode, comm.world)
+        homes = together(
+            "making room for what is offloaded", lambda: open_homes(config, device, job, comm.rank, *largest)
+        )
+        maker = BufferMaker(config, mode, comm, homes)
         return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
 
 
@@ -117,6 +126,7 @@ def _partition(
     _adopt(model, units, comm)
     _share_buffers(model, config, comm, device)
     engine = make_engine(config, comm, maker, units, device)
+    engine.on_close(maker.homes.close)
     _install(model, engine, specs, own)
     await_values(model, engine, awaited)
     # What is cached between uses has never been filled.
@@ -181,7 +191,7 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     watch_structure(model, engine)
 
 
-def _choose(model: nn.Module, config: Config, members: Members) -> Mode:
+def _choose(model: nn.Module, config: Config, members: Members, states: Callable[[], int]) -> Mode:
     if whereabouts()[0] == members.ranks[0]:
         require_values(model)
     for engine in former_engines(model):
@@ -194,6 +204,10 @@ def _choose(model: nn.Module, config: Config, members: Members) -> Mode:
     check_built(model, config, members.ranks)
     mode = choose_mode(config, len(members.ranks), members.local)
     require_base(config, mode)
+    limit = config.zeropp.host_memory_limit
+    if limit is not None:
+        world, local, device = len(members.ranks), members.local, members.device
+        memory(model, config, world, local, device=device, states=states()).require(host_bytes=limit)
     return mode
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.config import Config
+from zeropp.offload.homes import at_device
 from zeropp.params.build import BufferKey, buffer_layouts, gradient_paths, weight_paths
 from zeropp.params.flat_buffer import WeightPaths
 from zeropp.params.gradient import Gradient
@@ -105,7 +106,8 @@ class _Rehearsal:
             values = [torch.ones(numel, dtype=self._key.dtype, device=self._device) for numel in self._numels]
             parameters = [nn.Parameter(value) for value in values]
             main_dtype = self._key.main_dtype
-            gradient = Gradient("warm-up", parameters, self._layout, main_dtype, self._device, self._travels)
+            homes = at_device(self._device)
+            gradient = Gradient("warm-up", parameters, self._layout, main_dtype, self._device, self._travels, homes)
             # The second is added to the first; what is held goes on with the one after.
             for hold in (False, False, True, False):
                 for parameter in parameters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from zeropp.wire.codecs import Codec, Feedback, PlainCodec, dtype_name
 from zeropp.wire.report import Report
 from zeropp_kernels import BlockTable
 
-__all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath"]
+__all__ = ["CodedGatherPath", "GatherPath", "ReduceHop", "ReducePath", "Stored"]
 
 
 def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
@@ -25,6 +26,21 @@ def _segments(hops: Sequence[HopSpec]) -> list[tuple[str, list[int]]]:
     found = [(link, list(numbers)) for link, numbers in groupby(range(len(hops)), lambda i: hops[i].link)]
     # Without hops (one rank, or two equal levels) a cast or a sum is left to do, and needs a lane to run on.
     return found or [("local", [])]
+
+
+class Stored(Protocol):
+    """A rank's slice that is brought from where it is kept."""
+
+    def copy_to(self, target: Tensor) -> None:
+        """Put all of it into a tensor."""
+        ...
+
+
+def _put(target: Tensor, own: Tensor | Stored) -> None:
+    if isinstance(own, Tensor):
+        target.copy_(own)
+    else:
+        own.copy_to(target)
 
 
 class GatherPath:
@@ -65,7 +81,7 @@ class GatherPath:
             views.append(whole[start:stop])
         return views
 
-    def gather(self, own: Tensor, places: list[Tensor], unit: str) -> Iterator[None]:
+    def gather(self, own: Tensor | Stored, places: list[Tensor], unit: str) -> Iterator[None]:
         """Fill a result from every rank's slice at ``outer``; pauses before each further class of links.
 
         Args:
@@ -85,7 +101,7 @@ class GatherPath:
                 self.hops[index].all_gather(views[index + 1], views[index], unit, self.codec_name(views[index]))
         self._end(views[-1], places)
 
-    def run(self, own: Tensor, places: list[Tensor], unit: str) -> None:
+    def run(self, own: Tensor | Stored, places: list[Tensor], unit: str) -> None:
         """Gather without a pause."""
         for _ in self.gather(own, places, unit):
             pass
@@ -95,10 +111,10 @@ class GatherPath:
         # Not self.dtype: whole main weights for a state dict take a path that was made for the compute dtype.
         return dtype_name(travels.dtype)
 
-    def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+    def _begin(self, own: Tensor | Stored, places: list[Tensor]) -> list[Tensor]:
         """Put this rank's slice where hops begin; returns what it has there, and will have after each hop."""
         # The cast from main weights to the compute dtype happens here, before anything travels.
-        places[0].copy_(own)
+        _put(places[0], own)
         return places
 
     def _end(self, whole: Tensor, places: list[Tensor]) -> None:
@@ -152,12 +168,13 @@ class CodedGatherPath(GatherPath):
         # Messages have memory of their own, which lives only while they travel.
         return [whole] if self.decodes else self._views(whole)
 
-    def _begin(self, own: Tensor, places: list[Tensor]) -> list[Tensor]:
+    def _begin(self, own: Tensor | Stored, places: list[Tensor]) -> list[Tensor]:
         # Made on the lane, when its turn comes: what waits in a queue holds no messages.
-        views = self._views(self._messages(places[0].numel(), own.device)) if self.decodes else places
+        views = self._views(self._messages(places[0].numel(), places[0].device)) if self.decodes else places
         if self.coded:
-            views[0].copy_(own)
+            _put(views[0], own)
         else:
+            assert isinstance(own, Tensor)  # what is stored elsewhere is stored as it travels
             self.codec.encode_(views[0], own)
         return views
 

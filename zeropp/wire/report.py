@@ -11,6 +11,8 @@ from zeropp_kernels.wire import BLOCK
 
 __all__ = ["Report", "report_nbytes", "summed_by_kernels"]
 
+_AT_ONCE = 2**16 * BLOCK  # elements of a shard that are measured together where they are brought for that
+
 
 def summed_by_kernels(out: Tensor) -> bool:
     """Whether sums into ``out`` are made, and measured, by one kernel; a CPU is faster with torch's own operations."""
@@ -25,9 +27,11 @@ class Report:
         flag: int32 [1], 1 if a value is Inf or NaN.
     """
 
-    def __init__(self, shard: Tensor) -> None:
-        self.norms = torch.zeros(shard.numel() // BLOCK, dtype=shard.dtype, device=shard.device)
-        self.flag = torch.zeros(1, dtype=torch.int32, device=shard.device)
+    def __init__(self, shard: Tensor, device: torch.device | None = None) -> None:
+        # On the device that sums, which need not be where the shard is.
+        device = shard.device if device is None else device
+        self.norms = torch.zeros(shard.numel() // BLOCK, dtype=shard.dtype, device=device)
+        self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._squares: Tensor | None = None  # float64, where no kernel has measured
 
     @property
@@ -43,13 +47,24 @@ class Report:
         return {"norms": self.norms, "flag": self.flag}
 
     def measure(self, values: Tensor) -> None:
-        """Read all of a shard, twice."""
+        """Read all of a shard, twice; one that is elsewhere comes by and by, and leaves again."""
+        self.flag.zero_()
+        for start in range(0, values.numel(), _AT_ONCE):
+            self.measure_part(values[start : start + _AT_ONCE].to(self.norms), start)
+        self.add_up()
+
+    def measure_part(self, values: Tensor, start: int) -> None:
+        """Read whole blocks of a shard from an element on; the first part comes after ``flag.zero_()``."""
         # In blocks: faster than float64 throughout, within 1e-8 of it, and the same however units are cut.
-        torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, out=self.norms)
-        self._squares = self.norms.to(torch.float64).square().sum()
+        norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
+        torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, out=norms)
         # By the extremes, which show any Inf or NaN: the squares of large finite values overflow float32, too. The
         # answer stays on the device, so that the host need not wait for it.
-        self.flag.copy_(torch.stack(torch.aminmax(values)).isfinite().all().logical_not())
+        self.flag |= torch.stack(torch.aminmax(values)).isfinite().all().logical_not()
+
+    def add_up(self) -> None:
+        """All parts have been measured."""
+        self._squares = self.norms.to(torch.float64).square().sum()
 
     @staticmethod
     def total(reports: Sequence[Report], device: torch.device) -> Tensor:

@@ -1,0 +1,175 @@
+"""How much of a step on the host's cores is hidden behind the next forward.
+
+    python -m bench.offload.hidden --units 14 --numel 8000000 --wait 15 --rounds 12
+
+The forward of each unit waits for so many milliseconds, as the host does while a device computes; the step has the
+host's cores. Each round trains once with the lazy step, and once with one that is waited for. The forward after the
+latter has nothing of the step to wait for, and gathers as many new weights.
+
+With s_i the time of the step of unit i and f the time of a unit's forward, no more can be hidden than leaves
+max over i of (s_0 + ... + s_i - i f), or 0. ``--wait 0`` shows what the lazy step costs where nothing can hide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from statistics import median
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import zeropp
+from bench.common import results
+from bench.common.machine import machine
+from zeropp.optimizer.host_step import HostStep
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLUMNS = ("", "ms")
+EXPOSED, ALLOWED = "exposed", "that and a tenth of the step"
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="How much of a step on the host is hidden.")
+    parser.add_argument("--units", type=int, default=14)
+    parser.add_argument("--numel", type=int, default=8_000_000, help="elements of a unit")
+    parser.add_argument("--wait", type=float, default=15.0, help="milliseconds that the forward of a unit waits")
+    parser.add_argument("--rounds", type=int, default=12, help="measured ones; two more warm up")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md, .json and .png")
+    args = parser.parse_args(argv)
+    if args.units < 2 or args.numel < 1 or args.wait < 0 or args.rounds < 1:
+        parser.error("--units must be at least 2, --numel and --rounds 1, --wait 0")
+    return args
+
+
+class Waiting(nn.Module):
+    """A unit whose forward is a device's: the host waits for it, and has nothing to do."""
+
+    def __init__(self, numel: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((numel,), 1e-3))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        # Touches one element in a thousand: the host's memory is the step's.
+        return x + self.weight[::1024].sum()
+
+
+@dataclass
+class Times:
+    """Seconds of each round: of ``step()``, of the forward after it, and of each unit's step."""
+
+    step: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)
+    units: list[list[float]] = field(default_factory=list)
+
+    def both(self) -> list[float]:
+        """A step with the forward that follows."""
+        return [one + other for one, other in zip(self.step, self.forward, strict=True)]
+
+
+def make(args: argparse.Namespace, lazy: bool) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
+    model = nn.Sequential(*(Waiting(args.numel, args.wait / 1000) for _ in range(args.units)))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}
+    config = {"gradient_clipping": 1.0, "zero_optimization": zero, "zeropp": {"lazy_step": lazy, "unit_min_blocks": 0}}
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return model, zeropp.ZeroOptimizer(inner, model, config)
+
+
+def train(pair: tuple[nn.Module, zeropp.ZeroOptimizer], times: Times) -> None:
+    """One step and the forward after it."""
+    model, optimizer = pair
+    seen: list[float] = []
+    plain = HostStep._step
+
+    def timed(*arguments: object) -> None:
+        begin = time.perf_counter()
+        plain(*arguments)  # type: ignore[arg-type]
+        seen.append(time.perf_counter() - begin)
+
+    optimizer.zero_grad()
+    optimizer.backward(model(torch.zeros(())))
+    with mock.patch.object(HostStep, "_step", timed), torch.no_grad():
+        begin = time.perf_counter()
+        optimizer.step()
+        stepped = time.perf_counter()
+        model(torch.zeros(()))
+        done = time.perf_counter()
+    times.step.append(stepped - begin)
+    times.forward.append(done - stepped)
+    times.units.append(seen)
+
+
+def summary(args: argparse.Namespace, lazy: Times, eager: Times) -> dict[str, float]:
+    """Seconds by what they are of, in the order of the table."""
+    # From the eager runs: beside a forward a step takes longer, and that is a part of what is measured.
+    steps = [median(column) for column in zip(*eager.units, strict=True)]
+    forward = median(eager.forward)
+    unit = forward / args.units
+    bound = max(0.0, *(sum(steps[: i + 1]) - i * unit for i in range(args.units)))
+    return {
+        "a forward with nothing to wait for": forward,
+        "the step of all units": sum(steps),
+        "eager: step() and the next forward": median(eager.both()),
+        "eager: step() alone": median(eager.step),
+        "lazy: step() and the next forward": median(lazy.both()),
+        "lazy: step() alone": median(lazy.step),
+        EXPOSED: median(one - other for one, other in zip(lazy.both(), eager.forward, strict=True)),
+        "what cannot be hidden": bound,
+        ALLOWED: bound + 0.1 * sum(steps),
+    }
+
+
+def report(figures: dict[str, float], lazy: Times, eager: Times) -> str:
+    """The table, and whether what is exposed is within the bound and a tenth of the step."""
+    ratio = median(a / b for a, b in zip(lazy.both(), eager.both(), strict=True))
+    hidden = 1 - figures[EXPOSED] / figures["the step of all units"]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---|---|"]
+    lines += [f"| {name} | {1000 * seconds:.2f} |" for name, seconds in figures.items()]
+    verdict = "yes" if figures[EXPOSED] <= figures[ALLOWED] else "no"
+    said = f"lazy / eager {ratio:.3f}; hidden {100 * hidden:.0f} % of the step; within the bound: {verdict}"
+    return "\n".join([*lines, "", said])
+
+
+def drawn(measured: dict[str, Any]) -> Figure:
+    """The picture."""
+    from bench.offload import plot  # which needs matplotlib
+
+    return plot.hidden(measured)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    about = machine("cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pairs = {lazy: make(args, lazy) for lazy in (True, False)}
+    for pair in pairs.values():
+        for _ in range(2):
+            train(pair, Times())
+    times = {lazy: Times() for lazy in pairs}
+    for _ in range(args.rounds):
+        for lazy in pairs:
+            train(pairs[lazy], times[lazy])
+    figures = summary(args, times[True], times[False])
+    body = report(figures, times[True], times[False])
+    text = results.page("A step hidden behind the next forward", "bench.offload.hidden", argv, about, body)
+    print(text)
+    if args.save:
+        rounds = {"lazy": asdict(times[True]), "eager": asdict(times[False])}
+        measured = {"machine": about, "settings": vars(args), "figures": figures, "rounds": rounds}
+        results.save(measured, text, args.save, partial(drawn, measured))
+    for _, optimizer in pairs.values():
+        optimizer.close()
+    torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    main()

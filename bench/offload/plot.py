@@ -1,0 +1,82 @@
+"""Pictures of ``bench.offload``: of its peers, and of what of a step is hidden.
+
+python -m bench.offload.plot bench/results/2026-11-25_offload-peers.json  # beside it, with another suffix
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.offload.peers_report import visible
+
+__all__ = ["hidden", "peers"]
+
+_COMPUTES, _STEPS, _WAITS, _MEMORY, _DISK = "#0072B2", "#D55E00", "#E6C79A", "#56B4E9", "#009E73"
+
+
+def peers(measured: dict[str, Any]) -> Figure:
+    """Bars of each system, the first on top: where a step's time goes; to the right memory and files, if measured."""
+    systems = measured["systems"]
+    names = list(systems)
+    seen = [max(median(visible(name, systems)), 0.0) for name in names]
+    whole = [median(systems[name]["step_s"]) for name in names]
+    rest = [total - part for total, part in zip(whole, seen, strict=True)]
+    figure = Figure(figsize=(11, 1.2 + 0.4 * len(names)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[2, 1])
+    left.barh(names, rest, color=_COMPUTES, label="forward and backward")
+    left.bar_label(
+        left.barh(names, seen, left=rest, color=_STEPS, label="of the step, visible"),
+        [f"{total:.2f}" for total in whole], padding=3, fontsize=9,
+    )  # fmt: skip
+    left.set_xlabel("seconds a step")
+    left.margins(x=0.12)
+    memory, disk = ([systems[name].get(key, 0) / 2**20 for name in names] for key in ("peak_bytes", "disk_bytes"))
+    right.barh(names, memory, color=_MEMORY, height=0.5, align="edge", label="memory of a rank")
+    right.barh(names, disk, color=_DISK, height=-0.3, align="edge", label="files of all ranks")
+    right.set_xlabel("MiB")
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    left.invert_yaxis()  # the first on top
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def hidden(measured: dict[str, Any]) -> Figure:
+    """Bars of ``step()`` and the forward after it, eager and lazy; lines for a forward alone and for the bound."""
+    figures = {name: 1000 * seconds for name, seconds in measured["figures"].items()}
+    ways = ["eager", "lazy"]
+    steps = [figures[f"{way}: step() alone"] for way in ways]
+    wholes = [figures[f"{way}: step() and the next forward"] for way in ways]
+    figure = Figure(figsize=(9, 2.4), layout="constrained")
+    axis = figure.subplots()
+    axis.barh(ways, steps, color=_STEPS, height=0.5, label="step()")
+    forwards = axis.barh(
+        ways, [whole - step for whole, step in zip(wholes, steps, strict=True)], left=steps, color=_WAITS, height=0.5,
+        label="the forward after it",
+    )  # fmt: skip
+    axis.bar_label(forwards, [f"{whole:.1f}" for whole in wholes], padding=3, fontsize=9)
+    alone = figures["a forward with nothing to wait for"]
+    axis.axvline(alone, color="black", linewidth=1, label="a forward alone")
+    axis.axvline(alone + figures["that and a tenth of the step"], color="black", linestyle=":", label="the bound")
+    axis.set_xlabel("milliseconds")
+    axis.margins(x=0.12)
+    axis.legend(fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main(path: Path) -> None:
+    measured = json.loads(path.read_text())
+    figure = peers(measured) if "systems" in measured else hidden(measured)
+    figure.savefig(path.with_suffix(".png"), dpi=110)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

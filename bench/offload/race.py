@@ -1,0 +1,272 @@
+"""Steps with offload beside FSDP2's: time, what of the host's step shows, and memory of the card and of the host.
+
+    python -m bench.offload.race --system cpu --device cuda --layers 20 --d-model 2048 --heads 16 --json FILE
+
+One system a process, started with the environment of a rank. Where the host steps, it is timed both ways, by turns:
+the step that is hidden behind the next forward ("lazy"), and one that ``step()`` waits for ("eager"). What is exposed
+is the time of a step and the forward after it, less that of a forward with nothing to wait for; no more can be hidden
+than leaves max over units i of (s_0 + ... + s_i - i f), with s_i the step of unit i and f a unit's forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from statistics import median
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+import zeropp
+from bench.common.contestant import adamw, meet
+from bench.common.flags import add_model_flags
+from bench.step_time.ranks import join
+from bench.step_time.report import CLIP
+from bench.step_time.systems import MemoryMeter
+from examples.gpt import GPT, GPTConfig
+from examples.text_data import Batches, load_text, on_device
+from zeropp.config import load_config
+from zeropp.optimizer.host_step import HostStep
+
+__all__ = ["BLOCKS", "SYSTEMS", "parse_arguments"]
+
+BLOCKS: dict[str, dict[str, object]] = {
+    "none": {},
+    "cpu": {"device": "cpu", "pin_memory": True},
+    "ratio": {"device": "cpu", "pin_memory": True, "ratio": 0.5},
+    "nvme": {"device": "nvme", "pin_memory": True, "pipeline_read": True, "pipeline_write": True, "buffer_count": 12},
+}
+"""``offload_optimizer`` of each system of ours."""
+SYSTEMS = ("fsdp2", *BLOCKS)
+_TILE = 16 << 20  # elements of a tile where states are in files
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Steps with offload beside FSDP2's.")
+    parser.add_argument("--system", choices=SYSTEMS, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--rounds", type=int, default=4, help="measured ones of each way")
+    parser.add_argument("--steps", type=int, default=2, help="steps a round")
+    parser.add_argument("--warm", type=int, default=3, help="steps before, which learn orders and allocate")
+    parser.add_argument("--ways", default="lazy,eager", help="of steps on the host")
+    parser.add_argument("--folder", type=Path, help="where files of states go; default: a temporary folder")
+    parser.add_argument("--json", type=Path, help="write what was measured to this file")
+    add_model_flags(parser)
+    args = parser.parse_args(argv)
+    args.staged = False
+    return args
+
+
+@dataclass
+class Arm:
+    """One way of a system.
+
+    Attributes:
+        enter: switch to it.
+        step_s: seconds of a step of training.
+        both_s: of ``step()`` and the forward after it.
+        forward_s: of that forward with nothing to wait for.
+        units_s: of each unit's step on the host, by round.
+    """
+
+    enter: Callable[[], None]
+    step_s: list[float] = field(default_factory=list)
+    both_s: list[float] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    units_s: list[list[float]] = field(default_factory=list)
+
+
+class Trainer:
+    """A model, its optimizer, and what they took.
+
+    Attributes:
+        plan: what zeropp says that it owns; None of FSDP2's.
+        losses: of each step.
+        host_nbytes: anonymous memory of this process at most, beyond what it had.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device, folder: Path) -> None:
+        self.args, self.device = args, device
+        self.batches = Batches(load_text().train, args.batch, args.seq_len, seed=args.seed)
+        self.losses: list[Tensor] = []
+        self._host, self.host_nbytes = anonymous_nbytes(), 0
+        self.plan: zeropp.plan.MemoryPlan | None = None
+        torch.manual_seed(args.seed)
+        with device:
+            self.model: nn.Module = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
+        self.optimizer = self._fsdp2() if args.system == "fsdp2" else self._zeropp(folder)
+
+    def _fsdp2(self) -> torch.optim.Optimizer:
+        mesh = dist.init_device_mesh(self.device.type, (1,))
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        for block in (*self.model.blocks, self.model):  # type: ignore[misc]
+            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        return adamw(self.model)
+
+    def _zeropp(self, folder: Path) -> zeropp.ZeroOptimizer:
+        block = dict(BLOCKS[self.args.system])
+        if block.get("device") == "nvme":
+            block["nvme_path"] = str(folder)
+        zero = {
+            "stage": 3,
+            "stage3_max_reuse_distance": 0,
+            **({"sub_group_size": _TILE} if "nvme_path" in block else {}),
+        }
+        config = {
+            "zero_optimization": {**zero, **({"offload_optimizer": block} if block else {})},
+            "bf16": {"enabled": True}, "gradient_clipping": CLIP,
+        }  # fmt: skip
+        self._lazy = load_config(config)
+        self._eager = load_config({**config, "zeropp": {"lazy_step": False}})
+        self.plan = zeropp.plan.memory(self.model, config, 1, device=self.device)
+        return zeropp.ZeroOptimizer(adamw(self.model), self.model, config)
+
+    def arms(self) -> dict[str, Arm]:
+        """Ways to take a step, by name; of a system without a step on the host one."""
+        if not isinstance(self.optimizer, zeropp.ZeroOptimizer) or not self._lazy.steps_on_host:
+            return {"": Arm(lambda: None)}
+        maker, configs = self.optimizer.engine.maker, {"lazy": self._lazy, "eager": self._eager}
+        return {way: Arm(partial(setattr, maker, "config", configs[way])) for way in self.args.ways.split(",")}
+
+    def forward(self) -> Tensor:
+        x, y = on_device(self.batches.at(len(self.losses)), self.device)
+        return self.model(x, y)
+
+    def backward(self) -> None:
+        loss = self.forward()
+        self.losses.append(loss.detach())
+        if isinstance(self.optimizer, zeropp.ZeroOptimizer):
+            self.optimizer.backward(loss)
+        else:
+            loss.backward()
+
+    def step(self) -> None:
+        if not isinstance(self.optimizer, zeropp.ZeroOptimizer):
+            nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.backward()
+            self.step()
+        self.host_nbytes = max(self.host_nbytes, anonymous_nbytes() - self._host)
+
+    def settle(self) -> None:
+        """Wait for the host's step, and for the device."""
+        if isinstance(self.optimizer, zeropp.ZeroOptimizer):
+            self.optimizer.engine.refresh.wait()
+        meet(self.device)
+
+    def time_steps(self, arm: Arm) -> None:
+        """A round of training: as it goes on, so that a step that is hidden has a forward behind it."""
+        arm.enter()
+        self.train(1)
+        meet(self.device)
+        begin = time.perf_counter()
+        self.train(self.args.steps)
+        meet(self.device)
+        arm.step_s.append((time.perf_counter() - begin) / self.args.steps)
+        self.settle()
+
+    def time_exposed(self, arm: Arm) -> None:
+        """A step with the forward after it, and that forward alone."""
+        arm.enter()
+        self.backward()
+        meet(self.device)
+        seen: list[float] = []
+        plain = HostStep._step
+
+        def timed(*arguments: object) -> None:
+            begin = time.perf_counter()
+            plain(*arguments)  # type: ignore[arg-type]
+            seen.append(time.perf_counter() - begin)
+
+        with mock.patch.object(HostStep, "_step", timed), torch.no_grad():
+            begin = time.perf_counter()
+            self.step()
+            self.forward()
+            meet(self.device)
+            arm.both_s.append(time.perf_counter() - begin)
+            self.settle()
+            begin = time.perf_counter()
+            self.forward()
+            meet(self.device)
+            arm.forward_s.append(time.perf_counter() - begin)
+        arm.units_s.append(seen)
+
+
+def bound(eager: Arm) -> float:
+    """Seconds of a step that no order of work could hide, from steps that nothing ran beside."""
+    steps = [median(column) for column in zip(*eager.units_s, strict=True)]
+    unit = median(eager.forward_s) / max(len(steps), 1)
+    return max([0.0, *(sum(steps[: i + 1]) - i * unit for i in range(len(steps)))])
+
+
+def anonymous_nbytes() -> int:
+    """Memory of this process that is in no file; what CUDA has page-locked is none of it."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, object]:
+    meter = MemoryMeter(device)
+    trainer = Trainer(args, device, folder)
+    trainer.train(args.warm)
+    locked = None
+    if device.type == "cuda":
+        # The whole model was on the card before it was wrapped, which is no part of training.
+        torch.cuda.reset_peak_memory_stats(device)
+        locked = torch.cuda.host_memory_stats()["active_bytes.current"]
+    arms = trainer.arms()
+    for time_one in (trainer.time_steps, trainer.time_exposed):
+        for _ in range(args.rounds):
+            for arm in arms.values():
+                time_one(arm)
+    found: dict[str, object] = {
+        "losses": torch.stack(trainer.losses).tolist(),
+        "host_bytes": trainer.host_nbytes,
+        "locked_bytes": locked,
+        "peak_bytes": meter.peak_bytes() if device.type == "cuda" else None,
+        "arms": {name: {"step_s": arm.step_s, "both_s": arm.both_s, "forward_s": arm.forward_s}
+                 for name, arm in arms.items()},
+        "bound_s": bound(arms["eager"]) if "eager" in arms else None,
+    }  # fmt: skip
+    if (plan := trainer.plan) is not None:
+        moving = max(2 * unit.gathered + unit.message + unit.arriving for unit in plan.units)
+        owned = plan.total + plan.device_states + plan.new_weights
+        found |= {"planned_bytes": owned + moving, "planned_host_bytes": plan.host_total - plan.pinned,
+                  "pinned_bytes": plan.pinned, "planned_disk_bytes": plan.disk_total}  # fmt: skip
+    if isinstance(trainer.optimizer, zeropp.ZeroOptimizer):
+        trainer.optimizer.close()
+    return found
+
+
+def main() -> None:
+    args = parse_arguments()
+    device = join(args)
+    if device.type == "cuda":
+        # What is compared steps on the host, too, and divides its kernels among as many threads as there are.
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        found = measure(args, device, Path(folder))
+    text = json.dumps(found)
+    if args.json is not None:
+        args.json.write_text(text + "\n")
+    print(text)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

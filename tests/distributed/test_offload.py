@@ -1,0 +1,172 @@
+"""Training with states, gradients and weights off the device: the bits of training without, whatever is late."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.models import MODELS
+from tests.distributed.offloaded import Run, compare
+from tests.distributed.shapes import make_config
+
+BF16 = {"bf16": {"enabled": True}}
+CODED = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "stage 3": {},
+    "stage 2": {"stage": 2},
+    "stage 1": {"stage": 1},
+    "stage 3, most parameters persistent": {"persist": 100},
+    "bf16": BF16,
+    "qwZ": {"zero_quantized_weights": True},
+    "qwZ, bf16": {**BF16, "zero_quantized_weights": True},
+    "qwZ, bf16, stage 2": {**BF16, "zero_quantized_weights": True, "stage": 2},
+    "qgZ with LoCo": CODED,
+    "mics": {"mics_shard_size": 1},
+    "lossless, stage 1": {**BF16, "stage": 1, "weight_codec": "lossless"},
+    "delta4, stage 1": {**BF16, "stage": 1, "weight_codec": "delta4"},
+    "no overlap": {"overlap_comm": False},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation, each backward sends": {"accumulation": 3, "how": "plain"},
+    "accumulation, no_sync": {"accumulation": 2, "how": "no_sync"},
+    "accumulation 4, configured": {"accumulation": 4},
+    "a skipped step": {"skipped": (2,)},
+    "resumed": {"resumed": 3},
+    "GradScaler": {"scaled": True, "how": "plain"},
+    "saved while steps are pending": {"saved": 3},
+    "eager": {},
+}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+SMALL_BLOCKS = {"aio": {"block_size": 1024}}
+
+
+def on_disk(folder: Path, **settings: object) -> dict[str, object]:
+    return {"device": "nvme", "nvme_path": str(folder), **settings}
+
+
+def offloads(folder: Path, stage: int) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """On the host's memory beside a device that computes there, and on a host whose memory is another."""
+    weights = {"offload_param": {"device": "cpu", "buffer_count": 2, "buffer_size": 1000}} if stage == 3 else {}
+    spilled = {"offload_param": on_disk(folder, max_in_cpu=0, buffer_count=2, buffer_size=1024)} if stage == 3 else {}
+    piped = {"pipeline_read": True, "pipeline_write": True}
+    beside = {
+        "cpu": CPU,
+        "nvme": {**SMALL_BLOCKS, "sub_group_size": 1024, "offload_optimizer": on_disk(folder, **piped)},
+        "nvme, small tiles": {
+            **SMALL_BLOCKS, **spilled, "sub_group_size": 1024, "offload_optimizer": on_disk(folder, buffer_count=1),
+        },
+    }  # fmt: skip
+    apart = {
+        "cpu": {**CPU, **weights},
+        "nvme": {**SMALL_BLOCKS, **spilled, "offload_optimizer": on_disk(folder, pipeline_read=True)},
+        "optimizer alone": CPU,
+        "nvme for weights alone": {**SMALL_BLOCKS, **CPU, **spilled},
+    }
+    if stage < 3:
+        del apart["nvme for weights alone"]
+        return beside, apart
+    # The border is within a buffer: of what the host steps, some has its main weights on the device.
+    beside["a part on the cpu"] = {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    beside["a part on nvme"] = {
+        **SMALL_BLOCKS, **spilled, "sub_group_size": 1024, "offload_optimizer": on_disk(folder, ratio=0.7, **piped),
+    }  # fmt: skip
+    apart["a part on the cpu"] = {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}
+    apart["a part on nvme"] = {
+        **SMALL_BLOCKS, **spilled, "sub_group_size": 1024, "offload_optimizer": on_disk(folder, ratio=0.3),
+    }  # fmt: skip
+    return beside, apart
+
+
+def cases() -> list[Any]:
+    """Each placement with each way, and whether with all offloads.
+
+    In the default suite there are a few, each with a third of the offloads, so that every one is there; a campaign has
+    the whole product.
+    """
+    listed = []
+    for row, placement in enumerate(PLACEMENTS):
+        for column, way in enumerate(WAYS):
+            # The first placement is what is used most; the others take turns.
+            here = row == 0 or column == row % len(WAYS)
+            if here:
+                listed.append(pytest.param(placement, way, False))
+            listed.append(pytest.param(placement, way, True, marks=pytest.mark.campaign))
+    return listed
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("placement", "way", "whole"), cases())
+def test_same_bits(placement: str, way: str, whole: bool, world: int, tmp_path: Path) -> None:
+    """AdamW's fused kernel steps both, and everything else is the same arithmetic in the same order: no tolerance."""
+    settings = dict(PLACEMENTS[placement])
+    # Where states are replaced by a checkpoint, unclipped steps show a difference soonest.
+    settings |= {"gradient_clipping": 0.3} if way not in ("resumed", "saved while steps are pending") else {}
+    settings |= {"lazy_step": False} if way == "eager" else {}
+    run = Run(settings, folder=str(tmp_path / "checkpoint"), **WAYS[way])
+    turn = list(PLACEMENTS).index(placement) + list(WAYS).index(way) + world
+    for number, some in enumerate(offloads(tmp_path / "swap", settings.get("stage", 3))):
+        chosen = list(some) if whole else sorted(some)[(turn + number) % 3 :: 3]
+        for found in run_ranks(world, compare, run, {name: some[name] for name in chosen}, number == 1):
+            for name, (wrong, seen) in found.items():
+                assert wrong == [], (name, wrong)
+                # Ranks of a world step something each time, and files are used where they are asked for.
+                assert seen["step"] > 0 and ("nvme" not in name or seen["read"] > 0), (name, seen)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"lr": 3e-2, "fused": True}),
+        (torch.optim.SGD, {"lr": 3e-2, "momentum": 0.9, "nesterov": True, "fused": True}),
+        (torch.optim.Adagrad, {"lr": 3e-2, "fused": True}),
+        (torch.optim.Adam, {"lr": 3e-3, "amsgrad": True, "fused": True}),
+    ],
+    ids=["SGD", "SGD with momentum", "Adagrad", "Adam with amsgrad"],
+)
+def test_other_fused_optimizers(
+    optimizer: type[torch.optim.Optimizer], options: dict[str, Any], tmp_path: Path
+) -> None:
+    run = Run({"gradient_clipping": 0.3}, optimizer=optimizer, options=options)
+    beside, _ = offloads(tmp_path / "swap", 3)
+    for found in run_ranks(2, compare, run, {name: beside[name] for name in ("cpu", "nvme, small tiles")}, False):
+        assert {name: wrong for name, (wrong, _) in found.items()} == {"cpu": [], "nvme, small tiles": []}
+
+
+def test_an_optimizer_without_a_fused_kernel(tmp_path: Path) -> None:
+    """Its own code steps, on tensors that files are mapped to, and its states go to files as well."""
+    run = Run({"gradient_clipping": 0.3}, optimizer=torch.optim.RMSprop, options={"lr": 3e-3, "momentum": 0.5})
+    for some, apart in zip(offloads(tmp_path / "swap", 3), (False, True), strict=True):
+        for found in run_ranks(2, compare, run, some, apart):
+            assert {name: wrong for name, (wrong, _) in found.items()} == {name: [] for name in some}
+
+
+def kinds_of_memory(folder: str) -> set[bool]:
+    """Whether states of RMSprop lie in a file, as this process's mappings have it, for slices of a block at least."""
+    torch.manual_seed(3)
+    model = MODELS["gpt"].build().float()
+    config = make_config(offload_optimizer=on_disk(Path(folder)), **SMALL_BLOCKS)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.RMSprop(model.parameters(), lr=1e-3), model, config)
+    for step in range(2):
+        kind = MODELS["gpt"]
+        optimizer.backward(kind.loss(model, kind.batch(torch.Generator().manual_seed(step))))
+        optimizer.step()
+        optimizer.zero_grad()
+    mapped = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines() if "swap" in line]
+    places = [(int(begin, 16), int(end, 16)) for begin, end in mapped]
+    found = {
+        any(begin <= state["square_avg"].data_ptr() < end for begin, end in places)
+        for part in optimizer.slices.cut
+        if (state := optimizer.state[part.parameter]) and part.buffer is not None and not part.buffer.main.in_memory
+    }
+    optimizer.close()
+    return found
+
+
+def test_states_that_the_optimizer_makes_are_in_files(tmp_path: Path) -> None:
+    assert run_ranks(2, kinds_of_memory, str(tmp_path / "swap")) == [{True}, {True}]

@@ -1,0 +1,96 @@
+"""Training with states or weights off a card, and what of the host's memory is asked to be page-locked for it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.offloaded import host_apart
+from tests.distributed.shapes import make_config
+from tests.gpu.delays import Block, Trained
+from zeropp.offload import homes
+from zeropp.offload.ring import Ring
+
+__all__ = ["STEPS", "config_of", "counted_rings", "make_model", "page_locked", "train_fused"]
+
+STEPS, MICROS, SPOILT = 10, 2, 4
+
+
+def make_model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    width = 256 if device == "cuda" else 16
+    return nn.Sequential(*(Block(width) for _ in range(4))).to(device)
+
+
+def config_of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {**make_config(**settings), "gradient_clipping": 0.3, "gradient_accumulation_steps": MICROS}
+
+
+def train_fused(
+    device: str,
+    settings: dict[str, Any],
+    begun: Callable[[zeropp.ZeroOptimizer], object] = lambda optimizer: None,
+    steps: int = STEPS,
+) -> Trained:
+    """From one seed, by the fused AdamW, accumulated and clipped; one loss is NaN, and its step skipped.
+
+    Args:
+        device: "cpu" or "cuda"; on a CPU the host's memory counts as another.
+        settings: as for :func:`make_config`.
+        begun: told of the optimizer before the first step.
+        steps: to take.
+    """
+    with host_apart(device == "cpu"):
+        model = make_model(device)
+        inner = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        optimizer = zeropp.ZeroOptimizer(inner, model, config_of(settings))
+        begun(optimizer)
+        width, generator = model[0].norm.weight.numel(), torch.Generator().manual_seed(3)
+        losses: list[Tensor] = []
+        norms: list[float | None] = []
+        for step in range(steps):
+            for x in torch.randn(MICROS, 8, width, generator=generator).to(device):
+                loss = model(x).square().mean()
+                losses.append(loss.detach())
+                optimizer.backward(loss * float("nan") if step == SPOILT else loss)
+                del loss
+            # Logs read the groups here, which may be scaled by whoever has them.
+            assert optimizer.param_groups[0]["lr"] == 1e-3
+            optimizer.step()
+            assert optimizer.step_was_skipped is (step == SPOILT)
+            norms.append(None if step == SPOILT else optimizer.grad_norm)
+            optimizer.zero_grad()
+        found = Trained(torch.stack(losses).tolist(), norms, zeropp.full_state(model))
+        optimizer.close()
+    return found
+
+
+@contextlib.contextmanager
+def counted_rings(device: str) -> Iterator[list[int]]:
+    """Bytes of each ring that is to be page-locked; on a CPU, where nothing is, as if a card trained."""
+    asked: list[int] = []
+    make, choose = Ring.__init__, homes.choose_staging
+
+    def counted(ring: Ring, count: int, nbytes: int, *, pinned: bool) -> None:
+        asked.extend([count * nbytes] * pinned)
+        make(ring, count, nbytes, pinned=pinned and device == "cuda")
+
+    def as_for_a_card(config: Any, _: torch.device, *rest: Any) -> Any:
+        return choose(config, torch.device("cuda"), *rest)
+
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(mock.patch.object(Ring, "__init__", counted))
+        if device == "cpu":
+            patched.enter_context(mock.patch.object(homes, "choose_staging", as_for_a_card))
+        yield asked
+
+
+def page_locked() -> int:
+    """Bytes of page-locked memory that are in use; torch's allocator rounds each block up to a power of two."""
+    return int(torch.cuda.host_memory_stats()["active_bytes.current"])

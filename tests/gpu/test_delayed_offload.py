@@ -1,0 +1,60 @@
+"""With states and weights off the device, lanes, computing, steps and files that are late change no bit."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.offloaded import delayed, host_apart
+from tests.gpu.delays import Delays, train
+
+BF16 = {"bf16": {"enabled": True}}
+CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+SMALL = {"device": "cpu", "pin_memory": True, "buffer_count": 2, "buffer_size": 4096}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "optimizer": CPU,
+    "optimizer, bf16, nothing kept": {**CPU, **BF16, "reuse": 0, "prefetch": 0},
+    # Rings of which each buffer is used several times in a gather.
+    "both, bf16": {**CPU, **BF16, "offload_param": SMALL, "reuse": 0, "sub_group_size": 4096},
+    # New weights are sent on, and their memory is another's soon.
+    "stage 1, bf16": {**CPU, **BF16, "stage": 1, "overlap_comm": True},
+    "qwZ, bf16": {**CPU, **BF16, "zero_quantized_weights": True, "reuse": 0},
+    "a part": {"offload_optimizer": {"device": "cpu", "ratio": 0.3, "pin_memory": True}, "reuse": 0},
+    "files": {
+        "offload_optimizer": {"device": "nvme", "pin_memory": True, "pipeline_read": True, "pipeline_write": True},
+        "offload_param": {**SMALL, "device": "nvme", "max_in_cpu": 0},
+        "aio": {"block_size": 4096}, "sub_group_size": 4096, "reuse": 0,
+    },
+}  # fmt: skip
+KINDS = ("gather", "reduce", "refresh")
+
+
+def settings_of(name: str, folder: Path) -> dict[str, Any]:
+    """With a folder for files where there are any."""
+    return {
+        key: {**value, "nvme_path": str(folder)} if isinstance(value, dict) and value.get("device") == "nvme" else value
+        for key, value in SETTINGS[name].items()
+    }
+
+
+LATE = ("all", "lanes", "computing", "host")
+# On CPU the first of each in the default suite, and the rest in the campaign.
+CASES = [
+    pytest.param("cpu", name, late, marks=() if late == "all" or name == "optimizer" else pytest.mark.campaign)
+    for name in SETTINGS for late in LATE
+] + [pytest.param("cuda", name, late, marks=pytest.mark.gpu) for late in LATE for name in SETTINGS]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "name", "late"), CASES)
+def test_no_bit_changes(device: str, name: str, late: str, tmp_path: Path) -> None:
+    settings = settings_of(name, tmp_path / "swap")
+    with host_apart(device == "cpu"):
+        expected = train(device, settings)
+        lanes = KINDS if late in ("lanes", "all") else ()
+        delays = Delays(device, lanes=lanes, computing=late in ("computing", "all"))
+        with delayed(0) if late in ("host", "all") else contextlib.nullcontext({"step": 1}) as seen:
+            assert expected.differs(train(device, settings, delays)) == []
+    assert seen["step"] > 0 and (late == "host" or delays.slept), "nothing was late"

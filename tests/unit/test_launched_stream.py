@@ -1,0 +1,138 @@
+"""Streams whose work a thread launches: what each stream is told to wait for, on a card that writes that down."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from zeropp.comm.cuda_streams import LaunchedStream
+from zeropp.comm.streams import ThreadStream, make_stream
+
+DEVICE = torch.device("cuda", 3)
+
+
+@dataclass
+class Card:
+    """In place of ``torch.cuda``: what each stream was given, in the order of the host.
+
+    Attributes:
+        given: by stream, "work", or what is waited for: (name of a stream, how much it had been given by then).
+        devices: current ones of threads that have launched work.
+    """
+
+    given: dict[str, list[Any]] = field(default_factory=lambda: {"default": []})
+    devices: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.here, self.default = threading.local(), _Stream(self, "default")
+
+    def current(self, *_: object) -> _Stream:
+        found: _Stream = getattr(self.here, "stream", self.default)
+        return found
+
+    @contextlib.contextmanager
+    def stream(self, stream: _Stream) -> Iterator[None]:
+        before, self.here.stream = self.current(), stream
+        try:
+            yield
+        finally:
+            self.here.stream = before
+
+    @contextlib.contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self.here.index = getattr(self.here, "index", 0), device.index
+        try:
+            yield
+        finally:
+            self.here.index = before
+
+    def work(self) -> None:
+        self.current().given().append("work")
+        self.devices.add(getattr(self.here, "index", 0))
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.place: tuple[str, int] | None = None
+
+    def record(self, stream: _Stream) -> None:
+        self.place = stream.name, len(stream.given())
+
+
+class _Stream:
+    def __init__(self, card: Card, name: str) -> None:
+        self.card, self.name = card, name
+        card.given.setdefault(name, [])
+
+    def given(self) -> list[Any]:
+        return self.card.given[self.name]
+
+    def wait_event(self, event: _Event) -> None:
+        assert event.place is not None, "an event was waited for before it was recorded, which waits for nothing"
+        self.given().append(event.place)
+
+    def wait_stream(self, other: _Stream) -> None:
+        if other is not self:
+            self.given().append((other.name, len(other.given())))
+
+    def synchronize(self) -> None:
+        """All is done at once."""
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    made = Card()
+
+    def stream(*_: object, **__: object) -> _Stream:
+        return _Stream(made, f"lane {len(made.given)}")
+
+    with mock.patch.multiple(
+        torch.cuda, Event=_Event, Stream=stream, current_stream=made.current, stream=made.stream, device=made.device
+    ):
+        yield made
+
+
+@pytest.fixture
+def lanes(card: Card) -> Iterator[list[LaunchedStream]]:
+    made = [LaunchedStream(ThreadStream(name), DEVICE) for name in ("first", "second")]
+    yield made
+    for each in made:
+        each.close()
+
+
+def test_a_launch_is_behind_what_had_been_issued_and_no_more(card: Card, lanes: list[LaunchedStream]) -> None:
+    held, host = threading.Event(), ThreadStream("host")
+    stepped = host.run(lambda: held.wait(5))
+    card.work()
+    event = lanes[0].run(card.work, after=stepped)
+    for _ in range(3):
+        card.work()  # issued before the launch
+    assert card.given["lane 1"] == []
+    held.set()
+    assert event.wait(5)
+    assert card.given["lane 1"] == [("default", 1), "work"]
+    assert card.given["default"] == ["work"] * 4 + [("lane 1", 2)]
+    assert card.devices == {0, 3}, "the caller's, and the lane's own"
+    host.close()
+
+
+def test_a_lane_waits_for_the_lane_before_it_and_the_model_does_not(card: Card, lanes: list[LaunchedStream]) -> None:
+    first = lanes[0].run(card.work)
+    second = lanes[1].run(card.work, after=first)
+    assert second.wait(5)
+    assert ("lane 1", 2) in card.given["lane 2"][: card.given["lane 2"].index("work")]
+    assert card.given["default"] == [("lane 2", len(card.given["lane 2"]))]
+
+
+def test_the_host_s_step_copies_on_a_stream_of_its_own(card: Card) -> None:
+    stream = make_stream("step", DEVICE, sends=False, overlap=True, hosted=True)
+    assert stream.run(card.work).wait(5)
+    assert card.given["lane 1"] == [("default", 0), "work"] and card.devices == {3}
+    stream.close()

@@ -1,0 +1,61 @@
+"""Which elements are stepped on the device, where the host has a part of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zeropp.config import load_config
+from zeropp.offload.division import Division
+from zeropp.offload.home import HostMemory, Memory
+from zeropp.offload.homes import ALL, Homes, at_device
+
+NEAR, FAR = Memory(torch.device("cpu")), HostMemory()
+
+
+def divide(numels: list[int], **block: Any) -> list[Homes]:
+    offload = {"device": "cpu", **block}
+    config = load_config({"zero_optimization": {"stage": 3, "offload_optimizer": offload}})
+    homes = Homes(FAR, FAR, FAR, FAR, device_numel=0) if config.steps_on_host else at_device(NEAR.device)
+    division = Division(config, homes, NEAR, numels)
+    return [division.next(numel) for numel in numels]
+
+
+def on_device(found: list[Homes], numels: list[int]) -> list[int]:
+    return [min(homes.device_numel, numel) for homes, numel in zip(found, numels, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "expected"),
+    [
+        (1, [0, 0, 0]),
+        (0.75, [1024, 0, 0]),
+        (0.5, [1024, 1024, 0]),
+        (0.3, [1024, 1792, 0]),  # 2867 of 4096, the border at a multiple of 256
+        (0.25, [1024, 2048, 0]),
+        (0.2, [1024, 2048, 0]),  # of 3276 there are 204 left, less than a block
+        (0, [1024, 2048, 1024]),
+    ],
+)
+def test_the_device_has_its_part_of_the_first(ratio: float, expected: list[int]) -> None:
+    numels = [1024, 2048, 1024]
+    assert on_device(divide(numels, ratio=ratio), numels) == expected
+
+
+def test_a_buffer_at_the_border_has_its_states_elsewhere() -> None:
+    near, border, far = divide([1024, 2048, 1024], ratio=0.5)
+    assert (near.main, near.states, near.gradients, near.device_numel) == (NEAR, NEAR, NEAR, ALL)
+    assert (border.main, border.states, border.gradients) == (NEAR, FAR, NEAR)
+    assert (far.main, far.states, far.gradients, far.device_numel) == (FAR, FAR, FAR, 0)
+
+
+def test_what_is_not_stepped_is_where_it_would_be() -> None:
+    for homes in divide([1024, 2048], ratio=0.5):
+        assert homes.weights == FAR
+
+
+def test_without_offload_everything_is_the_device_s() -> None:
+    for block in ({"device": "none"}, {"ratio": 0}):
+        assert divide([1024, 2048], **block) == [at_device(NEAR.device)] * 2

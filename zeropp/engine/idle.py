@@ -1,0 +1,47 @@
+"""What refuses calls that have to wait for the end of something: a pass, a loan, an average, or time off the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from zeropp.engine.parking import Parking
+from zeropp.order.known_orders import Phase
+
+__all__ = ["Occupied", "refuse_occupied"]
+
+
+class Occupied(Protocol):
+    """An engine, as far as it tells what it is in.
+
+    Attributes:
+        closed: it was taken off its model.
+        phase: the running pass.
+        lent: uses of GatheredParameters that are open.
+        averaged: main weights hold an average.
+        parking: what is off the device.
+    """
+
+    closed: bool
+    phase: Phase
+    lent: int
+    averaged: bool
+    parking: Parking
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass is running."""
+        ...
+
+
+def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, needs: Collection[str]) -> None:
+    """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
+    if engine.closed:
+        raise RuntimeError(f"{what} was called after close(), which gave up the partitioned values")
+    if engine.running:
+        raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")
+    if engine.lent and not lent:
+        raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first")
+    if engine.averaged and not averaged:
+        raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
+    engine.parking.require(what, needs)

@@ -1,0 +1,201 @@
+"""Which home each part of an engine's flat buffers has."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from zeropp.config import Config
+from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from zeropp.offload.directory import SwapDirectory
+from zeropp.offload.files import FileRow, Files, PartlyInMemory
+from zeropp.offload.home import Home, Memory, Row, host_memory
+from zeropp.offload.read_ahead import ReadAhead
+from zeropp.offload.ring import Ring
+from zeropp.offload.swap import SwapFile
+from zeropp.offload.transfer import Transfers
+
+__all__ = ["ALL", "Homes", "Staging", "at_device", "choose_homes", "choose_staging", "open_homes", "staging_nbytes"]
+
+ALL = sys.maxsize
+"""More elements than any shard has."""
+
+_ALIGNED = 4096  # bytes, of what direct I/O reads at least
+# Kinds of numbers in a tile (main weights, gradients, three states, and new weights as they travel), in each of the
+# three tiles that are under way at most: one that is read, one that is stepped, and one that is written.
+_PARTS = 6 * 3
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A ring of staging buffers: how many, of so many bytes each, and whether page-locked."""
+
+    count: int
+    nbytes: int
+    pinned: bool
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of them."""
+        return self.count * self.nbytes
+
+
+@dataclass(frozen=True)
+class Homes:
+    """Where the parts of flat buffers are.
+
+    Attributes:
+        main: main weights.
+        states: the optimizer's states of what the host steps.
+        gradients: their sums.
+        weights: what gathers begin with between two steps, and frozen weights.
+        reader: brings weights to the device; None where they are there.
+        ring: staging buffers for what comes from the device and is stepped; None where nothing leaves it.
+        device_numel: elements at the front of a shard that the wrapped optimizer steps, with states beside the main
+            weights; the host's cores step the others.
+        close: gives files, staging buffers and threads back.
+    """
+
+    main: Home
+    states: Home
+    gradients: Home
+    weights: Home
+    reader: ReadAhead | None = None
+    ring: Ring | None = None
+    device_numel: int = ALL
+    close: Callable[[], None] = lambda: None
+
+    def of(self, trainable: bool) -> Home:
+        """Home of a buffer's shard: with the optimizer's states if it is stepped, which frozen weights are not."""
+        return self.main if trainable else self.weights
+
+
+def at_device(device: torch.device) -> Homes:
+    """Everything in the memory of the device that trains."""
+    memory = Memory(device)
+    return Homes(memory, memory, memory, memory)
+
+
+def open_homes(config: Config, device: torch.device, job: str, rank: int, largest: int, itemsize: int) -> Homes:
+    """Make room for what the configuration takes off the device.
+
+    Args:
+        config: whose offload blocks say what that is.
+        device: that trains.
+        job: the name that the job's ranks share.
+        rank: in the job.
+        largest: elements of the largest shard of main weights on this rank.
+        itemsize: bytes of the largest kind of main weight.
+
+    Raises:
+        OSError: a file cannot be made, or there is no space.
+        ValueError: staging buffers are too small for a single request.
+    """
+    host, opened = host_memory(device), contextlib.ExitStack()
+    # What was opened before something failed is closed again, and what was not stays until the engine's end.
+    with contextlib.ExitStack() as failed:
+        failed.push(opened)
+        files = _Swapping(config, host, job, rank, opened)
+        main, kept = choose_homes(config, Memory(device), host, files)
+        steps, reads = choose_staging(config, device, main, kept, largest, itemsize)
+        ring = reader = None
+        if steps is not None:
+            ring = Ring(steps.count, steps.nbytes, pinned=steps.pinned)
+            opened.callback(ring.close)
+        if reads is not None:
+            reader = ReadAhead(Ring(reads.count, reads.nbytes, pinned=reads.pinned))
+            opened.callback(reader.close)
+        failed.pop_all()
+    return Homes(main, main, main, kept, reader, ring, 0 if config.steps_on_host else ALL, opened.close)
+
+
+def choose_homes(config: Config, memory: Home, host: Home, files: Callable[[str], Files]) -> tuple[Home, Home]:
+    """Homes of main weights and what is stepped with them, and of what gathers begin with.
+
+    Args:
+        config: whose offload blocks say where they are.
+        memory: of the device that trains.
+        host: memory of the host.
+        files: opens those below a path.
+    """
+    states, weights = config.zero.offload_optimizer if config.steps_on_host else None, config.zero.offload_param
+    main = memory if states is None else _home(states, memory, host, files)
+    return main, memory if weights is None else _home(weights, memory, host, files)
+
+
+def choose_staging(
+    config: Config, device: torch.device, main: Home, kept: Home, largest: int, itemsize: int
+) -> tuple[Staging | None, Staging | None]:
+    """Staging buffers for what is stepped, and for what is read for gathers; None where nothing leaves the device.
+
+    Args:
+        config: whose offload blocks say how many and how large.
+        device: that trains.
+        main: home of main weights.
+        kept: home of what gathers begin with.
+        largest: elements of the largest shard of main weights on this rank.
+        itemsize: bytes of the largest kind of main weight.
+    """
+    states, weights = config.zero.offload_optimizer if config.steps_on_host else None, config.zero.offload_param
+    # Other devices gain nothing by it, and without CUDA torch refuses.
+    pinned = device.type == "cuda"
+    steps = reads = None
+    if states is not None and not (main.serves(device) and kept.serves(device)):
+        # No more than a step has use for: small models on the default settings must not ask for gigabytes.
+        nbytes = staging_nbytes(states.buffer_count, min(config.zero.sub_group_size, largest) * itemsize)
+        steps = Staging(states.buffer_count, nbytes, pinned and states.pin_memory)
+    if weights is not None and not kept.serves(device):
+        nbytes = _aligned(min(weights.buffer_size, largest) * itemsize)
+        reads = Staging(weights.buffer_count, nbytes, pinned and weights.pin_memory)
+    return steps, reads
+
+
+def staging_nbytes(count: int, nbytes: int) -> int:
+    """Bytes of each of ``count`` staging buffers that are to hold ``nbytes``: never too few to go on with."""
+    return max(_aligned(nbytes), -(-_PARTS // count) * _ALIGNED)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // _ALIGNED) * _ALIGNED
+
+
+def _home(
+    block: OffloadOptimizerConfig | OffloadParamConfig, memory: Home, host: Home, files: Callable[[str], Files]
+) -> Home:
+    if block.device == "none":
+        return memory
+    if block.device == "cpu":
+        return host
+    # By its text: both blocks may name one path, and share a file.
+    own = files(str(block.nvme_path))
+    return PartlyInMemory(own, block.max_in_cpu) if isinstance(block, OffloadParamConfig) else own
+
+
+class _Swapping:
+    """Opens a swap file for each path that is asked for."""
+
+    def __init__(self, config: Config, host: Home, job: str, rank: int, opened: contextlib.ExitStack) -> None:
+        self._aio = config.aio
+        self._host = host
+        # The directory's name begins so anyway.
+        self._name = job.removeprefix("zeropp-"), rank
+        self._opened = opened
+        self._files: dict[str, Files] = {}
+
+    def __call__(self, path: str) -> Files:
+        if path not in self._files:
+            directory = self._opened.enter_context(contextlib.closing(SwapDirectory(path, *self._name)))
+            # Closed in the opposite order: transfers end before their file, and the file before its directory.
+            swap = self._opened.enter_context(contextlib.closing(SwapFile(directory.path)))
+            transfers = self._opened.enter_context(contextlib.closing(Transfers(self._aio)))
+            self._files[path] = Files(partial(_in_file, swap, transfers), self._aio.block_size, self._host)
+        return self._files[path]
+
+
+def _in_file(swap: SwapFile, transfers: Transfers, numel: int, dtype: torch.dtype) -> Row:
+    return FileRow(swap.allocate(numel, dtype), transfers)

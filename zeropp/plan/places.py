@@ -1,0 +1,60 @@
+"""Homes whose rows take no memory: an engine's own rules say where each row would be, and how large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zeropp.config import Config
+from zeropp.offload.files import Files
+from zeropp.offload.home import Home, Memory, MemoryRow, Row
+from zeropp.offload.homes import ALL, Homes, choose_homes
+from zeropp.offload.swap import ALIGNED
+
+__all__ = ["plan_homes", "planned_memory"]
+
+_META = torch.device("meta")
+
+
+def planned_memory(device: torch.device) -> Memory:
+    """Memory of a device, of which nothing is taken."""
+    return _Planned(device)
+
+
+class _Planned(Memory):
+    """Memory of which nothing is taken."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Row:
+        """See :class:`zeropp.offload.home.Home`."""
+        # Sizes are all that is asked of it.
+        return MemoryRow(torch.empty(numel, dtype=dtype, device=_META), self.place)
+
+
+@dataclass(frozen=True)
+class _PlannedExtent(MemoryRow):
+    """A row of a file that is not there."""
+
+    in_memory = False
+    at_hand = False
+
+    @property
+    def nbytes(self) -> int:
+        """See :class:`zeropp.offload.home.Row`."""
+        return -(-self.tensor.nbytes // ALIGNED) * ALIGNED
+
+
+def plan_homes(config: Config, device: torch.device) -> Homes:
+    """Homes as :func:`zeropp.offload.homes.open_homes` would open them, without staging buffers."""
+    # Rows say where they would be by their place; their tensors are all on the meta device.
+    memory = _Planned(device)
+    # A CPU that trains has its memory in common with the host.
+    host: Home = memory if device.type == "cpu" else _Planned(torch.device("cpu"), "host")
+    # One for all paths: which disk a row is on makes no difference to its size.
+    files = Files(_in_file, config.aio.block_size, host)
+    main, kept = choose_homes(config, memory, host, lambda path: files)
+    return Homes(main, main, main, kept, device_numel=0 if config.steps_on_host else ALL)
+
+
+def _in_file(numel: int, dtype: torch.dtype) -> Row:
+    return _PlannedExtent(torch.empty(numel, dtype=dtype, device=_META), "disk")
