@@ -9,6 +9,7 @@ import torch
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.distributed.offloaded import host_apart
 from tests.distributed.quantized import GRADIENTS, WEIGHTS, Model
 from tests.distributed.shapes import Routed, make_config
 
@@ -123,6 +124,20 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was() -> None:
 
 def test_one_rank_sends_nothing_and_is_not_warned() -> None:
     assert run_ranks(1, warned, {**PLAIN, "hadamard": True}) == [[]]
+
+
+def without_states(states: bool) -> list[str]:
+    offload = {"offload_param": {"device": "cpu"}, **({"offload_optimizer": {"device": "cpu"}} if states else {})}
+    with host_apart():
+        return warned(offload)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_trained_weights_leave_with_their_states_only(world: int) -> None:
+    text = 'offload_param.device "cpu" has no effect on weights that are trained: they are stepped on the device'
+    for found in run_ranks(world, without_states, False):
+        assert len(found) == 1 and found[0].startswith(text)
+    assert run_ranks(world, without_states, True) == [[]] * world
 
 
 def odd_leaf() -> list[str]:

@@ -117,9 +117,8 @@ def _partition(
     _warn_of_unknown_leaves(model, config)
     specs = form_units(model, comm.world, unit_options(config))
     units = maker.make_units(model, specs)
-    if comm.world > 1:
-        # Before anything is partitioned: warnings may be errors.
-        warn_of_ineffective(config, units, comm)
+    # Before anything is partitioned: warnings may be errors.
+    warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     awaited = awaited_names(model)

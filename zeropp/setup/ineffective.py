@@ -17,12 +17,26 @@ __all__ = ["warn_of_ineffective"]
 def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> None:
     """Warn, once for each setting."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
-    for text in (
-        *_ineffective_groups(config, comm),
-        *_ineffective_gradients(config, buffers),
-        *_ineffective_weights(config, buffers, comm),
-    ):
+    texts = list(_ineffective_offload(config, buffers))
+    # A rank alone sends nothing, whatever is said of how.
+    if comm.world > 1:
+        texts += _ineffective_groups(config, comm)
+        texts += _ineffective_gradients(config, buffers)
+        texts += _ineffective_weights(config, buffers, comm)
+    for text in texts:
         notify(text)
+
+
+def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
+    block = config.zero.offload_param
+    if block is None or config.steps_on_host:
+        return
+    # A CPU that trains has "cpu" anyway.
+    if any(buffer.trainable and not buffer.homes.weights.serves(buffer.device) for buffer in buffers):
+        yield (
+            f'offload_param.device "{block.device}" has no effect on weights that are trained: they are stepped on the '
+            "device, and gathers begin with them there; set offload_optimizer.device, too"
+        )
 
 
 def _ineffective_groups(config: Config, comm: Comm) -> Iterator[str]:
