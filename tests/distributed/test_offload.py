@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import MODELS
-from tests.distributed.offloaded import Run, compare
+from tests.distributed.offloaded import Run, compare, host_apart, run, same
 from tests.distributed.shapes import make_config
+from zeropp.wire import report
 
 BF16 = {"bf16": {"enabled": True}}
 CODED = {"zero_quantized_gradients": True, "zeropp_loco_param": {}}
@@ -144,6 +146,37 @@ def test_an_optimizer_without_a_fused_kernel(tmp_path: Path) -> None:
     for some, apart in zip(offloads(tmp_path / "swap", 3), (False, True), strict=True):
         for found in run_ranks(2, compare, run, some, apart):
             assert {name: wrong for name, (wrong, _) in found.items()} == {name: [] for name in some}
+
+
+def by_one_kernel(how: dict[str, Any], folder: str) -> tuple[list[str], float, int]:
+    """What differs where the kernel brings sums to the host, how far norms are apart, and how often it ran."""
+    plain, called = run(Run(**how)), 0
+    block = {"offload_optimizer": on_disk(Path(folder)), **SMALL_BLOCKS, "sub_group_size": 1024}
+    kernel = report.gather_
+
+    def counted(*arguments: Any, **named: Any) -> None:
+        nonlocal called
+        called += 1
+        kernel(*arguments, **named)
+
+    with (
+        host_apart(),
+        mock.patch.object(report, "_leaves_by_kernel", lambda values, staged: True),
+        mock.patch.object(report, "gather_", counted),
+    ):
+        other = run(Run(**{**how, "settings": block}))
+    apart = max(abs(a - b) / b for a, b in zip(other.norms, plain.norms, strict=True) if a is not None and b)
+    other.norms = plain.norms
+    return same(plain, other), apart, called
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_sums_leave_by_one_kernel(accumulation: int, tmp_path: Path) -> None:
+    """As they do on a card: it adds, measures and writes. It squares in float32, so norms are near; without clipping
+    nothing else depends on them."""
+    how = {"accumulation": accumulation, "how": "plain"}
+    for wrong, apart, called in run_ranks(2, by_one_kernel, how, str(tmp_path)):
+        assert wrong == [] and apart < 1e-6 and called >= 6 * accumulation
 
 
 def kinds_of_memory(folder: str) -> set[bool]:

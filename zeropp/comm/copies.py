@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zeropp.comm.events import DONE, Event
 
-__all__ = ["copy"]
+__all__ = ["copy", "issued_here"]
 
 
 def copy(into: Tensor, values: Tensor) -> Event:
@@ -18,15 +18,20 @@ def copy(into: Tensor, values: Tensor) -> Event:
     """
     card = into if into.is_cuda else values
     into.copy_(values, non_blocking=card.is_cuda)
-    if not card.is_cuda:
+    return issued_here(card.device)
+
+
+def issued_here(device: torch.device) -> Event:
+    """The end of what a device's current stream has been given, for the host to wait for."""
+    if device.type != "cuda":
         return DONE
     event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(card.device))
-    return _Copied(event)
+    event.record(torch.cuda.current_stream(device))
+    return _Ended(event)
 
 
-class _Copied:
-    """The end of a copy, which the host waits for: it is the one that uses the memory next."""
+class _Ended:
+    """The host waits, and no stream: it is the one that uses the memory next."""
 
     __slots__ = ("_event",)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp._compat import unguarded
+from zeropp.comm.copies import issued_here
 from zeropp.comm.streams import Work, used_here
 from zeropp.offload.homes import Homes
 from zeropp.partition.layout import BufferLayout, Fragment
@@ -223,12 +224,10 @@ class Gradient:
             part = total[start : start + most]
             with self._ring.taken() as buffer:
                 staged = buffer[: part.nbytes].view(self.dtype)
-                # Measured after the sum: the norm is that of what is stepped with.
                 if self.arrived:
                     self.row.read(start, staged).wait(threading.TIMEOUT_MAX)
-                    part.add_(staged.to(self.device))
-                self.report.measure_part(part, start)
-                staged.copy_(part)
+                self.report.send_part(part, staged, start, accumulate=self.arrived)
+                issued_here(self.device).wait(threading.TIMEOUT_MAX)
                 self.row.write(start, staged).wait(threading.TIMEOUT_MAX)
         self.report.add_up()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from zeropp_kernels import BlockTable, block_table, gather_
 from zeropp_kernels.wire import BLOCK
 
 __all__ = ["Report", "report_nbytes", "summed_by_kernels"]
@@ -17,6 +19,17 @@ _AT_ONCE = 2**16 * BLOCK  # elements of a shard that are measured together where
 def summed_by_kernels(out: Tensor) -> bool:
     """Whether sums into ``out`` are made, and measured, by one kernel; a CPU is faster with torch's own operations."""
     return out.is_cuda and out.dtype == torch.float32
+
+
+def _leaves_by_kernel(values: Tensor, staged: Tensor) -> bool:
+    # A kernel writes to page-locked memory itself: it adds, measures and copies in one pass.
+    return summed_by_kernels(values) and staged.is_pinned()
+
+
+@lru_cache(maxsize=16)
+def _one_tensor(numel: int, device: torch.device) -> BlockTable:
+    # Few sizes: a ring's buffers, and what is left of shards.
+    return block_table([numel], [0], numel, device=device)
 
 
 class Report:
@@ -33,6 +46,7 @@ class Report:
         self.norms = torch.zeros(shard.numel() // BLOCK, dtype=shard.dtype, device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._squares: Tensor | None = None  # float64, where no kernel has measured
+        self._rooted = False  # whether ``norms`` are roots
 
     @property
     def nbytes(self) -> int:
@@ -58,13 +72,35 @@ class Report:
         # In blocks: faster than float64 throughout, within 1e-8 of it, and the same however units are cut.
         norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
         torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, out=norms)
+        self._rooted = True
         # By the extremes, which show any Inf or NaN: the squares of large finite values overflow float32, too. The
         # answer stays on the device, so that the host need not wait for it.
         self.flag |= torch.stack(torch.aminmax(values)).isfinite().all().logical_not()
 
     def add_up(self) -> None:
-        """All parts have been measured."""
-        self._squares = self.norms.to(torch.float64).square().sum()
+        """All parts have been measured, in one way."""
+        self._squares = self.norms.to(torch.float64).square().sum() if self._rooted else None
+        self._rooted = False
+
+    def send_part(self, values: Tensor, staged: Tensor, start: int, *, accumulate: bool) -> None:
+        """Bring whole blocks of a shard, from an element on, to staging memory, and measure what is there then.
+
+        Args:
+            values: [numel] on the device; may be changed.
+            staged: of their size and dtype, on the host, which may have to wait for what the device was given here.
+            start: of the part; the first one comes after ``flag.zero_()``.
+            accumulate: add to what is staged.
+        """
+        if _leaves_by_kernel(values, staged):
+            norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
+            table = _one_tensor(values.numel(), values.device)
+            gather_([values], table, staged, norms=norms, flag=self.flag, accumulate=accumulate)
+            return
+        # Measured after the sum: the norm is that of what is stepped with.
+        if accumulate:
+            values.add_(staged.to(values.device))
+        self.measure_part(values, start)
+        staged.copy_(values)
 
     @staticmethod
     def total(reports: Sequence[Report], device: torch.device) -> Tensor:
