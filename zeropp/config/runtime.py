@@ -26,7 +26,8 @@ class AioConfig(Block):
     """Collects finished requests while later ones are still being handed in."""
 
     use_gds: bool = False
-    """Moves data between NVMe and GPU memory without a copy in host memory."""
+    """Reads what gathers begin with from NVMe into the GPU's memory without a copy in the host's, by kvikio
+    (`zeropp[gds]`). The host steps, so the rest goes through its memory."""
 
 
 class ActivationCheckpointingConfig(Block):

@@ -155,10 +155,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "gradient_bits": BLOCK,
     },
     GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
-    AioConfig: {
-        **_each(EFFECT, "block_size queue_depth intra_op_parallelism single_submit overlap_events"),
-        "use_gds": LATER,
-    },
+    AioConfig: _all(AioConfig, EFFECT),
     CheckpointConfig: {**_all(CheckpointConfig, LATER), "parallel_write": BLOCK},
     ParallelWriteConfig: _all(ParallelWriteConfig, LATER),
     ActivationCheckpointingConfig: _all(ActivationCheckpointingConfig, LATER),

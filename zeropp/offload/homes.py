@@ -17,6 +17,7 @@ from zeropp.offload.files import FileRow, Files, PartlyInMemory
 from zeropp.offload.home import Home, Memory, Row, host_memory
 from zeropp.offload.read_ahead import ReadAhead
 from zeropp.offload.ring import Ring
+from zeropp.offload.straight import StraightReads
 from zeropp.offload.swap import SwapFile
 from zeropp.offload.transfer import Transfers
 
@@ -94,7 +95,7 @@ def open_homes(config: Config, device: torch.device, job: str, rank: int, larges
 
     Raises:
         OSError: a file cannot be made, or there is no space.
-        ValueError: staging buffers are too small for a single request.
+        ValueError, ImportError: files cannot be read straight into the device, as the configuration asks.
     """
     host, opened = host_memory(device), contextlib.ExitStack()
     # What was opened before something failed is closed again, and what was not stays until the engine's end.
@@ -108,7 +109,8 @@ def open_homes(config: Config, device: torch.device, job: str, rank: int, larges
             ring = Ring(steps.count, steps.nbytes, pinned=steps.pinned)
             opened.callback(ring.close)
         if reads is not None:
-            reader = ReadAhead(Ring(reads.count, reads.nbytes, pinned=reads.pinned))
+            straight = StraightReads(device) if config.aio.use_gds else None
+            reader = ReadAhead(Ring(reads.count, reads.nbytes, pinned=reads.pinned), straight)
             opened.callback(reader.close)
         failed.pop_all()
     return Homes(main, main, main, kept, reader, ring, 0 if config.steps_on_host else ALL, opened.close)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from zeropp.comm.events import Event
 from zeropp.comm.streams import ThreadStream
+from zeropp.offload.files import FileRow
 from zeropp.offload.home import Row
 from zeropp.offload.ring import Ring
+from zeropp.offload.straight import Straight, StraightReads
 
 __all__ = ["Arriving", "ReadAhead"]
 
@@ -61,12 +63,21 @@ class ReadAhead:
         ring: of staging buffers, on their way from being read into to being free.
     """
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: Ring, straight: StraightReads | None = None) -> None:
+        """Start it.
+
+        Args:
+            ring: takes what is read.
+            straight: for rows in files, which then do without; None where all go through the ring.
+        """
         self.ring = ring
+        self._straight = straight
         self._stream = ThreadStream("read")
 
-    def begin(self, row: Row, after: Event | None) -> Arriving:
+    def begin(self, row: Row, after: Event | None) -> Arriving | Straight:
         """Read a row, behind those asked for before, once ``after`` has happened."""
+        if self._straight is not None and isinstance(row, FileRow):
+            return Straight(row, self._straight)
         arriving = Arriving(self.ring, row.tensor.numel())
         self._stream.run(lambda: self._read(row, arriving, after))
         return arriving

@@ -164,7 +164,7 @@ class Transfers:
     Args:
         aio: ``block_size`` is the bytes of one request; ``queue_depth`` times ``intra_op_parallelism`` requests, at
             most 64, are under way; with ``single_submit`` one of each transfer at most, and without ``overlap_events``
-            those of one transfer only, the oldest. ``use_gds`` is not read.
+            those of one transfer only, the oldest. ``use_gds`` is read elsewhere.
     """
 
     def __init__(self, aio: AioConfig) -> None:

@@ -15,6 +15,7 @@ from zeropp.comm.events import Event
 from zeropp.comm.streams import used_here
 from zeropp.offload.home import Row
 from zeropp.offload.read_ahead import Arriving, ReadAhead
+from zeropp.offload.straight import Straight
 from zeropp.wire.codecs import Codec
 
 __all__ = ["Source"]
@@ -66,7 +67,7 @@ class Source:
         """Bytes of new values that have not been sent on."""
         return 0 if self._new is None else self._new.untyped_storage().nbytes()
 
-    def begin(self, after: Event | None) -> Tensor | Arriving:
+    def begin(self, after: Event | None) -> Tensor | Arriving | Straight:
         """What each gather begins with; reading begins now, or when weights are stepped ``after`` an event."""
         assert self.row is not None
         return self.row.tensor if self._reader is None else self._reader.begin(self.row, after)

@@ -29,6 +29,8 @@ def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> No
 
 def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
     block = config.zero.offload_param
+    if config.aio.use_gds and (block is None or block.device != "nvme"):
+        yield 'aio.use_gds has no effect: only what offload_param keeps on "nvme" is read for the device'
     if block is None or config.steps_on_host:
         return
     # A CPU that trains has "cpu" anyway.
