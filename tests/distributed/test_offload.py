@@ -86,7 +86,7 @@ def offloads(folder: Path, stage: int) -> tuple[dict[str, dict[str, Any]], dict[
 
 
 def cases() -> list[Any]:
-    """Each placement with each way, and whether with all offloads.
+    """Each placement with each way, on how many ranks, and whether with all offloads.
 
     In the default suite there are a few, each with a third of the offloads, so that every one is there; a campaign has
     the whole product.
@@ -96,15 +96,16 @@ def cases() -> list[Any]:
         for column, way in enumerate(WAYS):
             # The first placement is what is used most; the others take turns.
             here = row == 0 or column == row % len(WAYS)
-            if here:
-                listed.append(pytest.param(placement, way, False))
-            listed.append(pytest.param(placement, way, True, marks=pytest.mark.campaign))
+            for world in (1, 2):
+                # One of both for the others, in turns, too.
+                if here and (row == 0 or row % 2 == world % 2):
+                    listed.append(pytest.param(placement, way, world, False))
+                listed.append(pytest.param(placement, way, world, True, marks=pytest.mark.campaign))
     return listed
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("placement", "way", "whole"), cases())
-def test_same_bits(placement: str, way: str, whole: bool, world: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("placement", "way", "world", "whole"), cases())
+def test_same_bits(placement: str, way: str, world: int, whole: bool, tmp_path: Path) -> None:
     """AdamW's fused kernel steps both, and everything else is the same arithmetic in the same order: no tolerance."""
     settings = dict(PLACEMENTS[placement])
     # Where states are replaced by a checkpoint, unclipped steps show a difference soonest.
