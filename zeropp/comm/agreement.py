@@ -67,7 +67,7 @@ class Agreement:
         self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
-        self._when_lost = when_lost
+        self._when_lost = list(when_lost)
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
@@ -91,6 +91,10 @@ class Agreement:
                     raise self.failure(doing, waited=waited)
                 # Less and less often: many ranks may be asking one store, and what fails soon is heard of soon.
                 pause *= 2
+
+    def on_loss(self, action: Callable[[], None]) -> None:
+        """Do something, too, once the ranks have lost each other."""
+        self._when_lost.append(action)
 
     @contextlib.contextmanager
     def watching(self, *doing: str, call: str = "", where: str = "") -> Iterator[None]:

@@ -108,16 +108,15 @@ class Engine(GuardHandler):
         self._listener = weakref.ref(listener)  # it owns this engine, as the model's modules do
         self.pending = Pending(self.units, self._listener)
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
-        self.trained_set = 0  # counts sets of trained parameters; backwards are learned for each
-        self._backwards = 0  # finished or given up
+        self.trained_set = self._backwards = 0  # sets that were trained, each with backwards of its own; all backwards
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
         self._outstanding: list[PhaseKey] = []
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
         self.parking, self.lent = Parking(), 0  # what is away; uses of GatheredParameters that are open
-        self.averaged = False  # main weights hold an average, not what is trained
-        self.closed = self.loading = False  # a state dict is being copied into the parameters
+        # Main weights hold an average; the engine is off its model; a state dict is being copied into the parameters.
+        self.averaged = self.closed = self.loading = False
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
     # Forward.
@@ -377,7 +376,7 @@ class Engine(GuardHandler):
             return
         self.closed = True
         self.hooks.remove()
-        for action in self._closing:
+        for action in reversed(self._closing):
             action()
         for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
             lanes.close()
@@ -413,6 +412,7 @@ class Engine(GuardHandler):
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""
         self.parking.require("setting .grad to None", TRAINING)
+        self.refresh.wait_stepped()  # what the host is stepping with stays
         self.pending.forget_one(self.unit_of[id(parameter)], parameter)
 
     def has_pending_gradients(self) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import os
 import threading
 import time
 import weakref
@@ -149,6 +150,7 @@ def _serve(queue: _Queue) -> None:
         del taken, transfer, failed
 
 
+_open: weakref.WeakSet[Transfers] = weakref.WeakSet()
 # Threads that have not ended, for the end of the program; those of dropped transfers leave by themselves.
 _running: weakref.WeakKeyDictionary[threading.Thread, _Queue] = weakref.WeakKeyDictionary()
 
@@ -177,6 +179,7 @@ class Transfers:
             for number in range(count)
         ]
         self._stop = weakref.finalize(self, self._queue.close)
+        _open.add(self)
         for thread in self._threads:
             thread.start()
             _running[thread] = self._queue
@@ -219,6 +222,11 @@ class Transfers:
             _finish(transfer)
         return transfer.event
 
+    def forget(self) -> None:
+        """Neither :meth:`close` nor the end of this object or the program does anything."""
+        self._stop.detach()
+        self._threads = []
+
     def close(self) -> None:
         """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
         self._stop()
@@ -241,4 +249,12 @@ def _end_all() -> None:
     _join(running)
 
 
+def _forget_all() -> None:
+    """In a forked child, which has none of the threads, and perhaps locks that one of them held."""
+    _running.clear()
+    for each in list(_open):
+        each.forget()
+
+
 atexit.register(_end_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -72,6 +72,23 @@ class Rule(ABC):
     def states(self, settings: Settings) -> tuple[str, ...]:
         """Names of the states that have one value an element."""
 
+    def check(self, settings: Settings, state: Mapping[str, Any]) -> None:
+        """Make sure that a parameter can be stepped.
+
+        Args:
+            settings: of its group.
+            state: of it; empty for a fresh one.
+
+        Raises:
+            RuntimeError: a setting needs a state that is not there, since it was off when the states were made.
+        """
+        missing = [name for name in self.states(settings) if state and name not in state]
+        if missing:
+            raise RuntimeError(
+                f"the state of a parameter has {sorted(state)} and no {', '.join(missing)}: amsgrad was set, or the "
+                "state loaded, after its first step without it. Set amsgrad when the optimizer is made"
+            )
+
     @abstractmethod
     def begin(self, settings: Settings, param: Tensor, state: MutableMapping[str, Any]) -> float:
         """Begin a step of one parameter: make its states where they are missing, and count the step in them.
@@ -130,12 +147,7 @@ class _Adam(Rule):
             state["step"] = torch.zeros((), dtype=settings.step_dtype, device="cpu")
             state.update({name: torch.zeros_like(param) for name in names})
         # Before the count, so that a step which is refused leaves the state as it was.
-        missing = [name for name in names if name not in state]
-        if missing:
-            raise RuntimeError(
-                f"the state of a parameter has {sorted(state)} and no {', '.join(missing)}: amsgrad was set, or the "
-                "state loaded, after its first step without it. Set amsgrad when the optimizer is made"
-            )
+        self.check(settings, state)
         state["step"] += 1
         return float(state["step"])
 
@@ -163,6 +175,9 @@ class _SGD(Rule):
 
     def states(self, settings: Settings) -> tuple[str, ...]:
         return ("momentum_buffer",) if settings.numbers["momentum"] else ()
+
+    def check(self, settings: Settings, state: Mapping[str, Any]) -> None:
+        """A buffer is made whenever momentum is set."""
 
     def begin(self, settings: Settings, param: Tensor, state: MutableMapping[str, Any]) -> float:
         # torch's SGD counts no steps: the first one is that without a buffer. None is what older ones have saved.

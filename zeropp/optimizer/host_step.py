@@ -43,10 +43,29 @@ class HostStep:
         # have a stream of their own: on the model's they would wait for the forward that they are to be hidden behind.
         self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
         self._states: dict[FlatBuffer, dict[str, home.Row]] = {}
+        engine.agreement.on_loss(self._stream.abandon)
+        # Not methods of this object, by which the engine would hold itself.
+        engine.on_close(self._cores.close)
+        engine.on_close(self._stream.close)
 
     def can_step(self) -> bool:
         """Whether this is an optimizer of which the host has a step of its own; its settings may change that."""
         return rule_of(self._optimizer) is not None
+
+    def check(self, slices: Sequence[Slice]) -> None:
+        """Make sure that all of the host's part can be stepped as its groups say.
+
+        Raises:
+            RuntimeError: it cannot; nothing has been counted yet, nor stepped.
+        """
+        rule = rule_of(self._optimizer)
+        assert rule is not None  # asked before
+        chosen = {id(part.parameter) for part in slices if part.parameter.grad is not None}
+        for group in self._optimizer.param_groups:
+            settings = rule.snapshot(group)
+            for parameter in group["params"]:
+                if id(parameter) in chosen:
+                    rule.check(settings, self._optimizer.state.get(parameter, {}))
 
     @torch.no_grad()
     def start(self, slices: Sequence[Slice], divisor: Tensor | None, *, waits: bool) -> None:
@@ -59,7 +78,9 @@ class HostStep:
         """
         rule, engine = rule_of(self._optimizer), self._engine
         assert rule is not None  # asked before
-        jobs, events = self._decide(rule, slices, divisor), []
+        # New states take space, which may not be there.
+        with engine.agreement.watching("making room for optimizer states", call="step()"):
+            jobs, events = self._decide(rule, slices, divisor), []
         # The model waits for the first of them soonest, and while it computes with one the next are stepped.
         for unit in engine.schedule.in_forward_order():
             own = [jobs[buffer] for buffer in unit.trainable_buffers if buffer in jobs]

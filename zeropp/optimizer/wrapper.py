@@ -319,6 +319,8 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
         """The wrapped optimizer forgets what it sees; whether it may."""
         if self.engine.window.keeps_gradients:
             return False
+        # It may set them to zero, and the host may be stepping with them.
+        self.engine.refresh.wait_stepped()
         self.engine.pending.forget_unsent()
         return True
 
