@@ -39,37 +39,37 @@ class CudaStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # High priority, as in FSDP2: small kernels around a collective should not queue behind the model's large ones.
-        self.stream = self._stream = torch.cuda.Stream(device, priority=-1)
+        self.stream = torch.cuda.Stream(device, priority=-1)
         # Its work may write to memory of the caller's stream, which is free again once an engine is dropped.
-        self._finish = weakref.finalize(self, self._stream.synchronize)
+        self._finish = weakref.finalize(self, self.stream.synchronize)
         self._finish.atexit = False
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
         """Queue ``works`` behind what the caller's stream has been given so far."""
         # What the caller has issued may write what this work reads: a packed message, weights that were stepped.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream), torch.no_grad():
             if after is not None:
                 after.wait(threading.TIMEOUT_MAX)  # this stream waits, not the host
             for work in works:
                 work()
             # Recorded on this stream after the work, so it also stands for everything queued here before.
             event = torch.cuda.Event()
-            event.record(self._stream)
+            event.record(self.stream)
         return _CudaEvent(event, self._device)
 
     def allocate(self, work: Callable[[], None]) -> None:
         """Allocate in this stream's order."""
         # Nothing is written yet, so there is nothing to wait for. See [Note: memory on several streams].
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             work()
 
     def free(self, work: Callable[[], None]) -> None:
         """Free in this stream's order: its allocations are reused by its own later work only."""
         # Behind the caller's stream, so memory is reused only after the model's kernels have read it. Not by ``run``:
         # nobody asks for the end, and an event costs the host some microseconds.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
             work()
 
     def abandon(self) -> None:
@@ -79,7 +79,7 @@ class CudaStream:
     def close(self) -> None:
         """Wait for everything queued."""
         if self._finish.alive:
-            self._stream.synchronize()
+            self.stream.synchronize()
 
 
 class LaunchedStream:

@@ -15,7 +15,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 class _OffloadBlock(Block):
     device: Device = "none"
-    """Where the states are kept between uses: `none` leaves them on the device that computes, `cpu` puts
+    """Where these numbers are kept between uses: `none` leaves them on the device that computes, `cpu` puts
     them in host memory, `nvme` in files below `nvme_path`."""
 
     nvme_path: Path | None = None
@@ -43,27 +43,27 @@ class OffloadParamConfig(_OffloadBlock):
     once."""
 
     buffer_size: Count = 100_000_000
-    """Elements that one staging buffer holds. It has to hold the largest shard that is swapped in one
-    piece."""
+    """Elements that one staging buffer holds. A larger shard takes several."""
 
     max_in_cpu: Count = 1_000_000_000
     """Elements of weights that stay in host memory although `nvme` is set, so that they need no read."""
 
     pin_memory: bool = False
-    """Page-locks the host memory: copies to the device run faster and overlap, the host cannot page it
-    out."""
+    """Page-locks the staging buffers: copies to the device run faster and beside computing, and the host
+    cannot page them out."""
 
 
 class OffloadOptimizerConfig(_OffloadBlock):
     """Keeps optimizer states outside device memory and steps on the host."""
 
     buffer_count: Count = 4
-    """How many staging buffers the pool for optimizer states has. One tile under way takes one buffer for
-    its weights and one for each of its states."""
+    """How many staging buffers the pool for optimizer states has. A tile under way takes one, or a
+    part of one, for each kind of number that is not in the host's memory: main weights, gradients, each
+    state, and new weights as they travel."""
 
     pin_memory: bool = False
-    """Page-locks the host copies of states and gradients: faster, overlapping copies for memory that the
-    host cannot page out."""
+    """Page-locks the staging buffers: copies to and from the device run faster and beside computing, and
+    the host cannot page them out."""
 
     pipeline_read: bool = False
     """Reads the next tile from NVMe while the present one is stepped."""

@@ -39,7 +39,7 @@ class Division:
             self._left = sum(numels) - round(block.ratio * sum(numels))
 
     def next(self, numel: int) -> Homes:
-        """Homes of the next buffer, whose shard has so many elements."""
+        """Homes of the next buffer, in the order of ``numels``, whose shard has so many elements."""
         if numel <= self._left:
             self._left -= numel
             return self._near

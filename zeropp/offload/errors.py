@@ -1,4 +1,4 @@
-"""What a directory or a file of offload cannot be used for."""
+"""The error of swap directories and swap files."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class Memory:
 
 
 class HostMemory(Memory):
-    """The memory of the host, of which a device that is no CPU has none."""
+    """The host's memory, where another device trains."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), "host")

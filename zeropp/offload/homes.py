@@ -18,7 +18,7 @@ from zeropp.offload.home import Home, Memory, Row, host_memory
 from zeropp.offload.read_ahead import ReadAhead
 from zeropp.offload.ring import Ring
 from zeropp.offload.straight import StraightReads
-from zeropp.offload.swap import SwapFile
+from zeropp.offload.swap import ALIGNED, SwapFile
 from zeropp.offload.transfer import Transfers
 
 __all__ = ["ALL", "Homes", "Staging", "at_device", "choose_homes", "choose_staging", "open_homes", "staging_nbytes"]
@@ -26,7 +26,6 @@ __all__ = ["ALL", "Homes", "Staging", "at_device", "choose_homes", "choose_stagi
 ALL = sys.maxsize
 """More elements than any shard has."""
 
-_ALIGNED = 4096  # bytes, of what direct I/O reads at least
 # Kinds of numbers in a tile (main weights, gradients, three states, and new weights as they travel), in each of the
 # three tiles that are under way at most: one that is read, one that is stepped, and one that is written.
 _PARTS = 6 * 3
@@ -53,7 +52,7 @@ class Homes:
     Attributes:
         main: main weights.
         states: the optimizer's states of what the host steps.
-        gradients: their sums.
+        gradients: sums of gradients.
         weights: what gathers begin with between two steps, and frozen weights.
         reader: brings weights to the device; None where they are there.
         ring: staging buffers for what comes from the device and is stepped; None where nothing leaves it.
@@ -159,11 +158,11 @@ def choose_staging(
 
 def staging_nbytes(count: int, nbytes: int) -> int:
     """Bytes of each of ``count`` staging buffers that are to hold ``nbytes``: never too few to go on with."""
-    return max(_aligned(nbytes), -(-_PARTS // count) * _ALIGNED)
+    return max(_aligned(nbytes), -(-_PARTS // count) * ALIGNED)
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-max(nbytes, 1) // _ALIGNED) * _ALIGNED
+    return -(-max(nbytes, 1) // ALIGNED) * ALIGNED
 
 
 def _home(

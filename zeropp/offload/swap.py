@@ -129,7 +129,6 @@ class SwapFile:
 
     Args:
         folder: where the file is made; see :class:`~zeropp.offload.directory.SwapDirectory`.
-        name: of the file, for messages.
 
     Attributes:
         alignment: bytes; begins and lengths of stretches are multiples of it.
@@ -138,9 +137,9 @@ class SwapFile:
         SwapError: the file cannot be made.
     """
 
-    def __init__(self, folder: Path, name: str = "swap") -> None:
-        self._open: Descriptors | None = Descriptors(folder / name)
-        self._path = folder / name
+    def __init__(self, folder: Path) -> None:
+        self._open: Descriptors | None = Descriptors(folder / "swap")
+        self._path = folder / "swap"
         block = os.fstatvfs(self._open.cached).f_frsize
         self.alignment = max(ALIGNED, block)
         self._guard = threading.Lock()

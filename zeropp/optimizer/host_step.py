@@ -12,6 +12,7 @@ not: its gradients take the place of those that are being stepped with.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -38,7 +39,7 @@ class HostStep:
         self._engine = engine
         self._optimizer = optimizer
         self._slices = slices
-        self._cores = Cores(spare_cores(engine.comm.local))
+        self._cores = Cores(spare_cores(_ranks_on_the_same_cores(engine)))
         # A thread for all of it, so that units are stepped one after another: the first ones are wanted first. Copies
         # have a stream of their own: on the model's they would wait for the forward that they are to be hidden behind.
         self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
@@ -163,3 +164,12 @@ class HostStep:
                     own.copy_(value)
                 state[key] = own
         return rows
+
+
+def _ranks_on_the_same_cores(engine: Engine) -> int:
+    """How many ranks of this node may run on the cores that this one may."""
+    comm, own = engine.comm, sorted(os.sched_getaffinity(0))
+    # A launcher may have given each rank cores of its own.
+    told = engine.agreement.exchange_objects(own, "counting cores")
+    node = comm.rank // comm.local
+    return sum(cores == own for rank, cores in enumerate(told) if rank // comm.local == node)

@@ -18,6 +18,7 @@ from torch import Tensor
 from zeropp.comm.events import Event
 from zeropp.offload import home
 from zeropp.offload.ring import Ring
+from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.cores import CHUNK_NUMEL, Cores, SliceStep, step_slices
 from zeropp.optimizer.fused import Rule
 from zeropp.params.flat_buffer import FlatBuffer
@@ -25,7 +26,6 @@ from zeropp.params.flat_buffer import FlatBuffer
 __all__ = ["BufferStep", "Tiles"]
 
 _MAIN, _GRADIENT = "main weights", "gradients"
-_ALIGNED = 4096  # bytes: what direct I/O reads at least
 _Range = tuple[int, int]
 
 
@@ -195,7 +195,7 @@ def _divide(buffers: Sequence[Tensor], count: int) -> list[Tensor]:
         return []
     # Equal ones: a tile has as many elements of each kind, and the largest kind decides how many.
     each = -(-count // len(buffers))
-    nbytes = buffers[0].numel() // each // _ALIGNED * _ALIGNED
+    nbytes = buffers[0].numel() // each // ALIGNED * ALIGNED
     return [buffer[index * nbytes : (index + 1) * nbytes] for buffer in buffers for index in range(each)]
 
 

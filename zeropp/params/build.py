@@ -120,7 +120,7 @@ class BufferMaker:
     Attributes:
         config: of the engine.
         mode: levels of the parts of units, persistent ones aside.
-        homes: of their parts, but for what is stepped on the device though another part of the model is not.
+        homes: of all parts; a `Division` says which buffers are stepped on the device instead.
     """
 
     def __init__(self, config: Config, mode: Mode, comm: Comm, homes: Homes) -> None:

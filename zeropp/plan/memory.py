@@ -20,7 +20,7 @@ from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import choose_mode
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import Outline, OutlineUnit, outline
-from zeropp.plan.places import plan_homes, planned_memory
+from zeropp.plan.places import PlannedMemory, plan_homes
 from zeropp.wire.report import report_nbytes
 
 __all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
@@ -232,7 +232,7 @@ class _Tally:
             layout.numel // unit.placement.mode.states
             for unit in cut.units for key, layout in unit.buffers if key.trainable
         ]  # fmt: skip
-        self._division = Division(cut.settings, self._homes, planned_memory(device), stepped)
+        self._division = Division(cut.settings, self._homes, PlannedMemory(device), stepped)
         self._groups = cut.no_groups(world)
 
     @property

@@ -12,17 +12,12 @@ from zeropp.offload.home import Home, Memory, MemoryRow, Row
 from zeropp.offload.homes import ALL, Homes, choose_homes
 from zeropp.offload.swap import ALIGNED
 
-__all__ = ["plan_homes", "planned_memory"]
+__all__ = ["PlannedMemory", "plan_homes"]
 
 _META = torch.device("meta")
 
 
-def planned_memory(device: torch.device) -> Memory:
-    """Memory of a device, of which nothing is taken."""
-    return _Planned(device)
-
-
-class _Planned(Memory):
+class PlannedMemory(Memory):
     """Memory of which nothing is taken."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Row:
@@ -47,9 +42,9 @@ class _PlannedExtent(MemoryRow):
 def plan_homes(config: Config, device: torch.device) -> Homes:
     """Homes as :func:`zeropp.offload.homes.open_homes` would open them, without staging buffers."""
     # Rows say where they would be by their place; their tensors are all on the meta device.
-    memory = _Planned(device)
+    memory = PlannedMemory(device)
     # A CPU that trains has its memory in common with the host.
-    host: Home = memory if device.type == "cpu" else _Planned(torch.device("cpu"), "host")
+    host: Home = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
     # One for all paths: which disk a row is on makes no difference to its size.
     files = Files(_in_file, config.aio.block_size, host)
     main, kept = choose_homes(config, memory, host, lambda path: files)
