@@ -122,6 +122,30 @@ def test_same_bits(placement: str, way: str, world: int, whole: bool, tmp_path: 
                 assert seen["step"] > 0 and ("nvme" not in name or seen["read"] > 0), (name, seen)
 
 
+TWO_NODES: dict[str, dict[str, Any]] = {
+    "hpz": {"zero_hpz_partition_size": 2},
+    "hpz, bf16, qwZ": {**BF16, "zero_hpz_partition_size": 2, "zero_quantized_weights": True},
+    "deferred": {"defer_cross_reduction": True},
+    "mics of a node": {"mics_shard_size": 2},
+    "qgZ with LoCo": CODED,
+    "lossless, stage 1": {**BF16, "stage": 1, "weight_codec": "lossless"},
+}
+
+
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("placement", TWO_NODES)
+def test_same_bits_on_two_nodes(placement: str, whole: bool, tmp_path: Path) -> None:
+    settings = {**TWO_NODES[placement], "gradient_clipping": 0.3}
+    run, turn = Run(settings, accumulation=2, how="plain", steps=10 if whole else 5), list(TWO_NODES).index(placement)
+    for number, some in enumerate(offloads(tmp_path / "swap", settings.get("stage", 3))):
+        if not whole and number != turn % 2:
+            continue
+        chosen = list(some) if whole else sorted(some)[turn % 3 :: 3]
+        asked = {name: some[name] for name in chosen}
+        for found in run_ranks(4, compare, run, asked, number == 1, local_world_size=2):
+            assert {name: wrong for name, (wrong, _) in found.items()} == {name: [] for name in chosen}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [

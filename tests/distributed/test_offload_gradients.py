@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import MODELS
+from tests.distributed.offloaded import host_apart
 from tests.distributed.shapes import make_config
 from tests.offload import offload_threads
 from zeropp.optimizer.host_step import HostStep
@@ -139,3 +140,61 @@ def threads_after_close(folder: str) -> list[str]:
 
 def test_close_ends_the_threads(tmp_path: Path) -> None:
     assert run_ranks(1, threads_after_close, str(tmp_path)) == [[]]
+
+
+def kept(offload: dict[str, Any] | None, lazy: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Norms after steps whose gradients are kept, and are clipped and stepped with once more; and the weights."""
+    torch.manual_seed(3)
+    model = KIND.build().float()
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+    settings = {} if offload is None else {"offload_optimizer": offload, "aio": {"block_size": 1024}}
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(**settings, gradient_clipping=0.3, lazy_step=lazy))
+    norms, parts = [], []
+    for number in range(2):
+        step(model, optimizer, number)
+        parts.append(sum(value**2 for value in optimizer.grad_norms().values()) ** 0.5)
+        optimizer.step()
+        norms.append(optimizer.grad_norm or 0.0)
+    weights = zeropp.full_state(model)
+    optimizer.close()
+    return norms, parts, weights
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+@pytest.mark.parametrize("ratio", [1.0, 0.3])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_gradients_that_are_kept_are_the_clipped_ones(device: str, ratio: float, lazy: bool, tmp_path: Path) -> None:
+    block = {"device": device, "ratio": ratio, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    plain = run_ranks(2, kept, None, True)
+    for found, expected in zip(run_ranks(2, kept_apart, block, lazy), plain, strict=True):
+        assert found[0] == expected[0] and found[0][0] == pytest.approx(0.3, rel=1e-4)
+        assert found[1] == pytest.approx(expected[1], rel=1e-6)
+        assert all(torch.equal(found[2][name], value) for name, value in expected[2].items())
+
+
+def kept_apart(offload: dict[str, Any], lazy: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    with host_apart():
+        return kept(offload, lazy)
+
+
+def inner_states(slow: bool) -> list[Tensor]:
+    """Moments as the wrapped optimizer's own ``state_dict()`` has them right after a step."""
+    model, optimizer = make({"device": "cpu"})
+    plain = HostStep._step
+
+    def late(*arguments: Any) -> None:
+        time.sleep(0.02 * slow)
+        plain(*arguments)
+
+    with mock.patch.object(HostStep, "_step", late):
+        step(model, optimizer, 0)
+        found = [state["exp_avg"].clone() for state in optimizer.inner.state_dict()["state"].values()]
+    optimizer.close()
+    # Nobody is asked afterwards.
+    optimizer.inner.state_dict()
+    return found
+
+
+def test_the_wrapped_optimizer_s_own_state_dict_waits() -> None:
+    (late,), (plain,) = run_ranks(1, inner_states, True), run_ranks(1, inner_states, False)
+    assert all(torch.equal(one, other) and other.any() for one, other in zip(late, plain, strict=True))

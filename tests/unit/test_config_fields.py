@@ -287,8 +287,9 @@ def test_offload_devices(name: str) -> None:
     assert str(block(device="nvme", nvme_path="/fast/disk").nvme_path) == "/fast/disk"
     with pytest.raises(ConfigError, match=rf"{name}.device: got \"gpu\"; expected \"none\" or \"cpu\""):
         block(device="gpu")
-    with pytest.raises(ConfigError, match=f'{name}: device "nvme" needs nvme_path'):
-        block(device="nvme")
+    for path in ({}, {"nvme_path": ""}):
+        with pytest.raises(ConfigError, match=f'{name}: device "nvme" needs nvme_path'):
+            block(device="nvme", **path)
 
 
 def test_ratio_bounds() -> None:

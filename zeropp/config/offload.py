@@ -25,7 +25,8 @@ class _OffloadBlock(Block):
     # After all fields, of which one alone cannot be judged.
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> _OffloadBlock:
-        if self.device == "nvme" and self.nvme_path is None:
+        # An empty one, as of a variable that is not set, would be the directory that the program runs in.
+        if self.device == "nvme" and (self.nvme_path is None or self.nvme_path == Path()):
             raise ValueError('device "nvme" needs nvme_path; give the directory that the swap files go to')
         # Zero is DeepSpeed's lower bound, and does no harm where nothing is offloaded.
         if self.device != "none" and getattr(self, "buffer_count", 1) < 1:

@@ -13,6 +13,7 @@ not: its gradients take the place of those that are being stepped with.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -45,6 +46,10 @@ class HostStep:
         self._stream = make_stream("step", engine.device, sends=False, overlap=True, hosted=True)
         self._states: dict[FlatBuffer, dict[str, home.Row]] = {}
         engine.agreement.on_loss(self._stream.abandon)
+        # Somebody may ask the wrapped optimizer itself for its states.
+        waits = partial(_wait_stepped, weakref.ref(engine))
+        optimizer.register_state_dict_pre_hook(waits)
+        optimizer.register_load_state_dict_pre_hook(waits)
         # Not methods of this object, by which the engine would hold itself.
         engine.on_close(self._cores.close)
         engine.on_close(self._stream.close)
@@ -164,6 +169,11 @@ class HostStep:
                     own.copy_(value)
                 state[key] = own
         return rows
+
+
+def _wait_stepped(ref: weakref.ref[Engine], *_: object) -> None:
+    if (engine := ref()) is not None and not engine.closed:
+        engine.refresh.wait_stepped()
 
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:

@@ -22,6 +22,7 @@ from zeropp.offload.swap import ALIGNED
 from zeropp.optimizer.cores import CHUNK_NUMEL, Cores, SliceStep, step_slices
 from zeropp.optimizer.fused import Rule
 from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.gradient import Gradient
 
 __all__ = ["BufferStep", "Tiles"]
 
@@ -44,10 +45,20 @@ class BufferStep:
     states: dict[str, home.Row] = field(default_factory=dict)
 
     @property
+    def gradient(self) -> Gradient:
+        """What it is stepped with."""
+        assert self.buffer.gradient is not None  # what is stepped has one
+        return self.buffer.gradient
+
+    @property
+    def clips(self) -> bool:
+        """Whether gradients are divided on the way."""
+        return any(each.grad_scale is not None for _, each in self.slices)
+
+    @property
     def rows(self) -> dict[str, home.Row]:
         """All that a step reads."""
-        assert self.buffer.gradient is not None  # what is stepped has one
-        return {_MAIN: self.buffer.main, _GRADIENT: self.buffer.gradient.row, **self.states}
+        return {_MAIN: self.buffer.main, _GRADIENT: self.gradient.row, **self.states}
 
     def place(self, kind: str, start: int) -> int:
         """Where in a row an element of the shard is: states begin where the host's part does."""
@@ -152,8 +163,8 @@ class Tiles:
         """Step one tile, and begin to write what is new."""
         step_slices(self._cores, self._rule, job.in_tile(start, own.values))
         for kind, row in job.rows.items():
-            # Gradients are not changed, or only divided, and their next sum takes their place.
-            if kind != _GRADIENT and not row.at_hand:
+            # Gradients are changed by clipping alone, which nobody sees once they have been forgotten.
+            if not row.at_hand and (kind != _GRADIENT or (job.clips and job.gradient.arrived)):
                 own.events.append(row.write(job.place(kind, start), own.values[kind]))
         source = job.buffer.source
         if source is None or not source.follows:
