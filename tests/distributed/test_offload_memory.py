@@ -54,6 +54,7 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(1500)
 def test_a_thousand_million_parameters(tmp_path: Path) -> None:
     """States of 12 GB and 4 GB of weights, three steps within 5 GB of anonymous memory, all of the process included."""
     found = told(train(tmp_path, 4096, 15, 3))
