@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zeropp
+from tests.peak import anonymous
 
 __all__ = ["settings"]
 
@@ -49,12 +50,6 @@ def settings(width: int, folder: str, *, cpu: bool = False) -> dict[str, object]
     return {"gradient_clipping": 1.0, "zero_optimization": zero, "aio": {"block_size": 1 << 20, "queue_depth": 8}}
 
 
-def anonymous_nbytes() -> int:
-    """Memory of this process that is in no file."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
 def private_nbytes() -> int:
     """What RLIMIT_DATA limits: private memory that may be written to, touched or not."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
@@ -72,11 +67,11 @@ def main() -> None:
     torch.set_num_threads(1)
     # Loads what is loaded at first use.
     nn.Linear(8, 8)(torch.ones(1, 8)).sum().backward()
-    before, most = anonymous_nbytes(), [0]
+    before, most = anonymous(), [0]
 
     def poll() -> None:
         while True:
-            most[0] = max(most[0], anonymous_nbytes())
+            most[0] = max(most[0], anonymous())
             time.sleep(0.01)
 
     threading.Thread(target=poll, daemon=True).start()
@@ -96,7 +91,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        after.append(anonymous_nbytes())
+        after.append(anonymous())
     optimizer.close()
     print(json.dumps({"numel": numel, "losses": losses, "before": before, "most": most[0], "after": after}))
 

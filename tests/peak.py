@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-__all__ = ["Peak"]
+__all__ = ["Peak", "anonymous"]
 
 _EVERY = 0.002  # seconds
 
@@ -19,7 +19,7 @@ class Peak:
         self._done = threading.Event()
 
     def __enter__(self) -> Peak:
-        self._before = _anonymous()
+        self._before = anonymous()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
@@ -32,10 +32,10 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._done.wait(_EVERY):
-            self.nbytes = max(self.nbytes, _anonymous() - self._before)
+            self.nbytes = max(self.nbytes, anonymous() - self._before)
 
 
-def _anonymous() -> int:
+def anonymous() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) * 1024

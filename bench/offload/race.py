@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,15 +27,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import zeropp
+from bench.checkpoint.ranks import resident
 from bench.common.contestant import adamw, meet
 from bench.common.flags import add_model_flags
+from bench.offload.unit_steps import bound, unit_steps
 from bench.step_time.ranks import join
 from bench.step_time.report import CLIP
 from bench.step_time.systems import MemoryMeter
 from examples.gpt import GPT, GPTConfig
 from examples.text_data import Batches, load_text, on_device
 from zeropp.config import load_config
-from zeropp.optimizer.host_step import HostStep
 
 __all__ = ["BLOCKS", "SYSTEMS", "parse_arguments"]
 
@@ -99,7 +99,7 @@ class Trainer:
         self.args, self.device = args, device
         self.batches = Batches(load_text().train, args.batch, args.seq_len, seed=args.seed)
         self.losses: list[Tensor] = []
-        self._host, self.host_nbytes = anonymous_nbytes(), 0
+        self._host, self.host_nbytes = resident(), 0
         self.plan: zeropp.plan.MemoryPlan | None = None
         torch.manual_seed(args.seed)
         with device:
@@ -161,7 +161,7 @@ class Trainer:
         for _ in range(steps):
             self.backward()
             self.step()
-        self.host_nbytes = max(self.host_nbytes, anonymous_nbytes() - self._host)
+        self.host_nbytes = max(self.host_nbytes, resident() - self._host)
 
     def settle(self) -> None:
         """Wait for the host's step, and for the device."""
@@ -185,15 +185,7 @@ class Trainer:
         arm.enter()
         self.backward()
         meet(self.device)
-        seen: list[float] = []
-        plain = HostStep._step
-
-        def timed(*arguments: object) -> None:
-            begin = time.perf_counter()
-            plain(*arguments)  # type: ignore[arg-type]
-            seen.append(time.perf_counter() - begin)
-
-        with mock.patch.object(HostStep, "_step", timed), torch.no_grad():
+        with unit_steps() as seen, torch.no_grad():
             begin = time.perf_counter()
             self.step()
             self.forward()
@@ -205,19 +197,6 @@ class Trainer:
             meet(self.device)
             arm.forward_s.append(time.perf_counter() - begin)
         arm.units_s.append(seen)
-
-
-def bound(eager: Arm) -> float:
-    """Seconds of a step that no order of work could hide, from steps that nothing ran beside."""
-    steps = [median(column) for column in zip(*eager.units_s, strict=True)]
-    unit = median(eager.forward_s) / max(len(steps), 1)
-    return max([0.0, *(sum(steps[: i + 1]) - i * unit for i in range(len(steps)))])
-
-
-def anonymous_nbytes() -> int:
-    """Memory of this process that is in no file; what CUDA has page-locked is none of it."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
 
 
 def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dict[str, object]:
@@ -241,7 +220,7 @@ def measure(args: argparse.Namespace, device: torch.device, folder: Path) -> dic
         "peak_bytes": meter.peak_bytes() if device.type == "cuda" else None,
         "arms": {name: {"step_s": arm.step_s, "both_s": arm.both_s, "forward_s": arm.forward_s}
                  for name, arm in arms.items()},
-        "bound_s": bound(arms["eager"]) if "eager" in arms else None,
+        "bound_s": bound(arms["eager"].units_s, median(arms["eager"].forward_s)) if "eager" in arms else None,
     }  # fmt: skip
     if (plan := trainer.plan) is not None:
         moving = max(2 * unit.gathered + unit.message + unit.arriving for unit in plan.units)

@@ -25,7 +25,7 @@ from zeropp.comm.streams import make_stream
 from zeropp.engine.engine import Engine
 from zeropp.offload import home
 from zeropp.optimizer.cores import Cores, SliceStep, spare_cores, step_slices
-from zeropp.optimizer.fused import Rule, rule_of
+from zeropp.optimizer.fused import Rule, Settings, rule_of
 from zeropp.optimizer.slices import Slice, Slices
 from zeropp.optimizer.tiles import BufferStep, Tiles
 from zeropp.params.flat_buffer import FlatBuffer
@@ -58,8 +58,8 @@ class HostStep:
         """Whether this is an optimizer of which the host has a step of its own; its settings may change that."""
         return rule_of(self._optimizer) is not None
 
-    def check(self, slices: Sequence[Slice]) -> None:
-        """Make sure that all of the host's part can be stepped as its groups say.
+    def take_settings(self, slices: Sequence[Slice]) -> list[Settings]:
+        """Settings of each group as they are now, by which all of the host's part can be stepped.
 
         Raises:
             RuntimeError: it cannot; nothing has been counted yet, nor stepped.
@@ -67,18 +67,20 @@ class HostStep:
         rule = rule_of(self._optimizer)
         assert rule is not None  # asked before
         chosen = {id(part.parameter) for part in slices if part.parameter.grad is not None}
-        for group in self._optimizer.param_groups:
-            settings = rule.snapshot(group)
+        taken = [rule.snapshot(group) for group in self._optimizer.param_groups]
+        for settings, group in zip(taken, self._optimizer.param_groups, strict=True):
             for parameter in group["params"]:
                 if id(parameter) in chosen:
                     rule.check(settings, self._optimizer.state.get(parameter, {}))
+        return taken
 
     @torch.no_grad()
-    def start(self, slices: Sequence[Slice], divisor: Tensor | None, *, waits: bool) -> None:
+    def start(self, slices: Sequence[Slice], taken: Sequence[Settings], divisor: Tensor | None, *, waits: bool) -> None:
         """Queue a step of every slice that shows a gradient.
 
         Args:
             slices: of the host's part.
+            taken: settings of each group.
             divisor: of gradients, a float32 scalar on the CPU; None to take them as they are.
             waits: until all of them have been stepped.
         """
@@ -86,7 +88,7 @@ class HostStep:
         assert rule is not None  # asked before
         # New states take space, which may not be there.
         with engine.agreement.watching("making room for optimizer states", call="step()"):
-            jobs, events = self._decide(rule, slices, divisor), []
+            jobs, events = self._decide(rule, slices, taken, divisor), []
         # The model waits for the first of them soonest, and while it computes with one the next are stepped.
         for unit in engine.schedule.in_forward_order():
             own = [jobs[buffer] for buffer in unit.trainable_buffers if buffer in jobs]
@@ -116,13 +118,13 @@ class HostStep:
             )
             tiles.run(others)
 
-    def _decide(self, rule: Rule, slices: Sequence[Slice], divisor: Tensor | None) -> dict[FlatBuffer, BufferStep]:
+    def _decide(
+        self, rule: Rule, slices: Sequence[Slice], taken: Sequence[Settings], divisor: Tensor | None
+    ) -> dict[FlatBuffer, BufferStep]:
         """What is to be stepped of each buffer, with everything as it is now."""
-        # By groups, as the optimizer steps: settings are copied once for each.
         chosen = {id(part.parameter): part for part in slices}
         jobs: dict[FlatBuffer, BufferStep] = {}
-        for group in self._optimizer.param_groups:
-            settings = rule.snapshot(group)
+        for settings, group in zip(taken, self._optimizer.param_groups, strict=True):
             for parameter in group["params"]:
                 part = chosen.get(id(parameter))
                 if part is None or part.buffer is None or parameter.grad is None:

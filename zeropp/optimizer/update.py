@@ -61,7 +61,7 @@ class Update:
         parts = [part for part in self._slices.stepped if part.buffer is not None]
         there = [part for part in parts if part.on_host]
         here = [part for part in parts if not part.on_host]
-        host.check(there)
+        taken = host.take_settings(there)
         max_norm = self._max_norm
         # In one way for both, so that it makes no difference which steps a slice.
         if max_norm > 0 and not takes_divisor(self._engine, self._optimizer if here else None):
@@ -73,7 +73,7 @@ class Update:
             # Queued first: a device goes on by itself.
             with without_gradients(there), clipping(self._engine, self._optimizer, norm, max_norm):
                 self._step()
-        host.start(there, divisor, waits=waits)
+        host.start(there, taken, divisor, waits=waits)
 
     def _step(self) -> None:
         # Past the profiling wrapper of torch, whose hooks already run around step.
