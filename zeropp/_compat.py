@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.optim.optimizer import _global_optimizer_post_hooks
 
 __all__ = [
     "all_gather_single",
@@ -32,6 +33,7 @@ __all__ = [
     "fused_adamw",
     "fused_sgd",
     "group_timeout",
+    "has_step_post_hooks",
     "is_aliased",
     "is_compiled",
     "is_registered",
@@ -164,6 +166,11 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
     scale = scaler._get_scale_async() if scaler.is_enabled() else None
     value = torch.full((), scaler.get_scale(), device=device) if scale is None else scale.to(device)
     return value.reshape(())
+
+
+def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks run behind a step of an optimizer: its own, or those of all optimizers."""
+    return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
 
 
 def profiler_enabled() -> bool:

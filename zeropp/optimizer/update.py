@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
+from zeropp._compat import has_step_post_hooks
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.norms import clip_divisor, clipping, may_leave_out, scale_gradients, takes_divisor
@@ -40,7 +41,7 @@ class Update:
             left_out: float32 scalar, 1 where nothing is to change; None if that is known not to be so.
         """
         # Hooks after the step may edit weights, and must find them stepped.
-        later = bool(self._optimizer._optimizer_step_post_hooks)
+        later = has_step_post_hooks(self._optimizer)
         if self._host is not None and self._host.can_step():
             try:
                 self._step_on_host(self._host, norm, waits=later)

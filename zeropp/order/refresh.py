@@ -9,7 +9,7 @@ and whoever would use an older version is refused (`Unit._check_cached`), since 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -22,6 +22,7 @@ from zeropp.comm.streams import Lanes
 from zeropp.order.known_orders import IssueHash
 from zeropp.order.schedule import Schedule
 from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.source import Source
 from zeropp.params.unit import Unit
 
 __all__ = ["Refresh", "portion_of"]
@@ -75,11 +76,19 @@ class Refresh:
     def put_off(self) -> None:
         """Main weights have changed and may yet change once more: start with the next forward."""
         self.is_put_off = True
+        for source in self._sources():
+            source.expect_edits()
 
     def start_put_off(self) -> None:
         """Start what was put off."""
         if self.is_put_off:
+            for source in self._sources():
+                source.take_edits()
             self.start()
+
+    def _sources(self) -> Iterator[Source]:
+        for unit in self._units:
+            yield from (buffer.source for buffer in unit.trainable_buffers if buffer.source is not None)
 
     def start(self) -> None:
         """Start renewing all that is stale, portion by portion; so a rank may start several at once, and others not."""

@@ -51,6 +51,7 @@ class Source:
         self._reader = reader
         # New values: until they are sent on, or encoded.
         self._new: Tensor | None = None
+        self._seen: int | None = None  # version of the main weights, while they may be edited
 
     @property
     def follows(self) -> bool:
@@ -110,6 +111,16 @@ class Source:
             self._encode(self._new)
             # The message holds it all; on a device with little memory the values must not stay.
             self._new = None
+
+    def expect_edits(self) -> None:
+        """From here on main weights may be edited, until :meth:`take_edits`; nothing writes to them otherwise."""
+        self._seen = self._main.tensor._version
+
+    def take_edits(self) -> None:
+        """Begin anew with main weights that have been edited in place."""
+        if self._seen not in (None, self._main.tensor._version):
+            self.renew()
+        self._seen = None
 
     def renew(self) -> None:
         """Main weights were changed otherwise: begin with them anew."""
