@@ -79,8 +79,10 @@ class Trainability:
             # Gathers and refreshes on their way write to what is about to be freed.
             engine.schedule.live_units.release_planned()
             engine.refresh.wait()
-            for unit, buffer in unfrozen:
-                self._split(unit, buffer, wanted)
+            # What is trained takes space, which a disk may not have.
+            with engine.agreement.watching("making room for parameters that are unfrozen"):
+                for unit, buffer in unfrozen:
+                    self._split(unit, buffer, wanted)
         if unfrozen or len(self._numbers) > _SETS:
             self._numbers.clear()
             # Learned for fewer parameters, or for too many sets of them.

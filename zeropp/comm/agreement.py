@@ -247,10 +247,13 @@ class Agreement:
         if store_is_gone:
             parts[0] += "; the others cannot be asked, since the job's store is gone or does not answer"
         # What has not been sent may be stepped on this rank and not on others: its refresh was queued behind the step,
-        # and does not end without them.
+        # and does not end without them. A disk that has failed may hold what was to be stepped.
+        failed = any(each.failure for each in accounts.values())
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
             if self._stepped or (self.unconfirmed and comm.world > 1) or not self._has_sent()
+            else "Some ranks may have stepped weights, and others not: go on from a checkpoint"
+            if failed
             else "No weight was changed by this step"
         )
         if waited:
@@ -284,6 +287,10 @@ class Agreement:
 
     def _ask_around(self, account: Account) -> dict[int, Account]:
         self.watch.publish(account)
+        if account.failure:
+            # Ranks that wait for the device ask for this now and then, but not those in an exchange: gloo's own waits
+            # end with their time or the connection.
+            self.comm.hang_up()
         until, pause = time.monotonic() + _GRACE, 0.05
         accounts = self.watch.heard()
         # Others run into the same failure at nearly the same time, and the message is better with what they say.

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, backends, is_registered, reduce_scatter_single
-from zeropp.comm.groups import HOST, free_groups, gather_rows, make_group
+from zeropp.comm.groups import HOST, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects, gather_sized
 from zeropp.partition.levels import HopSpec
@@ -296,6 +296,11 @@ class Comm:
         until = time.monotonic() + _ABORTING
         for thread in ending:
             thread.join(max(until - time.monotonic(), 0.0))
+
+    def hang_up(self) -> None:
+        """Let ranks that wait for this one in an exchange of numbers hear that it does not come."""
+        if self.world > 1 and self.backend != "fake":
+            hang_up(self.control_group)
 
     def _shared(self, members: Members) -> dist.ProcessGroup | None:
         """The user's group, if its timeout, at which NCCL ends the process, comes after the error that names ranks."""
