@@ -7,6 +7,7 @@ import itertools
 import os
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
@@ -23,17 +24,26 @@ from tests.distributed.shapes import Routed, make_config
 from tests.owned import owned_bytes
 from zeropp.offload import homes
 from zeropp.offload.home import PLACES, HostMemory, Place
+from zeropp.offload.swap import SwapFile
 from zeropp.params.gradient import Gradient
 from zeropp.params.source import Source
 from zeropp.partition.layout import BLOCK
+from zeropp.setup import build
 
 SMALL = {"block_size": 1024}
 """No row of the model is smaller, so all may be in files."""
 
 
-def elsewhere() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
     """While the memory of the host is not that of the device that trains, as beside a card."""
-    return mock.patch.object(homes, "host_memory", lambda device: HostMemory())
+
+    def planned(model: nn.Module, config: Any, world: int, local: int, **asked: Any) -> zeropp.plan.MemoryPlan:
+        return zeropp.plan.memory(model, config, world, local, **{**asked, "device": "cuda"})
+
+    host = mock.patch.object(homes, "host_memory", lambda device: HostMemory())
+    with host, mock.patch.object(build, "memory", planned):
+        yield
 
 
 def offloading(states: str, weights: str, path: str, **weight_keys: object) -> dict[str, Any]:
@@ -60,7 +70,14 @@ def plan_of(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: st
 def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str) -> list[str]:
     """What differs between the plan and the engine, fresh and after steps; ``device`` is that of the plan."""
     plan, wrong = plan_of(config, freeze, dtype, device), []
-    with elsewhere() if device == "cuda" else contextlib.nullcontext():
+    files, reserve = dict[SwapFile, int](), SwapFile.reserve
+
+    def reserved(file: SwapFile, nbytes: int) -> None:
+        reserve(file, nbytes)
+        files[file] = nbytes
+
+    apart = elsewhere() if device == "cuda" else contextlib.nullcontext()
+    with apart, mock.patch.object(SwapFile, "reserve", reserved):
         model, optimizer = make(config, freeze, dtype)
         for when in ("fresh", "after a step", "after two"):
             if when != "fresh":
@@ -72,6 +89,10 @@ def owned(config: dict[str, Any], freeze: bool, dtype: torch.dtype, device: str)
             optimizer.engine.schedule.live_units.release_planned()
             wrong += [f"{when}: {each}" for each in differences(plan, optimizer, stepped=when != "fresh")]
         optimizer.close()
+    # All of it was taken before there was anything to put there, and nothing more since.
+    found = [(own, file._spaced) for file, own in files.items()]
+    if [own for own, _ in found if own] != [*plan.paths.values()] or any(own != used for own, used in found):
+        wrong.append(f"planned {plan.paths} below paths; reserved, and in use in the end: {found}")
     return wrong
 
 
@@ -81,6 +102,8 @@ def differences(plan: zeropp.plan.MemoryPlan, optimizer: zeropp.ZeroOptimizer, *
     planned: dict[Place, dict[str, int]] = {"device": plan.terms, "host": plan.host, "disk": plan.disk}
     staging = rings(optimizer)
     states, slack = states_of(optimizer) if stepped else ({}, {})
+    if stepped and not any(states.values()):
+        wrong.append("nothing has states after a step")
     for place in PLACES:
         found = Counter(owned_bytes(optimizer.engine.units, place))
         expected = Counter(planned[place])
@@ -139,7 +162,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         states, weights, {"stage": stage, "bf16": {"enabled": bf16}}
     )
     for stage, states, weights, bf16 in itertools.product((1, 3), WHERE, WHERE, (False, True))
-    if stage == 3 or not weights
+    if (stage == 3 or not weights) and (states or weights)
 }  # fmt: skip
 CASES |= {
     "qwZ": ("nvme", "nvme", {**CODED, "bf16": {"enabled": True}}),
@@ -155,7 +178,12 @@ CASES |= {
     "nothing on the host": ("cpu", "", {"ratio": 0}),
     "lossless": ("cpu", "", {"stage": 1, "bf16": {"enabled": True}, "weight_codec": "lossless"}),
 }
-WORLDS = (1, 2)
+# On one rank or two, in turns; the others in the campaign.
+TURNS = [
+    pytest.param(world, name, marks=() if number % 2 == world % 2 else pytest.mark.campaign)
+    for number, name in enumerate(CASES)
+    for world in (1, 2)
+]
 
 
 def config_of(name: str, path: Path, **weight_keys: object) -> dict[str, Any]:
@@ -167,8 +195,7 @@ def config_of(name: str, path: Path, **weight_keys: object) -> dict[str, Any]:
     return make_config(**settings, **blocks, aio=SMALL)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(("world", "name"), TURNS)
 def test_what_is_off_a_card_is_where_the_plan_says(world: int, name: str, tmp_path: Path) -> None:
     for rank, wrong in enumerate(run_ranks(world, owned, config_of(name, tmp_path), True, torch.float32, "cuda")):
         assert not wrong, f"rank {rank}: {wrong}"

@@ -243,6 +243,15 @@ def test_rows_of_files_are_whole_pages() -> None:
     assert plan.disk_total == 10 * PAGE and set(plan.host) == {"step_staging", "gather_staging"}
 
 
+def test_each_path_has_its_own() -> None:
+    settings = offloaded("nvme", "nvme", max_in_cpu=0)
+    (path,) = {block["nvme_path"] for key, block in settings["zero_optimization"].items() if "offload" in key}
+    assert memory(two_layers(), settings, 2).paths == {path: 10 * PAGE}
+    settings["zero_optimization"]["offload_param"]["nvme_path"] = "/another"
+    assert memory(two_layers(), settings, 2).paths == {path: 8 * PAGE, "/another": 2 * PAGE}
+    assert memory(two_layers(), offloaded("cpu", "cpu"), 2).paths == {}
+
+
 def test_small_rows_are_in_memory() -> None:
     settings = offloaded("nvme", "nvme", max_in_cpu=0)
     for block, in_files in ((512 * 4, {"gradients", "main_weights", "optimizer_states"}), (512 * 4 + 1, set())):

@@ -110,8 +110,8 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _make_above(above: Path) -> None:
-    # Another rank may have made it since it was looked for.
-    if not above.is_dir() and (above.exists() or above.is_symlink()):
+    # In this order: another rank may make it in between, and what is not there first is a directory afterwards.
+    if (above.exists() or above.is_symlink()) and not above.is_dir():
         raise SwapError.of(errno.ENOTDIR, above, "nvme_path is something else than a directory", _REMEDY)
     if not above.parent.is_dir():
         what = f"neither nvme_path nor the directory above it, {str(above.parent)!r}, is there"

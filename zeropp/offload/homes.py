@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -81,7 +81,15 @@ def at_device(device: torch.device) -> Homes:
     return Homes(memory, memory, memory, memory)
 
 
-def open_homes(config: Config, device: torch.device, job: str, rank: int, largest: int, itemsize: int) -> Homes:
+def open_homes(
+    config: Config,
+    device: torch.device,
+    job: str,
+    rank: int,
+    largest: int,
+    itemsize: int,
+    space: Mapping[str, int],
+) -> Homes:
     """Make room for what the configuration takes off the device.
 
     Args:
@@ -91,6 +99,7 @@ def open_homes(config: Config, device: torch.device, job: str, rank: int, larges
         rank: in the job.
         largest: elements of the largest shard of main weights on this rank.
         itemsize: bytes of the largest kind of main weight.
+        space: bytes of files below each path that are taken now, before there is anything to put there.
 
     Raises:
         OSError: a file cannot be made, or there is no space.
@@ -100,7 +109,7 @@ def open_homes(config: Config, device: torch.device, job: str, rank: int, larges
     # What was opened before something failed is closed again, and what was not stays until the engine's end.
     with contextlib.ExitStack() as failed:
         failed.push(opened)
-        files = _Swapping(config, host, job, rank, opened)
+        files = _Swapping(config, host, job, rank, opened, space)
         main, kept = choose_homes(config, Memory(device), host, files)
         steps, reads = choose_staging(config, device, main, kept, largest, itemsize)
         ring = reader = None
@@ -178,14 +187,23 @@ def _home(
 
 
 class _Swapping:
-    """Opens a swap file for each path that is asked for."""
+    """Opens a swap file for each path that is asked for, with the space that is wanted there."""
 
-    def __init__(self, config: Config, host: Home, job: str, rank: int, opened: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        config: Config,
+        host: Home,
+        job: str,
+        rank: int,
+        opened: contextlib.ExitStack,
+        space: Mapping[str, int],
+    ) -> None:
         self._aio = config.aio
         self._host = host
         # The directory's name begins so anyway.
         self._name = job.removeprefix("zeropp-"), rank
         self._opened = opened
+        self._space = space
         self._files: dict[str, Files] = {}
 
     def __call__(self, path: str) -> Files:
@@ -193,6 +211,7 @@ class _Swapping:
             directory = self._opened.enter_context(contextlib.closing(SwapDirectory(path, *self._name)))
             # Closed in the opposite order: transfers end before their file, and the file before its directory.
             swap = self._opened.enter_context(contextlib.closing(SwapFile(directory.path)))
+            swap.reserve(self._space.get(path, 0))
             transfers = self._opened.enter_context(contextlib.closing(Transfers(self._aio)))
             self._files[path] = Files(partial(_in_file, swap, transfers), self._aio.block_size, self._host)
         return self._files[path]

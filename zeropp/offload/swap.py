@@ -144,14 +144,28 @@ class SwapFile:
         self.alignment = max(ALIGNED, block)
         self._guard = threading.Lock()
         self._stretches = Stretches()
+        self._spaced = 0  # bytes from the beginning that have space on the disk
         # Rows end on any thread, even on one that holds the lock above, when Python collects garbage in between; a
         # deque takes what is freed without a lock.
         self._freed = deque[tuple[int, int]]()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file: of all extents there are, and free ones between them."""
+        """Bytes of all extents there are, and free ones between them; the file may have more, see :meth:`reserve`."""
         return self._stretches.end
+
+    def reserve(self, nbytes: int) -> None:
+        """Take space for extents of so many bytes, beyond what they have now.
+
+        Raises:
+            SwapError: the disk has no room for them; it is as it was.
+        """
+        descriptors = self._descriptors()
+        with self._guard:
+            try:
+                self._take_space(descriptors, self._stretches.end + nbytes)
+            except OSError as error:
+                raise self._refused(error, nbytes, descriptors) from error
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Extent:
         """An extent of zeros, with its space on the disk.
@@ -184,9 +198,6 @@ class SwapFile:
                 freed = partial(self._freed.append, (offset, nbytes))
                 tensor = mapped(descriptors.cached, offset, nbytes, numel, dtype, freed)
             except OSError as error:
-                if self._stretches.end > before:
-                    # Some file systems keep what they had found when the rest was missing.
-                    os.ftruncate(descriptors.cached, before)
                 self._stretches.give_back(offset, nbytes, before)
                 raise self._refused(error, nbytes, descriptors) from error
         return Extent(tensor, offset, self.alignment, descriptors)
@@ -205,19 +216,30 @@ class SwapFile:
         used = max(min(offset + nbytes, end) - offset, 0)
         if used and not zero_range(descriptors.cached, offset, used):
             _write_zeros(descriptors.cached, offset, used)
-        if used == nbytes:
+        self._take_space(descriptors, offset + nbytes)
+
+    def _take_space(self, descriptors: Descriptors, end: int) -> None:
+        """Let the file have space, and be zeros, from where it has none up to ``end``."""
+        begin, file = self._spaced, descriptors.cached
+        if end <= begin:
             return
         try:
-            os.posix_fallocate(descriptors.cached, offset + used, nbytes - used)
-        except OSError as error:
-            if error.errno not in REFUSED:
-                raise
-            # Written zeros have space, too.
-            _write_zeros(descriptors.cached, offset + used, nbytes - used)
+            try:
+                os.posix_fallocate(file, begin, end - begin)
+            except OSError as error:
+                if error.errno not in REFUSED:
+                    raise
+                # Written zeros have space, too.
+                _write_zeros(file, begin, end - begin)
+        except OSError:
+            # Some file systems keep what they had found when the rest was missing.
+            os.ftruncate(file, begin)
+            raise
+        self._spaced = end
 
     def _refused(self, error: OSError, nbytes: int, descriptors: Descriptors) -> SwapError:
         number = error.errno or errno.EIO
-        what = f"cannot allocate an extent of {nbytes} bytes ({nbytes / 2**30:.3f} GiB) beside {self.nbytes} bytes"
+        what = f"cannot take {nbytes} bytes ({nbytes / 2**30:.3f} GiB) beside {self.nbytes} bytes"
         remedy = ""
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             room = os.fstatvfs(descriptors.cached)

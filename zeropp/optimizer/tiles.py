@@ -91,7 +91,7 @@ class BufferStep:
         return found
 
 
-class _Set:
+class _Slot:
     """Staging memory for one tile under way."""
 
     def __init__(self, parts: list[Tensor]) -> None:
@@ -138,16 +138,16 @@ class Tiles:
             # For the buffer with most kinds: small ones, which stay in memory, have fewer.
             kinds = max(len(job.staged) for job in jobs)
             parts = _divide(buffers, kinds * self._count)
-            sets = [_Set(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
+            slots = [_Slot(parts[index * kinds : (index + 1) * kinds]) for index in range(self._count)]
             itemsize = max(job.buffer.main_dtype.itemsize for job in jobs)
             tiles = [(job, *tile) for job in jobs for tile in _cut(job.buffer, _room(parts, itemsize))]
             try:
                 for number, (job, start, stop) in enumerate(tiles):
-                    own = sets[number % self._count]
+                    own = slots[number % self._count]
                     if number == 0 or not self._read_ahead:
                         _begin(own, job, start, stop)
                     if self._read_ahead and number + 1 < len(tiles):
-                        _begin(sets[(number + 1) % self._count], *tiles[number + 1])
+                        _begin(slots[(number + 1) % self._count], *tiles[number + 1])
                     # Also for what was written from this memory before, if no reading has waited for it.
                     own.wait()
                     self._step(own, job, start, stop)
@@ -156,10 +156,10 @@ class Tiles:
             finally:
                 # Memory that is still read into or written from must not be used for something else.
                 with contextlib.ExitStack() as ending:
-                    for each in sets:
+                    for each in slots:
                         ending.callback(each.wait)
 
-    def _step(self, own: _Set, job: BufferStep, start: int, stop: int) -> None:
+    def _step(self, own: _Slot, job: BufferStep, start: int, stop: int) -> None:
         """Step one tile, and begin to write what is new."""
         step_slices(self._cores, self._rule, job.in_tile(start, own.values))
         for kind, row in job.rows.items():
@@ -184,7 +184,7 @@ class Tiles:
             source.finish()
 
 
-def _begin(own: _Set, job: BufferStep, start: int, stop: int) -> None:
+def _begin(own: _Slot, job: BufferStep, start: int, stop: int) -> None:
     """Begin to read a tile's numbers, where what the memory held before has been written."""
     own.wait()
     parts = iter(own.parts)

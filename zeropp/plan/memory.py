@@ -20,7 +20,7 @@ from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import choose_mode
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import Outline, OutlineUnit, outline
-from zeropp.plan.places import PlannedMemory, plan_homes
+from zeropp.plan.places import PlannedExtent, PlannedMemory, plan_homes
 from zeropp.wire.report import report_nbytes
 
 __all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
@@ -70,6 +70,7 @@ class MemoryPlan:
             ``wire_weights``, and ``optimizer_states``; and the rings through which all of it moves: ``step_staging`` of
             what is stepped, ``gather_staging`` of what is read for gathers.
         disk: the same in files, in whole blocks of 4096 bytes a row; nothing is staged there.
+        paths: bytes of ``disk`` below each ``nvme_path``.
         device_states: optimizer states on the device, which are in no other number here.
         new_weights: at most, on the device: stepped weights that have not been sent on to what caches them, or been
             encoded. Gradients of steps under way take nothing more, since the next backward waits for these.
@@ -84,6 +85,7 @@ class MemoryPlan:
     communicators: int
     host: dict[str, int]
     disk: dict[str, int]
+    paths: dict[str, int]
     device_states: int
     new_weights: int
     pinned: int
@@ -205,6 +207,7 @@ def memory(
         len(cut.groups(world)) + (world > 1),
         {**tally.terms["host"], **staging},
         dict(tally.terms["disk"]),
+        dict(tally.paths),
         tally.device_states,
         tally.new_weights,
         sum(ring.total for ring in rings.values() if ring.pinned),
@@ -219,6 +222,7 @@ class _Tally:
 
     def __init__(self, cut: Outline, world: int, device: torch.device, states: int) -> None:
         self.terms: dict[Place, Counter[str]] = {place: Counter() for place in PLACES}
+        self.paths = Counter[str]()
         self.device_states = 0
         # Bytes of each buffer's new weights: of those that wait for the wire, and of those that are encoded.
         self._sent_on: list[int] = []
@@ -282,6 +286,8 @@ class _Tally:
     def _add(self, rows: Iterable[tuple[str, Row]]) -> None:
         for term, row in rows:
             self.terms[row.place][term] += row.nbytes
+            if isinstance(row, PlannedExtent):
+                self.paths[row.path] += row.nbytes
 
     def _rows(
         self, unit: OutlineUnit, key: BufferKey, layout: BufferLayout, piece: int, homes: Homes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from zeropp.offload.home import Home, Memory, MemoryRow, Row
 from zeropp.offload.homes import ALL, Homes, choose_homes
 from zeropp.offload.swap import ALIGNED
 
-__all__ = ["PlannedMemory", "plan_homes"]
+__all__ = ["PlannedExtent", "PlannedMemory", "plan_homes"]
 
 _META = torch.device("meta")
 
@@ -27,9 +28,14 @@ class PlannedMemory(Memory):
 
 
 @dataclass(frozen=True)
-class _PlannedExtent(MemoryRow):
-    """A row of a file that is not there."""
+class PlannedExtent(MemoryRow):
+    """A row of a file that is not there.
 
+    Attributes:
+        path: the ``nvme_path`` that the file would be below.
+    """
+
+    path: str = ""
     in_memory = False
     at_hand = False
 
@@ -45,11 +51,11 @@ def plan_homes(config: Config, device: torch.device) -> Homes:
     memory = PlannedMemory(device)
     # A CPU that trains has its memory in common with the host.
     host: Home = memory if device.type == "cpu" else PlannedMemory(torch.device("cpu"), "host")
-    # One for all paths: which disk a row is on makes no difference to its size.
-    files = Files(_in_file, config.aio.block_size, host)
-    main, kept = choose_homes(config, memory, host, lambda path: files)
+    main, kept = choose_homes(
+        config, memory, host, lambda path: Files(partial(_in_file, path), config.aio.block_size, host)
+    )
     return Homes(main, main, main, kept, device_numel=0 if config.steps_on_host else ALL)
 
 
-def _in_file(numel: int, dtype: torch.dtype) -> Row:
-    return _PlannedExtent(torch.empty(numel, dtype=dtype, device=_META), "disk")
+def _in_file(path: str, numel: int, dtype: torch.dtype) -> Row:
+    return PlannedExtent(torch.empty(numel, dtype=dtype, device=_META), "disk", path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
 from zeropp.engine.window import Window
-from zeropp.offload.homes import open_homes
+from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
 from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
 from zeropp.params.guard import is_managed, own_dtype, register
@@ -67,7 +67,7 @@ def build_engine(
         scale: factor on gradients summed over ranks; None for what the configuration says.
         trained_on: a device; the model may be elsewhere then, and without values on all ranks but the first.
         others: further lines that must be the same on every rank.
-        states: how many of one value an element the optimizer keeps; asked where memory has a limit.
+        states: how many of one value an element the optimizer keeps; asked where memory has a limit, and disks.
 
     Raises:
         ConfigError: the host's memory has a limit that is too low.
@@ -97,9 +97,8 @@ def build_engine(
         together("looking for CUDA graphs", lambda: refuse_cuda_graphs(model, device, _moving(model, config, comm)))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
-        largest = largest_shard(model, config, mode, comm.world)
         homes = together(
-            "making room for what is offloaded", lambda: open_homes(config, device, job, comm.rank, *largest)
+            "making room for what is offloaded", lambda: _make_room(model, config, mode, comm, job, states)
         )
         maker = BufferMaker(config, mode, comm, homes)
         return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
@@ -208,6 +207,16 @@ def _choose(model: nn.Module, config: Config, members: Members, states: Callable
         world, local, device = len(members.ranks), members.local, members.device
         memory(model, config, world, local, device=device, states=states()).require(host_bytes=limit)
     return mode
+
+
+def _make_room(model: nn.Module, config: Config, mode: Mode, comm: Comm, job: str, states: Callable[[], int]) -> Homes:
+    """Homes of all that the engine will have, with all the space that it will take on disks."""
+    offloading = (config.zero.offload_optimizer, config.zero.offload_param)
+    space: Mapping[str, int] = {}
+    if any(block is not None and block.device == "nvme" for block in offloading):
+        # Also of optimizer states, which are made in the first step: what is missing is to show before anything is cut.
+        space = memory(model, config, comm.world, comm.local, device=comm.device, states=states()).paths
+    return open_homes(config, comm.device, job, comm.rank, *largest_shard(model, config, mode, comm.world), space=space)
 
 
 def _check_model(model: nn.Module, config: Config, device: torch.device | str | int | None) -> torch.device:
