@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +117,16 @@ def device_bytes(plan: MemoryPlan) -> int:
     return plan.total + plan.device_states + plan.new_weights + 2 * (moving + arriving)
 
 
-def plans(ranks: int) -> Iterator[tuple[str, str, MemoryPlan]]:
+@cache
+def plans(ranks: int) -> list[tuple[str, str, MemoryPlan]]:
     """Model, setting, plan; on one node of so many cards."""
+    found = []
     for name, shape in SHAPES.items():
         model = build(shape)
         for setting, blocks in LADDER.items():
             config = {"zero_optimization": {"stage": 3, **blocks}, "bf16": {"enabled": True}}
-            yield name, setting, zeropp.plan.memory(model, config, ranks)
+            found.append((name, setting, zeropp.plan.memory(model, config, ranks)))
+    return found
 
 
 def _needs(ranks: int) -> list[str]:
