@@ -70,6 +70,12 @@ FAST = (
     "tests/distributed/test_bytes.py::test_each_placement_sends_what_its_levels_say",
     "tests/distributed/test_walk.py::test_the_way_from_a_hook_to_a_collective_is_short[stage 3]",
     "tests/distributed/test_golden.py::test_configurations",
+    # offload
+    "tests/unit/test_offload_division.py",
+    "tests/unit/test_offload_directory.py::test_another_rank_makes_the_path_between_two_looks",
+    "tests/unit/test_tiles.py",
+    "tests/distributed/test_offload_gradients.py::test_forgetting_waits_for_the_step",
+    "tests/distributed/test_offload_ratio.py::test_the_border_lies_where_the_fraction_says",
     # optimizer, access, setup, fsdp2
     "tests/distributed/test_parity_steps.py::test_optimizers[AdamW]",
     "tests/distributed/test_group_settings.py::test_settings_that_differ[betas]",

@@ -2,7 +2,8 @@
 
     python -m tests.offloaded_training WIDTH BLOCKS STEPS FOLDER [--limit BYTES] [--cpu]
 
-Prints one JSON line: elements, losses, and bytes of anonymous memory before, at most, and after each step.
+Prints one JSON line: elements, losses, seconds of each step, and bytes of anonymous memory before, at most, and after
+each step.
 """
 
 from __future__ import annotations
@@ -79,21 +80,25 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (private_nbytes() + given.limit,) * 2)
     config = settings(given.width, given.folder, cpu=given.cpu)
     torch.manual_seed(0)
-    with zeropp.zero.Init(config_dict_or_path=config):
+    with zeropp.zero.Init(config_dict_or_path=config, remote_device="cpu" if given.cpu else "nvme"):
         model = nn.Sequential(*(Block(given.width) for _ in range(given.blocks)))
     numel = sum(parameter.numel() for parameter in model.parameters())
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     optimizer = zeropp.ZeroOptimizer(inner, model, config)
-    x, losses, after = torch.randn(8, given.width), [], []
+    x, losses, seconds, after = torch.randn(8, given.width), [], [], []
     for _ in range(given.steps):
+        begin = time.perf_counter()
         loss = model(x).square().mean()
         optimizer.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        # The step on the host is in the next one's forward.
+        seconds.append(time.perf_counter() - begin)
         after.append(anonymous())
     optimizer.close()
-    print(json.dumps({"numel": numel, "losses": losses, "before": before, "most": most[0], "after": after}))
+    told = {"numel": numel, "losses": losses, "seconds": seconds}
+    print(json.dumps({**told, "before": before, "most": most[0], "after": after}))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def spread(rows: Iterable[str], columns: Iterable[str], every: int) -> list[Any]
     return [pytest.param(r, c, marks=() if here else pytest.mark.campaign) for r, c, here in chosen]
 
 
-def some(rows: Iterable[str], every: int) -> list[Any]:
+def some(rows: Iterable[object], every: int) -> list[Any]:
     """For parametrize: each ``every``-th row; the others are for the campaign."""
     return [pytest.param(row, marks=() if i % every == 0 else pytest.mark.campaign) for i, row in enumerate(rows)]
 

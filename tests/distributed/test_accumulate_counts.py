@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +15,7 @@ from torch import Tensor
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.layered import STAGES, pairs, scored
+from tests.distributed.offloaded import host_apart
 from tests.distributed.parity import Recipe, build, make_optimizer
 from tests.distributed.shapes import logged, make_config, worst
 from zeropp.params.source import Source
@@ -158,6 +159,11 @@ STATED = Recipe(dtype=torch.float32)  # for the fused step
 
 def off_the_device(device: str, folder: str, loop: bool) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
     """Weights and losses after four steps of two micro-batches, and reads of each unit in the last one."""
+    with host_apart(device == "cpu"):
+        return _train_apart(device, folder, loop)
+
+
+def _train_apart(device: str, folder: str, loop: bool) -> tuple[dict[str, Tensor], list[float], dict[str, int]]:
     settings: dict[str, Any] = {"reuse": 0, "gradient_accumulation_steps": 2}
     for key in ("offload_param", "offload_optimizer") if device else ():
         settings[key] = {"device": device, **({"nvme_path": folder} if device == "nvme" else {})}
@@ -187,13 +193,18 @@ def off_the_device(device: str, folder: str, loop: bool) -> tuple[dict[str, Tens
     return state, losses, {name: count for name, count in reads.items() if name.startswith("blocks")}
 
 
+@cache
+def on_the_device(world: int) -> list[Any]:
+    return run_ranks(world, off_the_device, "", "", False)
+
+
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_weights_off_the_device_train_alike_and_are_read_twice(world: int, device: str, tmp_path: Path) -> None:
-    plain = run_ranks(world, off_the_device, "", "", False)
-    for found, wanted in zip(run_ranks(world, off_the_device, device, str(tmp_path), False), plain, strict=True):
+    offloaded = run_ranks(world, off_the_device, device, str(tmp_path), False)
+    for found, wanted in zip(offloaded, on_the_device(world), strict=True):
         assert found[1] == wanted[1] and worst(found[0], wanted[0]) == 0.0
-        assert device == "cpu" or found[2] == {f"blocks.{index}": 2 for index in range(3)}
+        assert found[2] == {f"blocks.{index}": 2 for index in range(3)}
 
 
 def test_a_loop_reads_weights_for_each_micro_batch(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import zeropp
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.pair import rows
 from tests.distributed.shapes import Block, Routed, make_config
+from zeropp._compat import unguarded
 
 HANG = 4  # seconds
 
@@ -165,12 +166,15 @@ def alone(what: str) -> None:
     setup.optimizer.step()
 
 
-@pytest.mark.parametrize("what", ["loop", "fails"])
-def test_a_rank_that_does_something_else_is_named(what: str) -> None:
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [("loop", "rank 1 was starting a forward with gradients"), ("fails", "rank 1 does not wait for others: failed or")],
+)
+def test_a_rank_that_does_something_else_is_named(what: str, told: str) -> None:
     start = time.monotonic()
     first, second = run_ranks(2, alone, what, catch=True)
     assert isinstance(first, RankFailure) and isinstance(second, RankFailure)
-    assert "no longer in step" in first.message
+    assert "no longer in step" in first.message and told in first.message
     assert time.monotonic() - start < 30
 
 
@@ -194,6 +198,49 @@ def test_a_window_takes_no_more_micro_batches_than_it_has_room_for() -> None:
     (messages,) = run_ranks(1, overfull)
     assert "got 6 micro-batches" in messages[0] and "room for 4: 0 came" in messages[0]
     assert "got 2 micro-batches" in messages[1] and "room for 1: 3 came" in messages[1]
+
+
+class Failing(torch.autograd.Function):
+    """Passes values on; its backward fails."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("a backward that fails")
+
+
+def fails_in_backward(fails: bool) -> list[Tensor]:
+    """Weights in bf16 after a step in a loop and one by ``accumulate``, after one whose backward failed, or not."""
+    torch.manual_seed(1)
+    model = Routed(3)
+    settings = make_config(bf16={"enabled": True}, gradient_accumulation_steps=2)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, settings)
+    stages, batches = list(model.blocks), [(rows(0, micro, 0).bfloat16(), None) for micro in range(2)]
+    if fails:
+        with pytest.raises(RuntimeError, match="a backward that fails"):
+            zeropp.accumulate(model, batches, mean, stages=[stages[0], Failing.apply, *stages[1:]])
+        optimizer.zero_grad()
+        # They are summed in float32 meanwhile.
+        with unguarded():
+            assert all(parameter.grad_dtype == torch.bfloat16 for parameter in model.parameters())
+    for given, target in batches:
+        optimizer.backward(mean(model(given), target))
+    optimizer.step()
+    optimizer.zero_grad()
+    zeropp.accumulate(model, batches, mean, stages=stages)
+    optimizer.step()
+    assert optimizer.step_was_taken
+    return list(zeropp.full_state(model).values())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_backward_that_fails_leaves_nothing_behind(world: int) -> None:
+    after, plain = (run_ranks(world, fails_in_backward, fails) for fails in (True, False))
+    for one, other in zip(after, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class Reversed(nn.Sequential):

@@ -74,7 +74,10 @@ def check_variants(world: int, nodes: int, fields: dict[str, Any], names: list[s
         assert not any(result.values()), f"rank {rank}: {result}"
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("gpt", torch.float32), ("repeated blocks", torch.float64)], ids=str)
+TWICE = [("gpt", torch.float32), pytest.param("repeated blocks", torch.float64, marks=pytest.mark.campaign)]
+
+
+@pytest.mark.parametrize(("model", "dtype"), TWICE, ids=str)
 def test_settings_change_nothing(model: str, dtype: torch.dtype) -> None:
     check_variants(2, 1, {"model": model, "dtype": dtype, "steps": 3, "accumulation": 2, "evaluate": True})
 

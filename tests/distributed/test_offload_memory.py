@@ -47,10 +47,10 @@ def test_a_model_that_has_no_room_in_memory(tmp_path: Path) -> None:
 def test_memory_does_not_grow(tmp_path: Path) -> None:
     """Over fifty steps: half a unit, 512 KiB, left behind at each of them would come to 13 MiB between the medians.
 
-    It may by a few such pieces: where the heap puts them depends on which thread comes first.
+    It may by a few such pieces, 6 MiB in one of ten runs: where the heap puts them depends on which thread comes first.
     """
     after = told(train(tmp_path, 256, 4, 50))["after"]
-    assert median(after[34:]) - median(after[8:24]) < 4 * MIB, [f"{each / MIB:.1f}" for each in after]
+    assert median(after[34:]) - median(after[8:24]) < 9 * MIB, [f"{each / MIB:.1f}" for each in after]
 
 
 @pytest.mark.campaign

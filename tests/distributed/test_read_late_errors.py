@@ -243,7 +243,7 @@ def test_an_error_that_is_kept_keeps_nothing_else() -> None:
 
 def saves_after_a_loss(how: str) -> str:
     """What saving says where the sum of the step before has not come."""
-    optimizer = wrapped(True, **STATIC)
+    optimizer = wrapped(True, **STATIC, hang_timeout=5.0)
     for step in range(3):
         backward(optimizer, step)
         optimizer.step()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -19,22 +20,29 @@ from zeropp.comm.events import Event
 from zeropp.comm.streams import ThreadStream
 from zeropp.offload.home import Place
 from zeropp.offload.ring import Ring
-from zeropp.optimizer.cores import Cores, SliceStep
-from zeropp.optimizer.fused import rule_of
+from zeropp.optimizer import tiles
+from zeropp.optimizer.cores import Cores, SliceStep, step_slices
+from zeropp.optimizer.fused import Rule, Settings, rule_of
 from zeropp.optimizer.tiles import BufferStep, Tiles
 from zeropp.params.flat_buffer import FlatBuffer
 
 NUMEL, TILE = 10_000, 1024  # the last tile is a part of one
+Told = Callable[[str, int], None]
 
 
 @dataclass
 class LateRow:
-    """A row that moves bytes only when its time has come, on a thread for each direction."""
+    """A row that moves bytes only when its time has come, on a thread for each direction.
+
+    Attributes:
+        tell: called with what happens, and the first element it happens to; ends in the thread that moves bytes.
+    """
 
     tensor: Tensor
     reads: ThreadStream
     writes: ThreadStream
     late: dict[str, float]
+    tell: Told = lambda what, start: None
     in_memory = at_hand = False
     place: Place = "disk"
     nbytes = 0
@@ -43,7 +51,9 @@ class LateRow:
         def work() -> None:
             time.sleep(self.late["read"])
             into.copy_(self.tensor[start : start + into.numel()])
+            self.tell("read ends", start)
 
+        self.tell("read begins", start)
         # What is read must not have been there before.
         into.fill_(float("nan"))
         return self.reads.run(work)
@@ -52,7 +62,9 @@ class LateRow:
         def work() -> None:
             time.sleep(self.late["write"])
             self.tensor[start : start + values.numel()].copy_(values)
+            self.tell("write ends", start)
 
+        self.tell("write begins", start)
         return self.writes.run(work)
 
 
@@ -62,6 +74,21 @@ def streams() -> Iterator[tuple[ThreadStream, ThreadStream]]:
     yield found
     for stream in found:
         stream.close()
+
+
+def job_of(
+    rule: Rule, settings: Settings, main: LateRow, grad: LateRow, states: dict[str, LateRow], first: int, done: int
+) -> BufferStep:
+    """A step of what is not the device's, which has ``first`` elements, after so many steps."""
+    homes = SimpleNamespace(device_numel=first)
+    buffer: Any = SimpleNamespace(
+        main=main, gradient=SimpleNamespace(row=grad), source=None, homes=homes, main_dtype=torch.float32
+    )
+    job = BufferStep(cast(FlatBuffer, buffer), states=cast(Any, states))
+    moments = {name: each.tensor for name, each in states.items()}
+    number = rule.begin(settings, main.tensor[first:], {"step": torch.tensor(float(done)), **moments})
+    job.slices.append((first, SliceStep(main.tensor[first:], grad.tensor[first:], moments, settings, number)))
+    return job
 
 
 @pytest.mark.parametrize("late", [{"read": 0.003, "write": 0.0}, {"read": 0.0, "write": 0.005}], ids=str)
@@ -82,22 +109,62 @@ def test_bits_of_one_call(
     row = partial(LateRow, reads=streams[0], writes=streams[1], late=late)
     main, grad = row(param.clone()), row(gradient.clone())
     states = {name: row(torch.zeros(NUMEL - first)) for name in ("exp_avg", "exp_avg_sq")}
-    homes = SimpleNamespace(device_numel=first)
-    buffer: Any = SimpleNamespace(
-        main=main, gradient=SimpleNamespace(row=grad), source=None, homes=homes, main_dtype=torch.float32
-    )
     rule = rule_of(optimizer)
     assert rule is not None
     ring, cores = Ring(4, 3 * TILE * 4, pinned=False), Cores(2)
     for done in range(2):
-        job = BufferStep(cast(FlatBuffer, buffer), states=cast(Any, states))
-        settings = rule.snapshot(optimizer.param_groups[0])
-        moments = {name: each.tensor for name, each in states.items()}
-        number = rule.begin(settings, main.tensor[first:], {"step": torch.tensor(float(done)), **moments})
-        job.slices.append((first, SliceStep(main.tensor[first:], grad.tensor[first:], moments, settings, number)))
+        job = job_of(rule, rule.snapshot(optimizer.param_groups[0]), main, grad, states, first, done)
         Tiles(ring, cores, rule, read_ahead=read_ahead, write_behind=write_behind).run([job])
     cores.close()
     assert torch.equal(main.tensor[:first], param[:first])
     assert torch.equal(main.tensor[first:], expected.detach()[first:])
     for name, each in states.items():
         assert torch.equal(each.tensor, optimizer.state[expected][name][first:])
+
+
+@pytest.mark.parametrize(("read_ahead", "write_behind"), list(itertools.product((False, True), repeat=2)))
+def test_what_goes_on_while_a_tile_is_stepped(
+    read_ahead: bool, write_behind: bool, streams: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is read, and the last one written, each if asked for."""
+    log, stepped = list[tuple[str, int]](), [threading.Event() for _ in range(5)]
+
+    def step(cores: Cores, rule: Rule, steps: Sequence[SliceStep]) -> None:
+        number = sum(event.is_set() for event in stepped)
+        log.append(("steps", number))
+        step_slices(cores, rule, steps)
+        log.append(("stepped", number))
+        stepped[number].set()
+
+    def tell(name: str, what: str, start: int) -> None:
+        number = start // TILE
+        if what == "write ends" and number + 1 < len(stepped):
+            # Unfinished until the next one has been stepped; for a while, where that must not be.
+            stepped[number + 1].wait(10 if write_behind else 0.05)
+        log.append((f"{name}: {what}", number))
+
+    def row(name: str) -> LateRow:
+        still = {"read": 0.0, "write": 0.0}
+        return LateRow(torch.ones(4 * TILE + 100), streams[0], streams[1], still, partial(tell, name))
+
+    monkeypatch.setattr(tiles, "step_slices", step)
+    rule = rule_of(AdamW([torch.ones(1)], fused=True))
+    assert rule is not None
+    settings = rule.snapshot(AdamW([torch.ones(1)], fused=True).param_groups[0])
+    states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
+    job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
+    ring = Ring(4, (1 + read_ahead + write_behind) * TILE * 4, pinned=False)
+    Tiles(ring, Cores(1), rule, read_ahead=read_ahead, write_behind=write_behind).run([job])
+    at = {entry: index for index, entry in enumerate(log)}
+    assert len(at) == len(log) == 5 * (2 + 4 * 2 + 3 * 2)
+    for number, name in itertools.product(range(4), ("main", "grad", "exp_avg", "exp_avg_sq")):
+        begun = at[f"{name}: read begins", number + 1]
+        if read_ahead:
+            assert begun < at["steps", number]
+            assert number == 0 or begun > at["stepped", number - 1], "one tile ahead"
+        else:
+            assert begun > at["stepped", number]
+        # With nothing left to read, the last one does not wait for the write before it: known, and harmless to bits.
+        if name != "grad" and (write_behind or not read_ahead or number < 3):
+            ended = at[f"{name}: write ends", number]
+            assert ended > at["stepped", number + 1] if write_behind else ended < at["steps", number + 1]
