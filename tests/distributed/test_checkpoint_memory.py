@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,11 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from tests.peak import Peak, status
 from zeropp import checkpoint
 
 WORLD = 2
-# Units of 33 MB: what is smaller, malloc may keep when it is freed.
-_WIDTH = 4096
+_WIDTH = 4096  # units of 33 MB
 _STACKS = 4 * 8 << 20  # of the threads that read
 
 
@@ -50,14 +49,6 @@ def fills(folder: Path, layers: int, width: int, each: int) -> int:
     return nbytes
 
 
-def memory(kind: str) -> int:
-    """Bytes of this process: RssAnon, private memory in use; VmData, what it may write to, which RLIMIT_DATA limits."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(kind):
-            return int(line.split()[1]) << 10
-    raise RuntimeError(f"/proc/self/status has no {kind}")
-
-
 @contextmanager
 def limited(nbytes: int) -> Iterator[None]:
     """Nothing can be allocated beyond so many bytes in all."""
@@ -69,42 +60,22 @@ def limited(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-class Peak(threading.Thread):
-    """The most memory in use since it was started."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.most, self._stop_it = 0, threading.Event()
-
-    def run(self) -> None:
-        while not self._stop_it.wait(0.01):
-            self.most = max(self.most, memory("RssAnon"))
-
-    def end(self) -> int:
-        self._stop_it.set()
-        self.join()
-        return self.most
-
-
 def loads(folder: Path, layers: int, width: int, slack: int) -> tuple[int, int, bool]:
     """Bytes read, bytes in use at most beyond those before the model, and whether values are right."""
     first = dist.get_rank() == 0
     gc.collect()
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": zero, "bf16": {"enabled": True}, "zeropp": {"unit_min_blocks": 0}}
-    peak, before = Peak(), memory("RssAnon")
-    if not first:
-        peak.start()
-    model = Deep(layers, width, "cpu" if first else "meta")
-    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, config, device="cpu")
-    # The first rank has built it all.
-    if first:
-        peak.start()
-    with limited(memory("VmData") + slack + _STACKS):
-        found = checkpoint.load_safetensors(model, folder, progress=False)
-    most = peak.end() - before
+    with Peak() as peak:
+        model = Deep(layers, width, "cpu" if first else "meta")
+        optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters()), model, config, device="cpu")
+        if first:
+            peak.nbytes = 0  # it has built it all
+        # What threads may write to is their stacks, too.
+        with limited(status("VmData") + slack + _STACKS):
+            found = checkpoint.load_safetensors(model, folder, progress=False)
     right = [bool((part.parameter == int(part.name.split(".")[1]) + 1).all()) for part in optimizer.slices.cut]
-    return found.nbytes_read, most, all(right) and bool(right)
+    return found.nbytes_read, peak.nbytes, all(right) and bool(right)
 
 
 def check(folder: Path, layers: int, slack: int, timeout: float = 60) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -201,8 +200,6 @@ def peak(count: int, width: int, way: str, path: Path, limit: int) -> tuple[int,
 
     And the bytes that its engine owns, and that were read.
     """
-    # Freed blocks of a megabyte go back at once; else glibc keeps those of up to 32, as it pleases.
-    ctypes.CDLL(None).mallopt(-3, 1 << 20)
     nbytes_read = 0
     with Peak() as whole:
         with Peak() as building, mock.patch.object(spread, "LIMIT_NBYTES", limit):
