@@ -6,7 +6,7 @@ they are used and let go right after.
 
 from __future__ import annotations
 
-from zeropp import checkpoint, plan, zero
+from zeropp import checkpoint, plan, training, zero
 from zeropp.access.accumulate import accumulate
 from zeropp.access.average import ema
 from zeropp.access.state import comm_report, full_state
@@ -20,6 +20,8 @@ from zeropp.plan import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from zeropp.training.distributed import init_distributed
+from zeropp.training.initialize import initialize
 
 __all__ = [
     "Config",
@@ -37,8 +39,11 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "full_state",
+    "init_distributed",
+    "initialize",
     "load_config",
     "plan",
+    "training",
     "zero",
 ]
 

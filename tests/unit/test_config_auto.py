@@ -213,11 +213,11 @@ def test_published_file_is_refused_in_one_message() -> None:
         require_supported(config)
     assert caught.value.problems == (
         'optimizer: {"params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}, '
-        '"type": "AdamW", "legacy_fusion": false} is not in this version; remove it, make the optimizer in your code '
-        'and pass it in, with values in place of "auto" for lr, betas, eps, weight_decay',
+        '"type": "AdamW", "legacy_fusion": false} is not in this version; call zeropp.initialize, which makes it, '
+        'or make it in your code and pass it in, with values in place of "auto" for lr, betas, eps, weight_decay',
         'scheduler: {"params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}, '
-        '"type": "WarmupLR"} is not in this version; remove it, make the scheduler in your code and step it there, '
-        'with values in place of "auto" for warmup_min_lr, warmup_max_lr, warmup_num_steps',
+        '"type": "WarmupLR"} is not in this version; call zeropp.initialize, which makes it, or make it in your code '
+        'and step it, with values in place of "auto" for warmup_min_lr, warmup_max_lr, warmup_num_steps',
     )
 
 

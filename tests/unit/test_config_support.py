@@ -89,7 +89,6 @@ def others(model: type[Block], name: str) -> Iterator[object]:
     """Values of a limited field that this version does not have."""
     special: dict[str, list[object]] = {
         "ratio": [0.5],
-        "communication_data_type": ["fp16"],
         "grad_accum_dtype": ["bf16", "fp16"],
         "param_dtype": ["fp32", "bf16"],
         "tag_validation": ["FAIL"],
@@ -192,7 +191,7 @@ def test_all_refusals_come_together() -> None:
                 "save_muon_momentum_buffer_in_memory": True,
                 "offload_optimizer": {"device": "cpu", "super_offload": True},
             },
-            "fp16": {"enabled": True},
+            "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
             "optimizer": {"type": "AdamW"},
         }
     )
@@ -201,9 +200,9 @@ def test_all_refusals_come_together() -> None:
     assert set(caught.value.problems) == {
         "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false",
         "zero_optimization.offload_optimizer.super_offload: true is not in this version; leave it at false",
-        "fp16.enabled: true is not in this version; enable bf16 or train in fp32",
+        "fp16.fp16_master_weights_and_grads: true is not in this version; leave it at false",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
-        "remove it, make the optimizer in your code and pass it in",
+        "call zeropp.initialize, which makes it, or make it in your code and pass it in",
     }
     assert "what is not in this version, 4 problems:" in str(caught.value)
 

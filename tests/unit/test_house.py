@@ -68,7 +68,8 @@ ROOMS = {
     "init": 9,
     "checkpoint": 10,
     "zero": 10,
-    "__init__": 11,
+    "training": 11,
+    "__init__": 12,
 }
 
 

@@ -72,7 +72,7 @@ def accumulate(
 
     def forward(inputs: list[Any]) -> list[Tensor]:
         losses.extend(_forward(engine, order, list(inputs), targets, loss_fn))
-        return [loss / divisor for loss in losses]
+        return [engine.reductions.loss_scale.apply(loss / divisor) for loss in losses]
 
     # Without the key every call is a window of one.
     window.together = len(pairs) if window.steps > 1 else 1

@@ -323,7 +323,7 @@ class Restore:
             inner.load_state_dict({"state": state, "param_groups": groups})
         for parameter, found in read.items():
             self._keep_kinds(inner.state.get(parameter, {}), found, names[parameter], parameter.dtype)
-        optimizer.outcome.load(self.metadata.values["skipped_steps"])
+        optimizer.outcome.load(self.metadata.values["skipped_steps"], self.metadata.values.get("loss_scale"))
 
     def _keep_kinds(self, state: dict[str, Any], read: dict[str, Any], name: str, dtype: torch.dtype) -> None:
         """Undo what torch makes of states that are not of the parameter's dtype when it loads them.

@@ -177,6 +177,11 @@ else:
          "Asks to insist on DeepSpeed's own optimizer when states are offloaded. Nothing is left to do: the "
          "optimizer that is passed in is the one that steps."),
         ("disable_allgather", bool, False, "A key that DeepSpeed reads and never uses. Nothing is left to do."),
+        ("prescale_gradients", bool, False,
+         "Asks to divide gradients by the number of ranks before they are reduced, against overflow. Nothing is left "
+         "to do: sums are in fp32, and those that go on in fp16 are made smaller by a power of two on the way."),
+        ("gradient_predivide_factor", PositiveReal, 1.0,
+         "Asks for a part of that division, a factor, before the reduction. Nothing is left to do, likewise."),
     )  # fmt: skip
 
     UnreadTop = _block(
@@ -197,13 +202,7 @@ else:
         ("seq_parallel_communication_data_type", Dtype, "fp32",
          "Type in which gradients travel with sequence parallelism.",
          alias("seq_parallel_communication_data_type", "seq_parallel_comm_data_type")),
-        ("prescale_gradients", bool, False,
-         "Divides gradients by the number of ranks before they are reduced instead of after."),
-        ("gradient_predivide_factor", PositiveReal, 1.0,
-         "Part of the division by the number of ranks that is done before the reduction."),
         ("sparse_gradients", bool, False, "Reduces the gradients of embeddings as lists of rows."),
-        ("dataloader_drop_last", bool, False,
-         "Drops the last batch of an epoch where it is not full, in data loaders that the library makes."),
     )  # fmt: skip
 
     ParallelWriteConfig = _block(

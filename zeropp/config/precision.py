@@ -28,10 +28,12 @@ class Fp16Config(Block):
     """Computes in fp16 with a loss scale that keeps small gradients from vanishing."""
 
     enabled: bool = False
-    """Holds weights and activations in fp16; optimizer states stay in fp32."""
+    """Holds weights and activations in fp16; main weights and optimizer states stay in fp32. Losses go through
+    `optimizer.backward(loss)` or `optimizer.scale(loss)`."""
 
     auto_cast: bool = False
-    """Casts the floating inputs of the model to fp16."""
+    """Asks that the floating inputs of the model are cast to fp16. Nothing is left to do: they are, unless
+    `zeropp.cast_inputs` is false."""
 
     loss_scale: NonNegative = 0.0
     """Factor on the loss before backward, taken out of the gradients again before the step. 0 chooses it
@@ -44,13 +46,14 @@ class Fp16Config(Block):
     """Consecutive steps with finite gradients after which the dynamic scale is doubled."""
 
     hysteresis: Count = 2
-    """Steps with overflowed gradients that are let pass before the dynamic scale is halved."""
+    """Steps with overflowed gradients until the dynamic scale is halved, that one included. It is full again
+    when the scale is doubled."""
 
     consecutive_hysteresis: bool = False
     """Refills the hysteresis at each step without overflow, so that only overflows in a row add up."""
 
     min_loss_scale: NonNegative = 1.0
-    """The factor below which the dynamic scale is never lowered."""
+    """The factor below which the dynamic scale is never lowered; an overflow there is an error."""
 
     fp16_master_weights_and_grads: bool = False
     """Keeps main weights and gradients of the optimizer in fp16 instead of fp32: half the memory, lower

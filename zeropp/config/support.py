@@ -105,15 +105,15 @@ _TOP = {
     **_each(
         EFFECT,
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
-        "gradient_allreduce_op allgather_size managed_gradient_accumulation",
+        "gradient_allreduce_op allgather_size managed_gradient_accumulation communication_data_type "
+        "dataloader_drop_last",
     ),
     **_all(NeedlessTop, NEEDLESS),
     **_all(UnreadTop, UNREAD),
     **_all(LaterTop, LATER),
     "seq_parallel_communication_data_type": Support(Kind.GOVERNED, governor="sequence_parallel_size"),
-    "communication_data_type": _only(None, "fp32", "bf16", remedy='set "bf16" or "fp32"'),
-    "optimizer": _only(None, remedy="remove it, make the optimizer in your code and pass it in"),
-    "scheduler": _only(None, remedy="remove it, make the scheduler in your code and step it there"),
+    "optimizer": _only(None, remedy="call zeropp.initialize, which makes it, or make it in your code and pass it in"),
+    "scheduler": _only(None, remedy="call zeropp.initialize, which makes it, or make it in your code and step it"),
 }
 
 SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
@@ -131,7 +131,14 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     },
     LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
     LocoConfig: _all(LocoConfig, EFFECT),
-    Fp16Config: _governed(Fp16Config, "enabled", enabled=_only(False, remedy="enable bf16 or train in fp32")),
+    Fp16Config: {
+        **_each(
+            EFFECT,
+            "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+        ),
+        "auto_cast": NEEDLESS,
+        "fp16_master_weights_and_grads": LATER,
+    },
     Bf16Config: {
         "enabled": EFFECT,
         "immediate_grad_update": NEEDLESS,

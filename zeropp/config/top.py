@@ -77,6 +77,9 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     scheduler: SchedulerConfig | None = None
     """A learning rate scheduler to make; `null` is none, or the one that is passed in."""
 
+    dataloader_drop_last: bool = False
+    """Drops the last batch of an epoch where it is not full, in data loaders that `zeropp.initialize` makes."""
+
     aio: AioConfig = AioConfig()
     """File I/O of NVMe offload."""
 

@@ -34,6 +34,7 @@ from zeropp.params.build import BufferMaker
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import GuardHandler
+from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit, UnitState
 
 __all__ = ["Engine"]
@@ -52,7 +53,7 @@ class Engine(GuardHandler):
         window: counts micro-batches.
         listener: to tell what becomes of gradients, for as long as it lives.
         limits: bounds of the prefetch plan.
-        scale: factor on summed gradients, 1/world for a mean.
+        loss_scale: and with it the factor on summed gradients.
         hang_timeout, warn_after: seconds after which waiting for other ranks is an error, or is logged, if not None.
         input_dtype: floating inputs of the model are cast to it; None leaves them alone.
         static_graph: passes of one kind are promised to use the same units, on every rank and every time.
@@ -70,7 +71,7 @@ class Engine(GuardHandler):
         listener: Listener,
         *,
         limits: Limits,
-        scale: float,
+        loss_scale: LossScale,
         hang_timeout: float,
         warn_after: float | None,
         input_dtype: torch.dtype | None,
@@ -93,7 +94,7 @@ class Engine(GuardHandler):
         when_lost = [*(each.abandon for each in lanes), comm.abort]
         self.agreement = Agreement(comm, hang_timeout, warn_after, device, when_lost, at_once=sends and not overlap)
         self.issued = IssueHash()
-        self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, scale)
+        self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
         self.hooks = ModuleHooks(self)
         self.schedule = Schedule(
             self.units, self.gather_lanes, self.reductions, self.agreement, self.issued, limits, self.hooks.reach,

@@ -26,7 +26,7 @@ class Window:
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
-        self.steps = steps
+        self.steps, self._managed = steps, managed
         self.count, self.together = 0, 1
         # The caller has the boundary for good.
         self._owned = steps == 1 or not managed
@@ -60,6 +60,19 @@ class Window:
         """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
         # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
         return self.count + self._fresh * self.together >= self.steps
+
+    def resize(self, steps: int) -> None:
+        """Let windows have so many micro-batches from here on; as decided on every rank alike.
+
+        Raises:
+            RuntimeError: in the middle of one.
+        """
+        if self.count:
+            raise RuntimeError(
+                f"{self.count} of {self.steps} micro-batches have come since the last step; change their number after "
+                "a step, or discard their gradients with zero_grad(now=True)"
+            )
+        self.steps, self._owned = steps, steps == 1 or not self._managed
 
     def note_forward(self, path: str) -> None:
         """A forward begins at the module of that name and records a graph; inside another it does not count.

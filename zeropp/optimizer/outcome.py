@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from zeropp.engine.boundary import Boundary, Verdict
+from zeropp.optimizer.checks import weakly
+from zeropp.params.loss_scale import LossScale
 
 __all__ = ["Outcome", "told"]
 
@@ -14,6 +16,7 @@ class Outcome:
 
     Args:
         boundary: has what the sum of a step says that no host has waited for.
+        loss_scale: moved by what becomes of steps.
 
     Attributes:
         grad_norm: at the last step.
@@ -22,8 +25,11 @@ class Outcome:
         step_was_taken: since the last backward.
     """
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, boundary: Boundary, loss_scale: LossScale) -> None:
         self._boundary = boundary
+        self._loss_scale = loss_scale
+        # The engine has the scale, and must not keep its wrapper alive.
+        loss_scale.wait_for_last = weakly(self.wait)
         self._unread = False
         # Text of an error that the next step raises, too. No exception: it would hold what holds this.
         self._error: str | None = None
@@ -38,14 +44,18 @@ class Outcome:
         self.skipped_steps += self.step_was_skipped
         if not self._unread:
             self.grad_norm = verdict.norm
+            # Last, since it may raise.
+            self._loss_scale.update(overflow=self.step_was_skipped)
 
-    def load(self, skipped_steps: int) -> None:
+    def load(self, skipped_steps: int, loss_scale: dict[str, Any] | None = None) -> None:
         """Go on from a saved count; what is wrong with the step before is of no interest any more."""
         # On every rank, whether it has asked or not: one alone would raise at the next step, or read a sum.
         self._boundary.forget_unread()
         self._error, self._unread = None, False
         self.step_was_skipped = self.step_was_taken = False
         self.skipped_steps = skipped_steps
+        if loss_scale is not None:
+            self._loss_scale.load_state_dict(loss_scale)
 
     def count(self) -> int:
         """``skipped_steps``, to be saved: also after a step at which ranks were out of step, which is none of them.

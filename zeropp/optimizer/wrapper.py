@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeropp.access.refusals import explain_freed
 from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group, group_size
@@ -36,6 +35,7 @@ from zeropp.optimizer.checks import (
 from zeropp.optimizer.elementwise import check_elementwise, count_states
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import add_group
+from zeropp.optimizer.losses import TakesLosses
 from zeropp.optimizer.modes import switch_mode
 from zeropp.optimizer.norms import gradient_norms, scale_gradients
 from zeropp.optimizer.outcome import Outcome, told
@@ -49,7 +49,7 @@ from zeropp.setup.build import build_engine
 __all__ = ["ZeroOptimizer"]
 
 
-class ZeroOptimizer(OffloadsStates, Optimizer):
+class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     """Partitions a model in place and steps the wrapped optimizer on this rank's part of it.
 
     The user's parameter groups stay the user's objects: schedulers and edits of ``lr`` reach the wrapped optimizer.
@@ -128,7 +128,7 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
-        self.outcome, self._norms = Outcome(self.boundary), dict[str, float]()
+        self.outcome, self._norms = Outcome(self.boundary, self.engine.reductions.loss_scale), dict[str, float]()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
     # The optimizer's own surface.
@@ -168,23 +168,6 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
         self.engine.require_idle("add_param_group")
         add_group(param_group, self.engine, self.inner, self.slices, self.apply_requires_grad)
         self.boundary.invalidate()
-
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Backward of ``loss`` divided by the configured gradient_accumulation_steps.
-
-        Args:
-            loss: scalar.
-            retain_graph: as in ``Tensor.backward``.
-        """
-        if not isinstance(loss, Tensor):
-            raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
-        steps = self.engine.window.steps
-        try:
-            (loss / steps if steps > 1 else loss).backward(retain_graph=retain_graph)
-        except RuntimeError as error:
-            if "modified by an inplace operation" in str(error):
-                raise RuntimeError(explain_freed(self.engine, str(error))) from error
-            raise
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -283,9 +266,11 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
         norm = self.boundary.norm_tensor()
         left_out = self.boundary.left_out() if verdict.late else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
-        self.outcome.decided(verdict)
-        if not (verdict.finite or verdict.late):
+        skipped = not (verdict.finite or verdict.late)
+        if skipped:
             self.engine.window.restart()
+        self.outcome.decided(verdict)
+        if skipped:
             return loss
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
@@ -339,6 +324,7 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
             "waiting": self.slices.frozen_states(),
             "carried": self.carried.state_dict(),
             "skipped_steps": self.outcome.count(),
+            "loss_scale": self.engine.reductions.loss_scale.state_dict(),
         }
         return state
 
@@ -358,7 +344,7 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
         self.slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self.carried, saved.get("carried"))
-        self.outcome.load(saved["skipped_steps"])
+        self.outcome.load(saved["skipped_steps"], saved.get("loss_scale"))
         self.zero_grad(now=True)
 
     def __reduce_ex__(self, protocol: object) -> Any:
@@ -385,6 +371,7 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
     @torch.no_grad()
     def backward_begins(self) -> None:
         """Gradients may have been edited since the last one."""
+        self.engine.reductions.loss_scale.require_applied()
         self._take_edits()
         self.carried.follow(self.grad_scaler)
 
@@ -392,6 +379,7 @@ class ZeroOptimizer(OffloadsStates, Optimizer):
     def backward_ended(self) -> None:
         """Show gradients in the groups."""
         self.boundary.invalidate()
+        self.engine.reductions.loss_scale.backward_ended()
         self.outcome.step_was_taken = False
         if self.engine.reductions.holding:
             return

@@ -22,6 +22,7 @@ from zeropp.comm.events import Event
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Lanes
 from zeropp.order.known_orders import CollectiveOrder, IssueHash
+from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit
 
 __all__ = ["Reductions"]
@@ -55,13 +56,18 @@ class Reductions:
     """Gradients of one engine, backward by backward."""
 
     def __init__(
-        self, units: Sequence[Unit], lanes: Lanes, agreement: Agreement, issued: IssueHash, scale: float
+        self,
+        units: Sequence[Unit],
+        lanes: Lanes,
+        agreement: Agreement,
+        issued: IssueHash,
+        loss_scale: LossScale,
     ) -> None:
         self.units = units
         self.lanes = lanes
         self.agreement = agreement
         self.issued = issued
-        self.scale = scale
+        self.loss_scale = loss_scale
         self.no_sync = False  # inside no_sync: gradients stay on this rank, or within the ranks of the held level
         self.last = True  # gradients of this backward go all the way; or nothing is held
         self.reused: set[int] = set()  # units used more than once in one forward
@@ -279,14 +285,15 @@ class Reductions:
         self._done.pop(index, None)  # sent twice while learning: the last place is the one to remember
         self._done[index] = uses
         self.issued.add(_HOLD if hold else _REDUCE, index, unit.version)
+        scale = self.loss_scale.factor
         for gradient in unit.gradients:
             # Before the next message is made: its memory is what back-pressure is to bound.
             self._make_room()
             with span("pack", unit.name):
-                message = gradient.pack(self.scale, hold=hold)
+                message = gradient.pack(scale, hold=hold)
             if message is not None:
                 with self.agreement.issuing("reducing", unit.name, "reduce"), span("reduce", unit.name):
-                    ends = self.lanes.run(gradient.prepare_reduce(message, self.scale, hold=hold))
+                    ends = self.lanes.run(gradient.prepare_reduce(message, scale, hold=hold))
                 self.agreement.queued(ends[-1], unit.name, "reduce")
                 self._largest = max(self._largest, message.nbytes)
                 onward = gradient.onward_nbytes if len(ends) > 1 else 0

@@ -27,8 +27,8 @@ from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = [
-    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "gradient_paths", "largest_shard",
-    "weight_paths",
+    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "compute_dtype", "gradient_paths",
+    "largest_shard", "weight_paths",
 ]  # fmt: skip
 
 
@@ -50,6 +50,13 @@ class BufferKey:
         return alone and mode.states == mode.cached == 1 and self.dtype == self.main_dtype
 
 
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """The dtype that the configuration has the model computed in; None for the parameters' own."""
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else None
+
+
 def buffer_layouts(
     parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
 ) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
@@ -58,7 +65,7 @@ def buffer_layouts(
     for name in spec.parameters:
         own, trainable = own_dtype(parameters[name]), parameters[name].requires_grad
         # Its own dtype, and not the parameter's: a model that is wrapped again has parameters in the compute dtype.
-        dtype = torch.bfloat16 if config.bf16.enabled else own
+        dtype = compute_dtype(config) or own
         # Trained: float32, or float64 where the model has it. Frozen: never stepped, so as it came and no larger.
         main = torch.promote_types(dtype, torch.float32) if trainable else own
         groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
@@ -98,14 +105,19 @@ def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
 
 
 def check_dtypes(model: nn.Module, config: Config) -> None:
-    """Make sure that the weights' codec can carry what the model computes with.
+    """Make sure that messages can carry what the model computes with.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: they cannot.
     """
+    if config.communication_data_type == "fp16" and not config.fp16.enabled:
+        raise ValueError(
+            'communication_data_type "fp16" needs a loss scale, without which gradients overflow or vanish; enable the '
+            'fp16 block, or set "bf16" or "fp32"'
+        )
     codec = choose_encoding(config).differences
     for name, parameter in model.named_parameters():
-        dtype = torch.bfloat16 if config.bf16.enabled else own_dtype(parameter)
+        dtype = compute_dtype(config) or own_dtype(parameter)
         if codec is not None and parameter.requires_grad and dtype not in BASES[codec]:
             raise ValueError(
                 f'zeropp.weight_codec "{codec}" sends differences of weights in '

@@ -29,8 +29,9 @@ from zeropp.engine.listener import Listener
 from zeropp.engine.window import Window
 from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
-from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
+from zeropp.params.build import BufferMaker, check_dtypes, compute_dtype, largest_shard
 from zeropp.params.guard import is_managed, own_dtype, register
+from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
@@ -153,10 +154,10 @@ def _make_engine(
         Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
         listener,
         limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),
-        scale=mean if scale is None else scale,
+        loss_scale=LossScale(config.fp16, mean if scale is None else scale),
         hang_timeout=patience,
         warn_after=extension.warn_after,
-        input_dtype=torch.bfloat16 if config.bf16.enabled and extension.cast_inputs else None,
+        input_dtype=compute_dtype(config) if extension.cast_inputs else None,
         static_graph=extension.static_graph,
         log_relearning=zero.log_trace_cache_warnings,
         overlap=bool(zero.overlap_comm),

@@ -1,0 +1,138 @@
+"""Checkpoints of the training engine: resumption as without it, tags, parts, other ranks, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import zeropp
+from tests.distributed.harness import RankFailure, run_ranks
+from tests.distributed.shapes import worst
+from tests.distributed.test_training import MICRO, STEPS, model_of, settings, train
+from zeropp.checkpoint import CheckpointError
+from zeropp.training import Engine
+
+CUT = 3
+
+
+def engine_of(**more: Any) -> Engine:
+    engine: Engine = zeropp.initialize(model=model_of(), config=settings(**more))[0]
+    return engine
+
+
+def whole() -> tuple[list[float], list[float], dict[str, Tensor]]:
+    engine = engine_of()
+    losses, rates = train(engine, 0, STEPS)
+    return losses[CUT * MICRO :], rates[CUT:], zeropp.full_state(engine.module)
+
+
+def save_after(folder: Path, **more: Any) -> None:
+    engine = engine_of(**more)
+    train(engine, 0, CUT)
+    assert engine.save_checkpoint(folder, client_state={"seen": [1, 2], "mean": torch.tensor(0.5)})
+
+
+def resumed(folder: Path, tag: str | None, **more: Any) -> tuple[Any, ...]:
+    engine = engine_of(**more)
+    path, state = engine.load_checkpoint(folder, tag)
+    counts = engine.micro_steps, engine.global_steps, engine.global_samples
+    losses, rates = train(engine, CUT, STEPS)
+    return losses, rates, zeropp.full_state(engine.module), path, state, counts
+
+
+@pytest.mark.parametrize("tag", [None, "global_step3"])
+def test_resuming_is_as_if_nothing_had_happened(tag: str | None, tmp_path: Path) -> None:
+    run_ranks(2, save_after, tmp_path)
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    uninterrupted = run_ranks(2, whole)
+    for (losses, rates, state), found in zip(uninterrupted, run_ranks(2, resumed, tmp_path, tag), strict=True):
+        assert found[0] == losses and found[1] == rates and worst(found[2], state) == 0
+        assert found[3] == str(tmp_path / "global_step3")
+        assert found[4]["seen"] == [1, 2] and found[4]["mean"] == 0.5
+        assert found[5] == (CUT * MICRO, CUT, CUT * MICRO * 3 * 2)
+
+
+def test_on_one_rank_in_another_stage(tmp_path: Path) -> None:
+    run_ranks(2, save_after, tmp_path)
+    ((*_, state, path, _, counts),) = run_ranks(1, resumed, tmp_path, None, zero={"stage": 1})
+    assert path == str(tmp_path / "global_step3") and counts[1] == CUT
+    assert worst(state, run_ranks(2, whole)[0][2]) > 0  # it trained on one rank's batches
+
+
+def parts(folder: Path, what: dict[str, Any]) -> tuple[float, list[Any], dict[str, Any]]:
+    """How far weights are from what was saved; steps, iteration of the scheduler, states; what came back."""
+    first = engine_of()
+    train(first, 0, CUT)
+    saved = zeropp.full_state(first.module)
+    first.save_checkpoint(folder, "here", save_latest=False)
+    engine = engine_of()
+    _, state = engine.load_checkpoint(folder, "here", **what)
+    distance = worst(zeropp.full_state(engine.module), saved)
+    found = [engine.global_steps, engine.lr_scheduler.last_batch_iteration, bool(engine.optimizer.state)]
+    return distance, found, dict(state)
+
+
+@pytest.mark.parametrize(
+    ("what", "wanted"),
+    [
+        ({}, [CUT, CUT - 1, True]),
+        ({"load_optimizer_states": False}, [CUT, CUT - 1, False]),
+        ({"load_lr_scheduler_states": False}, [CUT, -1, True]),
+        ({"load_module_only": True}, [0, -1, False]),
+    ],
+)
+def test_parts(what: dict[str, Any], wanted: list[Any], tmp_path: Path) -> None:
+    for distance, found, state in run_ranks(2, parts, tmp_path, what):
+        assert distance == 0 and found == wanted and state == {}
+    assert not (tmp_path / "latest").exists()
+
+
+def nothing_there(folder: Path) -> list[Any]:
+    engine = engine_of()
+    with pytest.warns(UserWarning, match="no tag was given: nothing was loaded"):
+        found = engine.load_checkpoint(folder)
+    messages = [found]
+    for given, kind in (
+        ({"tag": "missing"}, CheckpointError),
+        ({"tag": "x", "custom_load_fn": print}, TypeError),
+    ):
+        with pytest.raises(kind) as caught:
+            engine.load_checkpoint(folder, **given)
+        messages.append(str(caught.value))
+    with pytest.raises(CheckpointError, match="client_state"):
+        engine.save_checkpoint(folder, client_state={"args": object()})
+    assert not any(folder.iterdir())
+    return messages
+
+
+def test_what_is_missing_or_refused(tmp_path: Path) -> None:
+    for found, missing, function in run_ranks(2, nothing_there, tmp_path):
+        assert found == (None, None)
+        assert "missing" in missing and "custom_load_fn copies a whole state dict" in function
+
+
+def other_tags(folder: Path) -> None:
+    engine_of().save_checkpoint(folder, tag=f"of rank {dist.get_rank()}")
+
+
+def test_ranks_with_other_tags_are_refused(tmp_path: Path) -> None:
+    for failure in run_ranks(2, other_tags, tmp_path, catch=True):
+        assert isinstance(failure, RankFailure) and "of rank" in failure.message
+
+
+def halves(folder: Path) -> tuple[bool, bool, float]:
+    engine = engine_of(zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
+    wrote = engine.save_16bit_model(folder)
+    refused = engine_of().save_16bit_model(folder / "other")
+    return wrote, refused, worst(engine.module_state_dict(), dict(model_of().state_dict()))
+
+
+def test_weights_in_one_file(tmp_path: Path) -> None:
+    assert run_ranks(2, halves, tmp_path) == [(True, False, 0.0)] * 2
+    state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert worst(state, dict(model_of().state_dict())) == 0

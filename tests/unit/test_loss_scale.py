@@ -1,0 +1,101 @@
+"""The loss scale of float16: the sequence that is documented, on overflows at given steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zeropp.config import load_config
+from zeropp.params.loss_scale import LossScale
+
+
+def scale(**keys: Any) -> LossScale:
+    config = load_config({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True, **keys}})
+    return LossScale(config.fp16, 0.5)
+
+
+def values(of: LossScale, overflows: str) -> list[float]:
+    """The scale after each step; "x" overflows."""
+    found = []
+    for each in overflows:
+        of.update(overflow=each == "x")
+        found.append(of.value)
+    return found
+
+
+def test_it_begins_with_its_power() -> None:
+    assert scale().value == 65536 and scale(initial_scale_power=3).value == 8
+
+
+def test_one_overflow_is_let_pass_and_the_next_halves() -> None:
+    assert values(scale(initial_scale_power=4), ".x.x.x") == [16, 16, 16, 8, 8, 4]
+
+
+def test_without_hysteresis_each_overflow_halves() -> None:
+    assert values(scale(initial_scale_power=4, hysteresis=1), "xx.x") == [8, 4, 4, 2]
+
+
+def test_it_doubles_where_a_window_lies_between_and_again_after_as_many() -> None:
+    # the first window ends with step 2, counted from 0: two steps lie before it
+    assert values(scale(initial_scale_power=4, loss_scale_window=2), "." * 7) == [16, 16, 32, 32, 64, 64, 128]
+    assert values(scale(initial_scale_power=4, loss_scale_window=2, hysteresis=1), ".x....") == [16, 8, 8, 8, 16, 16]
+
+
+def test_doubling_fills_the_hysteresis() -> None:
+    assert values(scale(initial_scale_power=4, loss_scale_window=2), "x...xx") == [16, 16, 16, 32, 32, 16]
+
+
+def test_consecutive_hysteresis_counts_overflows_in_a_row_alone() -> None:
+    assert values(scale(initial_scale_power=4, consecutive_hysteresis=True), "x.x.xx") == [16, 16, 16, 16, 16, 8]
+
+
+def test_it_ends_at_the_least_scale() -> None:
+    own = scale(initial_scale_power=2, hysteresis=1, min_loss_scale=3)
+    assert values(own, "x") == [3]
+    with pytest.raises(RuntimeError, match=r"not finite at a loss scale of 3, fp16\.min_loss_scale"):
+        own.update(overflow=True)
+
+
+def test_a_static_scale_stays() -> None:
+    own = scale(loss_scale=128)
+    assert not own.dynamic and values(own, "x" * 5 + "." * 5) == [128.0] * 10
+
+
+def test_factor_takes_it_out() -> None:
+    assert scale(loss_scale=4).factor == 0.125
+
+
+def test_state() -> None:
+    """Whenever a run is interrupted, it goes on as if it had not been."""
+    pattern = "..x..xx....x.x....."
+    whole = values(scale(initial_scale_power=8, loss_scale_window=3), pattern)
+    for cut in range(len(pattern)):
+        first = scale(initial_scale_power=8, loss_scale_window=3)
+        found = values(first, pattern[:cut])
+        second = scale(initial_scale_power=1, loss_scale_window=3)
+        second.load_state_dict(first.state_dict())
+        assert found + values(second, pattern[cut:]) == whole
+    static = scale(loss_scale=4)
+    static.load_state_dict(first.state_dict())
+    assert static.value == 4  # what is configured
+
+
+def test_losses_are_scaled_in_float32() -> None:
+    loss = torch.tensor(2.0, dtype=torch.float16)
+    assert scale(initial_scale_power=20).apply(loss) == 2.0 * 2**20  # infinite in float16
+    off = LossScale(load_config(None).fp16, 1.0)
+    assert off.apply(loss) is loss and off.value == off.factor == 1.0 and not off.dynamic
+
+
+def test_a_backward_without_scale_is_refused() -> None:
+    own = scale()
+    with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\)"):
+        own.require_applied()
+    own.apply(torch.tensor(1.0))
+    own.require_applied()
+    own.backward_ended()
+    with pytest.raises(RuntimeError, match="not scaled"):
+        own.require_applied()
+    LossScale(load_config(None).fp16, 1.0).require_applied()

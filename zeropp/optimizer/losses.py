@@ -1,0 +1,56 @@
+"""What a ``ZeroOptimizer`` does with losses: a micro-batch's share, the scale of float16, and backward."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zeropp.access.refusals import explain_freed
+from zeropp.engine.engine import Engine
+from zeropp.optimizer.outcome import Outcome
+
+__all__ = ["TakesLosses"]
+
+
+class TakesLosses:
+    """A part of ``ZeroOptimizer``."""
+
+    engine: Engine
+    outcome: Outcome
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the next loss gets in float16; 1 otherwise. See [Note: loss scale]."""
+        # The last step may move it, and may not be known yet.
+        self.outcome.wait()
+        return self.engine.reductions.loss_scale.value
+
+    def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
+        """A micro-batch's loss as :meth:`backward` takes it: divided, and times :attr:`loss_scale`.
+
+        Args:
+            loss: scalar.
+            scale_wrt_gas: divide it by the configured gradient_accumulation_steps.
+
+        Raises:
+            TypeError: it is no tensor.
+        """
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
+        steps = self.engine.window.steps
+        return self.engine.reductions.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
+        """Backward of ``loss`` divided by the configured gradient_accumulation_steps.
+
+        Args:
+            loss: scalar.
+            retain_graph: as in ``Tensor.backward``.
+            scale_wrt_gas: False for a loss that has been divided already.
+        """
+        scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
+        try:
+            scaled.backward(retain_graph=retain_graph)
+        except RuntimeError as error:
+            if "modified by an inplace operation" in str(error):
+                raise RuntimeError(explain_freed(self.engine, str(error))) from error
+            raise

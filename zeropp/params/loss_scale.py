@@ -1,0 +1,142 @@
+"""The factor on losses in float16, by which small gradients do not vanish.
+
+[Note: loss scale] It is taken out of gradients as they are added to their sums, which are float32. So nothing behind
+the sums knows of it: norms, clipping and steps are those of unscaled gradients, and what overflows shows as a norm that
+is not finite, on every rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from zeropp.config.precision import Fp16Config
+
+__all__ = ["LossScale"]
+
+_log = logging.getLogger("zeropp")
+
+_FACTOR = 2.0
+
+
+class LossScale:
+    """Static, or dynamic: halved after steps that overflow, doubled after many that do not.
+
+    It is moved by what all ranks learn in a step, so it is the same on every rank. The sequence is DeepSpeed's: the
+    first ``hysteresis - 1`` overflows change nothing; each further one halves the scale, down to ``min_loss_scale``.
+    Where ``loss_scale_window`` iterations lie between the last overflow and a step, and again after as many, it is
+    doubled and the hysteresis full again; with ``consecutive_hysteresis`` each step without overflow fills it.
+
+    Args:
+        config: the ``fp16`` block; where it is not enabled the scale is 1, and stays.
+        factor: on sums of gradients over ranks that nobody has scaled, 1/world for a mean.
+
+    Attributes:
+        value: the factor.
+        dynamic: whether it moves.
+        iterations: steps so far, skipped ones included; of a dynamic scale.
+    """
+
+    def __init__(self, config: Fp16Config, factor: float) -> None:
+        self._config = config
+        self._factor = factor
+        self.dynamic = config.enabled and config.loss_scale == 0
+        self.value = 1.0
+        if config.enabled:
+            self.value = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
+        self.iterations = 0
+        self._announced = not config.enabled
+        self._last_overflow = -1
+        self._left = config.hysteresis  # overflows until the scale is halved, that one included
+        # Waits for what has become of the last step, where the host does not know yet.
+        self.wait_for_last: Callable[[], object] = lambda: None
+
+    def apply(self, loss: Tensor) -> Tensor:
+        """The loss times the scale; a backward of it may follow."""
+        if not self._config.enabled:
+            return loss
+        self._announced = True
+        if self.dynamic:
+            self.wait_for_last()
+        # In float32: 65536 is more than float16 has.
+        return loss.float() * self.value
+
+    @property
+    def factor(self) -> float:
+        """By which sums of gradients over ranks are multiplied, which takes the scale out."""
+        return self._factor / self.value
+
+    def require_applied(self) -> None:
+        """Refuse a backward of a loss that was not scaled: its gradients would be divided all the same.
+
+        Raises:
+            RuntimeError: so it is.
+        """
+        if not self._announced:
+            raise RuntimeError(
+                "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
+                "or optimizer.scale(loss).backward()"
+            )
+
+    def backward_ended(self) -> None:
+        """Losses of the next backward are to be scaled anew."""
+        self._announced = not self._config.enabled
+
+    def update(self, *, overflow: bool) -> None:
+        """A step was taken, or skipped.
+
+        Raises:
+            RuntimeError: it overflowed at the least scale; on every rank.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._overflow()
+        else:
+            if self._config.consecutive_hysteresis:
+                self._left = self._config.hysteresis
+            between = self.iterations - self._last_overflow - 1
+            if between > 0 and between % self._config.loss_scale_window == 0:
+                self._left = self._config.hysteresis
+                self.value *= _FACTOR
+        self.iterations += 1
+
+    def _overflow(self) -> None:
+        self._last_overflow = self.iterations
+        if self._left > 1:
+            self._left -= 1
+            _log.info(
+                "gradients overflowed at loss scale %g, and it stays for now: hysteresis %d", self.value, self._left
+            )
+            return
+        least = self._config.min_loss_scale
+        if self.value == least:
+            self.iterations += 1
+            raise RuntimeError(
+                f"gradients are not finite at a loss scale of {self.value:g}, fp16.min_loss_scale, and it cannot be "
+                "lowered any more. Nothing was stepped. Losses or weights are most likely not finite themselves; look "
+                "at these, lower the learning rate, or train in bf16"
+            )
+        value = max(self.value / _FACTOR, least)
+        _log.info(
+            "gradients overflowed at loss scale %g, which is %g from here on; the step was skipped", self.value, value
+        )
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What to go on from."""
+        return {
+            "value": self.value,
+            "iterations": self.iterations,
+            "last_overflow": self._last_overflow,
+            "left": self._left,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state; a static scale stays as it is configured."""
+        if self.dynamic:
+            self.value, self.iterations = float(state["value"]), int(state["iterations"])
+            self._last_overflow, self._left = int(state["last_overflow"]), int(state["left"])

@@ -1,0 +1,54 @@
+"""Inference with a partitioned model: gathers, offload and codecs, and nothing that trains (ZeRO-Inference)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zeropp.comm.members import Group
+from zeropp.config import Config, ConfigError, require_supported
+from zeropp.engine.engine import Engine
+from zeropp.setup.build import build_engine
+
+__all__ = ["wrap_for_inference"]
+
+
+class _Nobody:
+    """Listens to an engine whose gradients nobody steps."""
+
+    def graph_begins(self) -> None:
+        """Nothing is trained."""
+
+    def backward_begins(self) -> None:
+        """As of losses in inputs, which is allowed."""
+
+    def backward_ended(self) -> None:
+        """No gradient has come."""
+
+    def gradients_forgotten(self) -> None:
+        """There was none."""
+
+
+_NOBODY = _Nobody()
+
+
+def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Engine:
+    """Partition a model that is not going to be trained; all its parameters are frozen. Collective.
+
+    Args:
+        model: to partition in place; rank 0's values become everyone's.
+        config: of which partitioning, ``offload_param``, ``bf16`` or ``fp16``, and what encodes weights have an effect.
+        group: ranks to partition over; None for all.
+        device: to compute on; None for the model's.
+
+    Raises:
+        ConfigError, TypeError, ValueError: configuration, model or group cannot be used.
+    """
+    require_supported(config)
+    if config.steps_on_host:
+        raise ConfigError(
+            "zero_optimization.offload_optimizer is set, and there is no optimizer; leave it out for inference, or "
+            "give one"
+        )
+    model.requires_grad_(False)
+    return build_engine(model, config, group, _NOBODY, None, device, lambda: ["inference"], lambda: 0)

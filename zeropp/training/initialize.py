@@ -1,0 +1,186 @@
+"""``initialize``: from a model and a configuration to an engine that trains, by DeepSpeed's call."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from zeropp.comm.members import Group
+from zeropp.config import Config, ConfigError, load_config
+from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.setup.built import built_for
+from zeropp.training.distributed import init_distributed
+from zeropp.training.engine import Engine
+from zeropp.training.from_config import make_optimizer, make_scheduler
+from zeropp.training.inference import wrap_for_inference
+
+__all__ = ["initialize"]
+
+Params = Iterable[Tensor] | Iterable[dict[str, Any]]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | Callable[[Params], Optimizer] | None = None,
+    model_parameters: Params | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> tuple[Engine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
+    """Partition a model, and put everything that trains it behind one engine. Collective.
+
+    Arguments and results are those of ``deepspeed.initialize``.
+
+    Args:
+        args: a namespace or dict; of it ``deepspeed_config``, in place of ``config``, and ``local_rank``.
+        model: to partition in place; rank 0's values become everyone's. It goes to this rank's GPU, if there is one.
+        optimizer: elementwise, over parameters of the model; or what makes one of parameters. None for that of the
+            configuration, or for inference if there is none there, either.
+        model_parameters: that are trained, tensors or groups, where the optimizer is made here; None for all that
+            require gradients.
+        training_data: a data set, of which a loader is made.
+        lr_scheduler: of the optimizer, stepped by the engine; or what makes one of it. None for the configuration's.
+        distributed_port: of the first rank, where no launcher names one.
+        mpu: an object with ``get_data_parallel_group()``, over which the model is partitioned.
+        dist_init_required: False to insist on a process group that is there already.
+        collate_fn: makes a batch of samples.
+        config: a dict, the path of a JSON file, or base64 of JSON.
+        mesh_param: refused; give a group by ``mpu``.
+        config_params: an older name of ``config``.
+
+    Returns:
+        The engine; its ``ZeroOptimizer``, or None; the loader, or None; the scheduler, or None.
+
+    Raises:
+        ConfigError, TypeError, ValueError: something cannot be used; on every rank.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    if mesh_param is not None:
+        raise ValueError("mesh_param is not in zeropp, which partitions over one group of ranks; give it by mpu")
+    loaded, given = _read_config(_chosen_config(args, config, config_params))
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    group = _group(mpu)
+    inner = _make_optimizer(loaded, model, optimizer, model_parameters)
+    # The engine has made what these name; whoever wraps the model refuses what it cannot make.
+    rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
+    device = None if built_for(model) is not None else _device(args)
+    wrapped: ZeroOptimizer | None = None
+    if inner is None:
+        core = wrap_for_inference(model, rest, group, device)
+    else:
+        wrapped = ZeroOptimizer(inner, model, rest, process_group=group, device=device)
+        core = wrapped.engine
+    engine = Engine(
+        model,
+        wrapped,
+        _make_scheduler(loaded, wrapped, lr_scheduler),
+        loaded,
+        given,
+        core=core,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        collate_fn=collate_fn,
+    )
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, wrapped, engine.training_dataloader, engine.lr_scheduler
+
+
+def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+    """The configuration that was given, in one of three places."""
+    named = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": _argument(args, "deepspeed_config"),
+    }
+    found = {name: value for name, value in named.items() if value is not None}
+    if not found:
+        raise ConfigError(
+            "initialize() got no configuration; give config=..., a dict or the path of a JSON file, or args with "
+            "deepspeed_config"
+        )
+    if len(found) > 1:
+        raise ConfigError(f"initialize() got a configuration as {' and as '.join(found)}; give one of them")
+    return next(iter(found.values()))
+
+
+def _argument(args: Any, name: str) -> Any:
+    return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
+
+
+def _read_config(source: Any) -> tuple[Config, dict[str, Any]]:
+    """The configuration, checked, and as a plain dict."""
+    loaded = load_config(source)
+    if isinstance(source, Mapping):
+        return loaded, dict(source)
+    # Comments and base64 have been read by then; what is not set is not in it.
+    return loaded, json.loads(loaded.model_dump_json(exclude_unset=True, by_alias=True))
+
+
+def _group(mpu: Any) -> Group:
+    if mpu is None:
+        return None
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        ask = getattr(mpu, name, None)
+        if ask is not None and (size := ask()) > 1:
+            raise ValueError(
+                f"mpu has a model-parallel size of {size}, and zeropp has no tensor or pipeline parallelism; give it a "
+                "model that is whole on each rank"
+            )
+    return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
+
+
+def _device(args: Any) -> torch.device | None:
+    """This rank's GPU; None for where the model is."""
+    if not torch.cuda.is_available():
+        return None
+    number = _argument(args, "device_rank")
+    if number is None:
+        number = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
+    return torch.device("cuda", int(number))
+
+
+def _make_optimizer(
+    loaded: Config, model: nn.Module, optimizer: Any, model_parameters: Params | None
+) -> Optimizer | None:
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if optimizer is None and loaded.optimizer is None:
+        return None
+    params = model_parameters
+    if params is None:
+        params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if optimizer is not None:
+        if not callable(optimizer):
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer, a function that makes "
+                "one of parameters, or None"
+            )
+        return optimizer(params)  # type: ignore[no-any-return]
+    assert loaded.optimizer is not None  # asked above
+    return make_optimizer(loaded.optimizer, params)
+
+
+def _make_scheduler(loaded: Config, optimizer: ZeroOptimizer | None, given: Any) -> Any:
+    if given is None:
+        if loaded.scheduler is None or optimizer is None:
+            return None
+        return make_scheduler(loaded.scheduler, optimizer)
+    # A scheduler has step(); a class or function that makes one has not, or not as an object's.
+    if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
+        return given(optimizer)
+    return given

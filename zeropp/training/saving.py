@@ -1,0 +1,161 @@
+"""What a training engine saves and loads: DeepSpeed's calls over zeropp's checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeropp import checkpoint
+from zeropp.access.state import engine_of
+from zeropp.checkpoint.files import FILE_NBYTES
+from zeropp.checkpoint.metadata import METADATA, write_synced
+from zeropp.checkpoint.save import begin
+from zeropp.config import Config
+from zeropp.config.base import notify
+from zeropp.optimizer.wrapper import ZeroOptimizer
+
+__all__ = ["Saving"]
+
+_LATEST = "latest"
+_COUNTS = ("micro_steps", "global_steps", "global_samples")
+
+
+class Saving:
+    """A part of :class:`zeropp.training.Engine`."""
+
+    module: nn.Module
+    optimizer: ZeroOptimizer | None
+    lr_scheduler: Any
+    loaded_config: Config
+    micro_steps: int
+    global_steps: int
+    global_samples: int
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save model, optimizer, scheduler, counters and ``client_state`` as ``save_dir/tag``. Collective.
+
+        The directory is one of zeropp's checkpoints, which loads on any number of ranks: see docs/checkpoints.md.
+
+        Args:
+            save_dir: a directory that all ranks see.
+            tag: name of the checkpoint, the same on every rank; None for ``global_step`` and their number.
+            client_state: values to get back from :meth:`load_checkpoint`: JSON, tensors, numpy arrays, and objects with
+                ``state_dict`` and ``load_state_dict``. Others are refused: nothing is pickled.
+            save_latest: name it in ``save_dir/latest``, for loads without a tag.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError, RuntimeError: it cannot be saved, or ranks gave other names; on every rank.
+        """
+        root = Path(save_dir).absolute()
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        extra: dict[str, Any] = {"client_state": dict(client_state or {}), "engine": self._counts()}
+        if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
+            extra["lr_scheduler"] = self.lr_scheduler
+
+        def completed() -> None:
+            if save_latest:
+                write_synced(root / _LATEST, name.encode())
+
+        begin(
+            root / name, self.module, self.optimizer, extra, asynchronous=False, busy="wait",
+            file_nbytes=FILE_NBYTES, progress=False, completed=completed,
+        )  # fmt: skip
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Restore what :meth:`save_checkpoint` saved, on any ranks and in any stage; or DeepSpeed. Collective.
+
+        Args:
+            load_dir: as saved.
+            tag: name of the checkpoint; None for the one that ``load_dir/latest`` names.
+            load_module_strict: raise if model and checkpoint have other parameters or buffers.
+            load_optimizer_states: also the optimizer's, and the counters.
+            load_lr_scheduler_states: also the scheduler's.
+            load_module_only: weights and buffers alone.
+            custom_load_fn: refused; use ``load_module_strict=False``, or edit weights in ``GatheredParameters``.
+
+        Returns:
+            The checkpoint's path and its ``client_state``; (None, None) if no tag is given and there is no ``latest``.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit; on every rank.
+        """
+        if custom_load_fn is not None:
+            raise TypeError(
+                "custom_load_fn copies a whole state dict into a whole module, and a rank has parts of both; load with "
+                "load_module_strict=False, or edit weights in zeropp.zero.GatheredParameters"
+            )
+        path = self._checkpoint_path(Path(load_dir).absolute(), tag)
+        if path is None:
+            return None, None
+        optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        if not (path / METADATA).is_file():
+            checkpoint.load_foreign(path, self.module, optimizer, strict=load_module_strict)
+            return str(path), {}
+        extra = {}
+        if load_lr_scheduler_states and not load_module_only and hasattr(self.lr_scheduler, "load_state_dict"):
+            extra["lr_scheduler"] = self.lr_scheduler
+        only = ["model", "extra"] if optimizer is None else None
+        found = checkpoint.load(path, self.module, optimizer, extra, strict=load_module_strict, only=only)
+        if not load_module_only:
+            for name, count in found.extra.get("engine", {}).items():
+                setattr(self, name, count)
+        return str(path), dict(found.extra.get("client_state", {}))
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """See :func:`zeropp.checkpoint.save_16bit_model`."""
+        return checkpoint.save_16bit_model(save_dir, self.module, save_filename, exclude_frozen_parameters)
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """:meth:`save_16bit_model` by its older name."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The model's ``state_dict()``: whole tensors on every rank. Collective."""
+        frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        state = self.module.state_dict()
+        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def _counts(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _COUNTS}
+
+    def _checkpoint_path(self, root: Path, tag: str | int | None) -> Path | None:
+        """Of the checkpoint to load; the first rank's answer, on every rank."""
+        engine = engine_of(self.module)
+        own = str(tag) if tag is not None else None
+        if tag is None and engine.comm.rank == 0 and (root / _LATEST).is_file():
+            own = (root / _LATEST).read_text().strip()
+        name = engine.agreement.exchange_objects(own, "looking for the checkpoint to load")[0]
+        if name is None:
+            notify(f"{str(root / _LATEST)!r} is not there, and no tag was given: nothing was loaded")
+            return None
+        return root / name
