@@ -12,58 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import zeropp
+from tests.distributed.engines import MICRO, RATES, STEPS, WARMUP, loss_of, model_of, settings, train
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import WIDTH, Routed, apart, worst
-from zeropp.training import Engine, RepeatingLoader
-
-STEPS, MICRO = 5, 2
-WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 3, "warmup_type": "linear"}
-RATES = [0.0, 0.0, 0.1 / 3, 0.2 / 3, 0.1]
-
-
-def settings(**more: Any) -> dict[str, Any]:
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **more.pop("zero", {})}
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": MICRO,
-        "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": WARMUP},
-        "gradient_clipping": 1.0,
-        "zeropp": {"unit_min_blocks": 0, "hang_timeout": 20},
-        **more,
-    }
-
-
-def batch(number: int, rank: int) -> Tensor:
-    seed = torch.Generator().manual_seed(100 * number + rank)
-    return torch.randn(3, WIDTH, generator=seed, dtype=torch.float64)
-
-
-def model_of() -> nn.Module:
-    torch.manual_seed(0)
-    return Routed(3).double()
-
-
-def loss_of(model: nn.Module, number: int, rank: int) -> Tensor:
-    loss: Tensor = model(batch(number, rank)).square().mean()
-    return loss
-
-
-def train(engine: Engine, first: int, last: int) -> tuple[list[float], list[float]]:
-    """Losses of micro-batches, and rates that steps were taken with."""
-    losses, rates = [], []
-    for number in range(first * MICRO, last * MICRO):
-        loss = loss_of(engine, number, dist.get_rank())
-        rates += [engine.get_lr()[0]] * engine.is_gradient_accumulation_boundary()
-        returned = engine.backward(loss)
-        assert apart(returned, loss / MICRO) == 0
-        engine.step()
-        losses.append(loss.item())
-    return losses, rates
+from tests.distributed.shapes import worst
 
 
 def trained(config: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Any]]:
@@ -271,68 +224,6 @@ def resized() -> list[Any]:
 
 def test_batch_sizes_can_be_changed() -> None:
     assert run_ranks(2, resized) == [[(18, 3, 3), 0, 0, 1, (6, 1, 3)]] * 2
-
-
-def joined(lists: list[list[float]]) -> list[float]:
-    return [value for each in lists for value in each]
-
-
-def loaded(drop_last: bool) -> tuple[list[list[float]], int, list[float]]:
-    data = TensorDataset(torch.arange(20.0))
-    config = settings(dataloader_drop_last=drop_last)
-    engine, _, loader, _ = zeropp.initialize(model=model_of(), training_data=data, config=config)
-    assert loader is engine.training_dataloader
-    seen = [each[0].tolist() for each in loader]
-    repeating = iter(RepeatingLoader(loader))
-    several = [next(repeating)[0].tolist() for _ in range(2 * len(loader))]
-    # Another epoch, in which other samples are this rank's.
-    assert several[: len(loader)] == seen != several[len(loader) :]
-    evaluated = [each[0].tolist() for each in engine.deepspeed_io(data, batch_size=5, route="eval")]
-    return seen, len(loader), joined(evaluated)
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_data_are_dealt_out(drop_last: bool) -> None:
-    (first, count, evaluated), (second, _, others) = run_ranks(2, loaded, drop_last)
-    assert count == (3 if drop_last else 4) and all(len(each) == 3 for each in first[:3])
-    together = joined(first + second)
-    assert len(set(together)) == len(together) == (18 if drop_last else 20)
-    assert sorted(evaluated) == evaluated and sorted(evaluated + others) == list(range(20))
-
-
-def test_an_empty_loader_does_not_repeat_for_ever() -> None:
-    with pytest.raises(RuntimeError, match="the loader gives nothing"):
-        next(RepeatingLoader([]))
-
-
-def inferred(zero: dict[str, Any], path: str) -> tuple[float, list[str]]:
-    """How far a forward is from the model's own, and what is said to who wants to train."""
-    model, whole = model_of(), model_of()
-    blocks = {key: {**value, "nvme_path": path} if value["device"] == "nvme" else value for key, value in zero.items()}
-    config = settings(zero=blocks)
-    del config["optimizer"], config["scheduler"]
-    engine, optimizer, _, scheduler = zeropp.initialize(model=model, config=config)
-    assert optimizer is None and scheduler is None
-    engine.eval()
-    with torch.no_grad():
-        found = [apart(engine(batch(number, 0)), whole(batch(number, 0))) for number in range(3)]
-    told = []
-    for call in (lambda: engine.backward(torch.zeros(())), engine.step, engine.get_lr):
-        with pytest.raises(RuntimeError) as caught:
-            call()
-        told.append(str(caught.value))
-    state = worst(dict(engine.module.state_dict()), dict(whole.state_dict()))
-    engine.destroy()
-    return max(*found, state), told
-
-
-@pytest.mark.parametrize(
-    "zero", [{}, {"offload_param": {"device": "cpu"}}, {"offload_param": {"device": "nvme"}}], ids=str
-)
-@pytest.mark.parametrize("world", [1, 2])
-def test_inference_without_an_optimizer(world: int, zero: dict[str, Any], tmp_path: Path) -> None:
-    for distance, told in run_ranks(world, inferred, zero, str(tmp_path)):
-        assert distance == 0 and len(told) == 3 and all("made without one, for inference" in each for each in told)
 
 
 def attributes() -> list[object]:

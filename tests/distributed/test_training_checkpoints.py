@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeropp
+from tests.distributed.engines import MICRO, STEPS, model_of, settings, train
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import worst
-from tests.distributed.test_training import MICRO, STEPS, model_of, settings, train
 from zeropp.checkpoint import CheckpointError
 from zeropp.training import Engine
 

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.order.world import Agreement, Event, Lanes, Unlike, World
+from zeropp.config.precision import Fp16Config
 from zeropp.engine.backward import BackwardUses
 from zeropp.order.known_orders import IssueHash, PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
+from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import UnitState
 
 __all__ = ["ENDLESS", "Rank"]
@@ -140,7 +142,7 @@ class Rank:
         agreement: Any = Agreement(self.world, self.number)
         lanes: Any = Lanes(self.world, self.number)
         self.agreement, self.issued = agreement, IssueHash()
-        self.reductions = Reductions(self.units, lanes, agreement, self.issued, 1.0)
+        self.reductions = Reductions(self.units, lanes, agreement, self.issued, LossScale(Fp16Config(), 1.0))
         self.schedule = Schedule(
             self.units, lanes, self.reductions, agreement, self.issued, self.limits,
             self.reach, static=self.static, log_relearning=False,

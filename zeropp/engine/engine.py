@@ -79,8 +79,7 @@ class Engine(GuardHandler):
         log_relearning: bool,
         overlap: bool,
     ) -> None:
-        self.comm = comm
-        self.maker = maker
+        self.comm, self.maker = comm, maker
         self.mode = maker.mode  # levels of the parts of units, persistent ones aside
         self.units = tuple(units)
         self.device = device

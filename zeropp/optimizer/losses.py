@@ -36,6 +36,7 @@ class TakesLosses:
         """
         if not isinstance(loss, Tensor):
             raise TypeError(f"loss is a {type(loss).__name__}; expected the scalar tensor that the model's output gave")
+        # Also in an unfinished window that step(now=True) ends: it is divided as if it were whole.
         steps = self.engine.window.steps
         return self.engine.reductions.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
 
@@ -47,10 +48,12 @@ class TakesLosses:
             retain_graph: as in ``Tensor.backward``.
             scale_wrt_gas: False for a loss that has been divided already.
         """
+        # Outside of the try: an error here is no error of the backward.
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         try:
             scaled.backward(retain_graph=retain_graph)
         except RuntimeError as error:
+            # Autograd's word for memory that was freed with its unit: somebody has kept a view of a weight.
             if "modified by an inplace operation" in str(error):
                 raise RuntimeError(explain_freed(self.engine, str(error))) from error
             raise

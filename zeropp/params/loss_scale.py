@@ -57,6 +57,7 @@ class LossScale:
     def apply(self, loss: Tensor) -> Tensor:
         """The loss times the scale; a backward of it may follow."""
         if not self._config.enabled:
+            # The very tensor: a product with 1 would be a node in every graph.
             return loss
         self._announced = True
         if self.dynamic:
@@ -91,6 +92,7 @@ class LossScale:
         Raises:
             RuntimeError: it overflowed at the least scale; on every rank.
         """
+        # A static scale is the user's: an overflow there is skipped and counted, and no more.
         if not self.dynamic:
             return
         if overflow:
@@ -98,6 +100,7 @@ class LossScale:
         else:
             if self._config.consecutive_hysteresis:
                 self._left = self._config.hysteresis
+            # Steps that lie between the overflow and this one, neither of them included.
             between = self.iterations - self._last_overflow - 1
             if between > 0 and between % self._config.loss_scale_window == 0:
                 self._left = self._config.hysteresis
@@ -106,6 +109,7 @@ class LossScale:
 
     def _overflow(self) -> None:
         self._last_overflow = self.iterations
+        # A single one is often a batch's fault, and not the scale's.
         if self._left > 1:
             self._left -= 1
             _log.info(
@@ -114,12 +118,14 @@ class LossScale:
             return
         least = self._config.min_loss_scale
         if self.value == least:
+            # For whoever goes on all the same: the step is counted as it would have been.
             self.iterations += 1
             raise RuntimeError(
                 f"gradients are not finite at a loss scale of {self.value:g}, fp16.min_loss_scale, and it cannot be "
                 "lowered any more. Nothing was stepped. Losses or weights are most likely not finite themselves; look "
                 "at these, lower the learning rate, or train in bf16"
             )
+        # Also where it began below the least, which a file may say.
         value = max(self.value / _FACTOR, least)
         _log.info(
             "gradients overflowed at loss scale %g, which is %g from here on; the step was skipped", self.value, value
@@ -137,6 +143,7 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; a static scale stays as it is configured."""
+        # A run may go on with another scale than it was saved with, but only if somebody has said so.
         if self.dynamic:
             self.value, self.iterations = float(state["value"]), int(state["iterations"])
             self._last_overflow, self._left = int(state["last_overflow"]), int(state["left"])

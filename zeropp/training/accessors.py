@@ -86,5 +86,6 @@ def _reading(call: str, place: str) -> Callable[[Accessors], Any]:
     return read
 
 
+# Set from the table, so that a call and the key that it reads stand in one line.
 for _call, _place in _PLACES.items():
     setattr(Accessors, _call, _reading(_call, _place))

@@ -34,6 +34,7 @@ class RepeatingLoader(Generic[_T]):
         try:
             return next(self.data_iter)
         except StopIteration:
+            # A sampler that is not told gives the same order again, to all ranks alike.
             self._epoch += 1
             set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
             if set_epoch is not None:
@@ -82,8 +83,10 @@ def make_loader(
     """
     if not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
         raise TypeError(f"training_data is a {type(dataset).__name__}; expected a torch.utils.data.Dataset")
+    # An iterable one has no length to divide: each rank's must give what is its own.
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, num_replicas=world, rank=rank, shuffle=shuffle)
+    # torch refuses to shuffle beside a sampler, which has done that here.
     return DataLoader(
         dataset, batch_size, sampler=sampler, collate_fn=collate_fn, num_workers=workers, drop_last=drop_last,
         pin_memory=pin_memory,

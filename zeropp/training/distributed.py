@@ -55,6 +55,7 @@ def init_distributed(
         RuntimeError: there is no group, and none is to be made; or a launcher says too little.
     """
     if dist.is_initialized():
+        # Whoever made it knows better; asked twice, as scripts and trainers do, it is the same one.
         return
     if dist_init_required is False:
         raise RuntimeError(
@@ -64,11 +65,13 @@ def init_distributed(
         os.environ.update(_discovered(os.environ, distributed_port))
     if init_method is None and rank < 0 and "RANK" not in os.environ:
         return  # alone
+    # torchrun names a port; under MPI and SLURM nobody does.
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":
         # What is agreed on between ranks goes by the CPU.
         backend = "cpu:gloo,cuda:nccl"
+    # Before the group: NCCL makes its first communicator on the device that is current.
     if torch.cuda.is_available() and (local := os.environ.get("LOCAL_RANK")) is not None:
         torch.cuda.set_device(int(local))
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
@@ -81,6 +84,7 @@ def _discovered(environment: Mapping[str, str], port: int) -> dict[str, str]:
         RuntimeError: the launcher does not say where the first rank is.
     """
     for launcher, (rank, size, local, local_size) in _LAUNCHERS.items():
+        # One process under SLURM is somebody's shell, and no job of ranks.
         if rank not in environment or int(environment.get(size, "1")) < 2:
             continue
         found = {"RANK": environment[rank], "WORLD_SIZE": environment[size]}
@@ -97,6 +101,7 @@ def _discovered(environment: Mapping[str, str], port: int) -> dict[str, str]:
 
 
 def _first_host(launcher: str, environment: Mapping[str, str]) -> str:
+    # Written as "node[01-04]"; SLURM's own program spells it out.
     nodes = environment.get("SLURM_JOB_NODELIST") or environment.get("SLURM_NODELIST")
     if nodes:
         names = subprocess.run(

@@ -69,6 +69,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.module = module
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.loaded_config, self.config = loaded, given
+        # Held here: without an optimizer nobody else would.
         self.core, self.device = core, core.device
         # Ranks of the group; whatever else runs in the job has no part in this model.
         self.global_rank, self.world_size, self.local_rank = core.comm.rank, core.comm.world, local_rank
@@ -83,9 +84,11 @@ class Engine(Saving, Accessors, nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """The model's attributes."""
+        # Parameters and modules of this one first: nn.Module finds them by this call, too.
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Not by self.module, which would ask here again while it is being made, or unpickled.
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("__"):
                 raise
@@ -114,6 +117,7 @@ class Engine(Saving, Accessors, nn.Module):
         """
         self._trained("backward").backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._micro_since_step += 1
+        # For logs: without the scale of float16, which nobody wants to read there.
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -136,17 +140,22 @@ class Engine(Saving, Accessors, nn.Module):
                 "step() was called inside coalesce_grad_reduction() or no_sync(); call it after the block"
             )
         self._applied = False
+        # Counted whether or not it steps, as scripts read it to find boundaries by themselves.
         if not self._managed or self.is_gradient_accumulation_boundary():
             self._take_step(optimizer, lr_kwargs)
         self.micro_steps += 1
 
     def _take_step(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
+        # Now: the optimizer has a window of its own, which need not end where the caller says.
         optimizer.step(now=True)
+        # Also after a skipped step, whose gradients are of no use.
         optimizer.zero_grad(now=True)
+        # On a card this waits for the step's sum; a scheduler that had gone on could not be called back.
         self._applied = not optimizer.step_was_skipped
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
+        # A caller who owns the boundary may have had more or fewer micro-batches than the file says.
         micro = self.train_micro_batch_size_per_gpu() or 0
         self.global_samples += (
             (self.train_batch_size() or 0) if self._managed else micro * self._micro_since_step * self.world_size
@@ -166,6 +175,7 @@ class Engine(Saving, Accessors, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the ``step()`` that follows steps the optimizer."""
+        # Until the caller takes it back, which DeepSpeed's does not offer, either.
         if self._forced is not None:
             return self._forced
         return self._managed and (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
@@ -187,6 +197,7 @@ class Engine(Saving, Accessors, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backward passes inside keep their gradients on this rank; see ``ZeroOptimizer.no_sync``. In every stage."""
         with self._trained("no_sync").no_sync():
+            # A step inside would send all of it at once, and the block would have been for nothing.
             before, self._coalescing = self._coalescing, True
             try:
                 yield
@@ -243,6 +254,7 @@ class Engine(Saving, Accessors, nn.Module):
         self._set_batch(micro_batch_size * steps * self.dp_world_size, micro_batch_size, steps)
 
     def _set_batch(self, train: int, micro: int, steps: int) -> None:
+        # First, since it may refuse; sizes here must not say otherwise then.
         if self.optimizer is not None:
             self.optimizer.engine.window.resize(steps)
         self.batch = (train, micro, steps)
@@ -296,6 +308,7 @@ class Engine(Saving, Accessors, nn.Module):
             ValueError: no batch size is given or configured.
         """
         size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
+        # torch's own default is 1, which nobody who left it out has meant.
         if size is None:
             raise ValueError("a data loader needs a batch size; set train_micro_batch_size_per_gpu, or give batch_size")
         return make_loader(
@@ -319,6 +332,7 @@ class Engine(Saving, Accessors, nn.Module):
 
     def destroy(self) -> None:
         """Take zeropp off the model; values are lost with the optimizer. The engine cannot be used any more."""
+        # It closes what gathers and reduces, after the step that the host may be at.
         if self.optimizer is not None:
             self.optimizer.close()
         else:

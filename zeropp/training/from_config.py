@@ -51,12 +51,14 @@ def make_optimizer(block: OptimizerConfig, params: Iterable[Tensor] | Iterable[d
     if (why := _REFUSED.get(name.lower())) is not None:
         raise ConfigError(f"optimizer.type {name!r} is not in zeropp: {why}")
     made: type[Optimizer]
+    # In DeepSpeed these are its own, in any letters; whatever else is named is torch's, in torch's.
     if name.lower() in ("adam", "adamw"):
         made = _adam(name, given)
     elif name.lower() == "lion":
         made = Lion
     else:
         made = _find(name)
+    # torch chooses it by itself only where it thinks it safe, which on CPUs is never; one pass, and clipping for free.
     if "fused" in inspect.signature(made).parameters and not ({"fused", "foreach", "differentiable"} & set(given)):
         given["fused"] = True
     optimizer: Optimizer = _call("optimizer", name, made, params, given)
@@ -75,6 +77,7 @@ def make_scheduler(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
     """
     name = str(block.type)
     _require_resolved("scheduler", block)
+    # DeepSpeed's names first: torch may come to have one of them with other arguments.
     made = SCHEDULERS.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not (inspect.isclass(made) and issubclass(made, LRScheduler)):
         raise ConfigError(
@@ -87,6 +90,7 @@ def make_scheduler(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
 def _adam(name: str, given: dict[str, Any]) -> type[Optimizer]:
     """Adam or AdamW, with DeepSpeed's own arguments taken out of what is given."""
     decoupled = given.pop("adam_w_mode", True) or name.lower() == "adamw"
+    # The fused Adam of DeepSpeed decays by 0 unless it is told to, torch's AdamW by a hundredth.
     if not given.pop("torch_adam", False):
         given.setdefault("weight_decay", 0.0)
     if not given.pop("bias_correction", True):
@@ -99,6 +103,7 @@ def _adam(name: str, given: dict[str, Any]) -> type[Optimizer]:
 
 def _find(name: str) -> type[Optimizer]:
     """torch's optimizer of a name, in letters of either case."""
+    # Not by getattr of the name as it is: files have "sgd" and "SGD".
     classes = {
         key.lower(): each
         for key, each in vars(torch.optim).items()
@@ -123,6 +128,7 @@ def _require_resolved(key: str, block: OptimizerConfig | SchedulerConfig) -> Non
 
 
 def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) -> Any:
+    # Before the call, whose own words would name Python's frames and none of the file's keys.
     accepted = set(inspect.signature(made).parameters)
     if unknown := set(given) - accepted:
         raise ConfigError(

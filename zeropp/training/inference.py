@@ -29,6 +29,7 @@ class _Nobody:
         """There was none."""
 
 
+# One for all: the engine keeps its listener weakly, and this one has nothing to remember.
 _NOBODY = _Nobody()
 
 
@@ -50,5 +51,6 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
             "zero_optimization.offload_optimizer is set, and there is no optimizer; leave it out for inference, or "
             "give one"
         )
+    # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
     model.requires_grad_(False)
     return build_engine(model, config, group, _NOBODY, None, device, lambda: ["inference"], lambda: 0)

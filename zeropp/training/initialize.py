@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeropp.comm.members import Group
 from zeropp.config import Config, ConfigError, load_config
+from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.setup.built import built_for
 from zeropp.training.distributed import init_distributed
@@ -73,31 +74,31 @@ def initialize(
     if mesh_param is not None:
         raise ValueError("mesh_param is not in zeropp, which partitions over one group of ranks; give it by mpu")
     loaded, given = _read_config(_chosen_config(args, config, config_params))
+    # Before anything is asked of ranks; a wrong file is an error without them.
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     group = _group(mpu)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
-    # The engine has made what these name; whoever wraps the model refuses what it cannot make.
-    rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
-    device = None if built_for(model) is not None else _device(args)
-    wrapped: ZeroOptimizer | None = None
-    if inner is None:
-        core = wrap_for_inference(model, rest, group, device)
-    else:
-        wrapped = ZeroOptimizer(inner, model, rest, process_group=group, device=device)
-        core = wrapped.engine
-    engine = Engine(
-        model,
-        wrapped,
-        _make_scheduler(loaded, wrapped, lr_scheduler),
-        loaded,
-        given,
-        core=core,
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-        collate_fn=collate_fn,
-    )
+    wrapped, core = _wrap(loaded, model, inner, group, args)
+    scheduler = _make_scheduler(loaded, wrapped, lr_scheduler)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    engine = Engine(model, wrapped, scheduler, loaded, given, core=core, local_rank=local_rank, collate_fn=collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, wrapped, engine.training_dataloader, engine.lr_scheduler
+
+
+def _wrap(
+    loaded: Config, model: nn.Module, inner: Optimizer | None, group: Group, args: Any
+) -> tuple[ZeroOptimizer | None, Core]:
+    """Partition the model; its optimizer, unless it is for inference, and what gathers and reduces."""
+    # The engine has made what these name; whoever wraps the model refuses what it cannot make.
+    rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
+    # A model that was built in pieces knows where it is going to train.
+    device = None if built_for(model) is not None else _device(args)
+    if inner is None:
+        return None, wrap_for_inference(model, rest, group, device)
+    wrapped = ZeroOptimizer(inner, model, rest, process_group=group, device=device)
+    return wrapped, wrapped.engine
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -107,6 +108,7 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
         "config_params": config_params,
         "args.deepspeed_config": _argument(args, "deepspeed_config"),
     }
+    # Two of them may say different things, and either would be a guess.
     found = {name: value for name, value in named.items() if value is not None}
     if not found:
         raise ConfigError(
@@ -119,12 +121,14 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _argument(args: Any, name: str) -> Any:
+    # OpenRLHF and others pass a dict where the rest of the world has a namespace.
     return args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
 
 
 def _read_config(source: Any) -> tuple[Config, dict[str, Any]]:
     """The configuration, checked, and as a plain dict."""
     loaded = load_config(source)
+    # Scripts look into it for keys of their own, as trainers leave them.
     if isinstance(source, Mapping):
         return loaded, dict(source)
     # Comments and base64 have been read by then; what is not set is not in it.
@@ -134,6 +138,7 @@ def _read_config(source: Any) -> tuple[Config, dict[str, Any]]:
 def _group(mpu: Any) -> Group:
     if mpu is None:
         return None
+    # The two names under which Megatron's objects have it.
     for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
         ask = getattr(mpu, name, None)
         if ask is not None and (size := ask()) > 1:
@@ -148,6 +153,7 @@ def _device(args: Any) -> torch.device | None:
     """This rank's GPU; None for where the model is."""
     if not torch.cuda.is_available():
         return None
+    # Lightning says so by this name; launchers by the variable.
     number = _argument(args, "device_rank")
     if number is None:
         number = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
@@ -163,6 +169,7 @@ def _make_optimizer(
         return None
     params = model_parameters
     if params is None:
+        # Frozen ones would be slices without gradients; a group of those that are unfrozen later can be added.
         params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if optimizer is not None:
         if not callable(optimizer):

@@ -52,8 +52,10 @@ class Lion(Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
                 average = state["exp_avg"]
+                # In place and element by element, so that the halves of a slice step as the whole does.
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 direction = torch.lerp(parameter.grad, average, stepping).sign_()
                 parameter.add_(direction * -group["lr"])
+                # After the step: the sign is of the older average and this gradient.
                 average.lerp_(parameter.grad, 1 - keeping)
         return loss

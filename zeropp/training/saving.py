@@ -63,11 +63,13 @@ class Saving:
         """
         root = Path(save_dir).absolute()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        # Three names of our own, so that a client's keys cannot be taken for counters.
         extra: dict[str, Any] = {"client_state": dict(client_state or {}), "engine": self._counts()}
         if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
             extra["lr_scheduler"] = self.lr_scheduler
 
         def completed() -> None:
+            # By the first rank, when all of it is on the disk: a name of what is not there would end the next job.
             if save_latest:
                 write_synced(root / _LATEST, name.encode())
 
@@ -113,12 +115,14 @@ class Saving:
         if path is None:
             return None, None
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
+        # What has no metadata of ours is another program's, or nothing; the error names which.
         if not (path / METADATA).is_file():
             checkpoint.load_foreign(path, self.module, optimizer, strict=load_module_strict)
             return str(path), {}
         extra = {}
         if load_lr_scheduler_states and not load_module_only and hasattr(self.lr_scheduler, "load_state_dict"):
             extra["lr_scheduler"] = self.lr_scheduler
+        # Random numbers go with states: a run that begins anew with these weights draws its own.
         only = ["model", "extra"] if optimizer is None else None
         found = checkpoint.load(path, self.module, optimizer, extra, strict=load_module_strict, only=only)
         if not load_module_only:
@@ -141,16 +145,20 @@ class Saving:
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's ``state_dict()``: whole tensors on every rank. Collective."""
-        frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        # With aliases: what is tied stands in the state under each of its names.
+        named = self.module.named_parameters(remove_duplicate=False)
+        frozen = {name for name, parameter in named if not parameter.requires_grad}
         state = self.module.state_dict()
         return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     def _counts(self) -> dict[str, int]:
+        # Skipped steps are the optimizer's, which saves them itself.
         return {name: getattr(self, name) for name in _COUNTS}
 
     def _checkpoint_path(self, root: Path, tag: str | int | None) -> Path | None:
-        """Of the checkpoint to load; the first rank's answer, on every rank."""
+        """Path of the checkpoint to load; the first rank's answer, on every rank."""
         engine = engine_of(self.module)
+        # Other ranks may see an older state of a network's file system, and would load another checkpoint.
         own = str(tag) if tag is not None else None
         if tag is None and engine.comm.rank == 0 and (root / _LATEST).is_file():
             own = (root / _LATEST).read_text().strip()

@@ -37,6 +37,7 @@ class _Schedule(LRScheduler):
     @property
     def last_batch_iteration(self) -> int:
         """The iteration whose rates are set."""
+        # torch's own numbers begin with 0 when a schedule is made.
         return int(self.last_epoch) - 1
 
     @abstractmethod
@@ -156,11 +157,13 @@ class OneCycle(_Schedule):
         self.max_lrs = _per_group(optimizer, "cycle_max_lr", cycle_max_lr)
         self.min_moms = _per_group(optimizer, "cycle_min_mom", cycle_min_mom)
         self.max_moms = _per_group(optimizer, "cycle_max_mom", cycle_max_mom)
+        # Of the others DeepSpeed says that it leaves them, too.
         self.cycle_momentum = cycle_momentum and all("betas" in group for group in optimizer.param_groups)
         super().__init__(optimizer, last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
         """See :class:`_Schedule`."""
+        # One cycle, and then the decay: it does not begin again.
         if iteration >= self.total_size:
             return [least / (1 + self.decay_lr_rate * self._decays(iteration)) for least in self.min_lrs]
         height = self._height(iteration)
@@ -190,6 +193,7 @@ class OneCycle(_Schedule):
 
     def _height(self, iteration: int) -> float:
         """How far up the cycle is, from 0 to 1."""
+        # The step before the first one, -1, is at the bottom.
         done = (iteration + 1) % self.total_size
         rises = done <= self.first_size
         left, size = (done, self.first_size) if rises else (self.total_size - done, self.total_size - self.first_size)
@@ -271,6 +275,7 @@ class WarmupDecayLR(WarmupLR):
 
     def after(self, iteration: int) -> float:
         """See :class:`WarmupLR`."""
+        # Behind the end it stays at the least rate; the line would go on below it.
         return max(0.0, (self.total_num_steps - iteration) / max(1, self.total_num_steps - self.warmup.steps))
 
 
@@ -333,11 +338,13 @@ class _Warmup:
 
     def part(self, iteration: int) -> float:
         if iteration < 0:
+            # Before the first step, which the logarithm of 0 says nothing of.
             return 0.0
         return iteration / self.steps if self.linear else math.log(iteration + 1) / math.log(self.steps)
 
 
 def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
+    # Kept as a list of each schedule's own: the JSON's would be shared with the configuration.
     groups = len(optimizer.param_groups)
     if not isinstance(value, Sequence):
         return [value] * groups

@@ -1,0 +1,78 @@
+"""What a training engine has besides steps: data that are dealt out to ranks, and inference without an optimizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import zeropp
+from tests.distributed.engines import batch, model_of, settings
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import apart, worst
+from zeropp.training import RepeatingLoader
+
+
+def joined(lists: list[list[float]]) -> list[float]:
+    return [value for each in lists for value in each]
+
+
+def loaded(drop_last: bool) -> tuple[list[list[float]], int, list[float]]:
+    data = TensorDataset(torch.arange(20.0))
+    config = settings(dataloader_drop_last=drop_last)
+    engine, _, loader, _ = zeropp.initialize(model=model_of(), training_data=data, config=config)
+    assert loader is engine.training_dataloader
+    seen = [each[0].tolist() for each in loader]
+    repeating = iter(RepeatingLoader(loader))
+    several = [next(repeating)[0].tolist() for _ in range(2 * len(loader))]
+    # Another epoch, in which other samples are this rank's.
+    assert several[: len(loader)] == seen != several[len(loader) :]
+    evaluated = [each[0].tolist() for each in engine.deepspeed_io(data, batch_size=5, route="eval")]
+    return seen, len(loader), joined(evaluated)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_data_are_dealt_out(drop_last: bool) -> None:
+    (first, count, evaluated), (second, _, others) = run_ranks(2, loaded, drop_last)
+    assert count == (3 if drop_last else 4) and all(len(each) == 3 for each in first[:3])
+    together = joined(first + second)
+    assert len(set(together)) == len(together) == (18 if drop_last else 20)
+    assert sorted(evaluated) == evaluated and sorted(evaluated + others) == list(range(20))
+
+
+def test_an_empty_loader_does_not_repeat_for_ever() -> None:
+    with pytest.raises(RuntimeError, match="the loader gives nothing"):
+        next(RepeatingLoader([]))
+
+
+def inferred(zero: dict[str, Any], path: str) -> tuple[float, list[str]]:
+    """How far a forward is from the model's own, and what is said to who wants to train."""
+    model, whole = model_of(), model_of()
+    blocks = {key: {**value, "nvme_path": path} if value["device"] == "nvme" else value for key, value in zero.items()}
+    config = settings(zero=blocks)
+    del config["optimizer"], config["scheduler"]
+    engine, optimizer, _, scheduler = zeropp.initialize(model=model, config=config)
+    assert optimizer is None and scheduler is None
+    engine.eval()
+    with torch.no_grad():
+        found = [apart(engine(batch(number, 0)), whole(batch(number, 0))) for number in range(3)]
+    told = []
+    for call in (lambda: engine.backward(torch.zeros(())), engine.step, engine.get_lr):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        told.append(str(caught.value))
+    state = worst(dict(engine.module.state_dict()), dict(whole.state_dict()))
+    engine.destroy()
+    return max(*found, state), told
+
+
+@pytest.mark.parametrize(
+    "zero", [{}, {"offload_param": {"device": "cpu"}}, {"offload_param": {"device": "nvme"}}], ids=str
+)
+@pytest.mark.parametrize("world", [1, 2])
+def test_inference_without_an_optimizer(world: int, zero: dict[str, Any], tmp_path: Path) -> None:
+    for distance, told in run_ranks(world, inferred, zero, str(tmp_path)):
+        assert distance == 0 and len(told) == 3 and all("made without one, for inference" in each for each in told)
