@@ -24,6 +24,7 @@ from zeropp._compat import unguarded
     [
         ({"include": ["optimizer"]}, "include has ['optimizer']; expected some of ['optim_states', 'hp_params'"),
         ({"include": [StateType.lp_grads, 3]}, "include has [3]"),
+        ({"include": 5}, "include is 5; expected some of ['optim_states'"),
         ({"device": "nvme"}, "device is 'nvme'; states go to the memory of the host"),
         ({"device": Place.nvme}, "device is 'nvme'"),
     ],

@@ -106,6 +106,8 @@ def nothing_there(folder: Path) -> list[Any]:
         messages.append(str(caught.value))
     with pytest.raises(CheckpointError, match="client_state"):
         engine.save_checkpoint(folder, client_state={"args": object()})
+    with pytest.raises(ValueError, match="its checkpoints are complete"):
+        engine.save_checkpoint(folder, exclude_frozen_parameters=True)
     assert not any(folder.iterdir())
     return messages
 

@@ -67,6 +67,7 @@ class Window:
         Raises:
             RuntimeError: in the middle of one.
         """
+        # Gradients that have come were divided by the older number.
         if self.count:
             raise RuntimeError(
                 f"{self.count} of {self.steps} micro-batches have come since the last step; change their number after "

@@ -20,7 +20,7 @@ class TakesLosses:
     @property
     def loss_scale(self) -> float:
         """The factor that the next loss gets in float16; 1 otherwise. See [Note: loss scale]."""
-        # The last step may move it, and may not be known yet.
+        # The last step may move it, and may not be known yet: on a card its sum is read late.
         self.outcome.wait()
         return self.engine.reductions.loss_scale.value
 

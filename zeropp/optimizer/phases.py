@@ -237,9 +237,12 @@ def _is_own(value: Tensor) -> bool:
     return storage.resizable() and storage.nbytes() == value.nbytes and not is_aliased(value)
 
 
-def _chosen(include: Iterable[str | Enum] | None) -> frozenset[str]:
+def _chosen(include: Any) -> frozenset[str]:
     if include is None:
         return EVERYTHING
+    # Python's own words for it would be of iteration, and name neither the argument nor what it takes.
+    if not isinstance(include, Iterable):
+        raise TypeError(f"include is {include!r}; expected some of {[*KINDS, _PASSING]}, or None for all of them")
     given = [include] if isinstance(include, str | Enum) else list(include)
     names = [each.value if isinstance(each, Enum) else each for each in given]
     wrong = [name for name in names if name not in (*KINDS, _PASSING)]

@@ -266,6 +266,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         norm = self.boundary.norm_tensor()
         left_out = self.boundary.left_out() if verdict.late else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
+        # First, since the loss scale may raise: whoever catches that finds a new window.
         skipped = not (verdict.finite or verdict.late)
         if skipped:
             self.engine.window.restart()

@@ -110,6 +110,7 @@ def check_dtypes(model: nn.Module, config: Config) -> None:
     Raises:
         ValueError: they cannot.
     """
+    # Sums are float32 whatever travels, but each rank's own gradient is rounded before it is sent.
     if config.communication_data_type == "fp16" and not config.fp16.enabled:
         raise ValueError(
             'communication_data_type "fp16" needs a loss scale, without which gradients overflow or vanish; enable the '

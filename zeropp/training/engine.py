@@ -238,6 +238,7 @@ class Engine(Saving, Accessors, nn.Module):
         Raises:
             ValueError: it is no multiple of what a micro-batch has over all ranks.
         """
+        # Without a micro-batch size there is nothing to count in.
         micro = self.batch[1]
         if micro is None or train_batch_size <= 0 or train_batch_size % (micro * self.dp_world_size):
             raise ValueError(
@@ -250,6 +251,7 @@ class Engine(Saving, Accessors, nn.Module):
         """Change the samples of a micro-batch, and with them those of a window; their number stays."""
         if micro_batch_size <= 0:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; expected at least 1")
+        # A window has as many as before, and so no gradients of another divisor.
         steps = self.batch[2]
         self._set_batch(micro_batch_size * steps * self.dp_world_size, micro_batch_size, steps)
 
