@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -37,6 +39,8 @@ ALSO = "ddp_zero1,fsdp2_hpz,fsdp2_a2a,deepspeed,deepspeed_hpz,zeropp,zeropp_s0,z
 NAMES = [name for name in f"{SYSTEMS},{ALSO}".split(",") if name != "zeropp_pp_x4"]
 COPIES = ("zeropp_hpz", "zeropp_pp", "zeropp_pp_loco", "zeropp_delta4", "zeropp_lossless")
 PORT = "29500"  # nobody else has ports in the namespaces
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -123,12 +127,18 @@ def measure(args: argparse.Namespace, result: Path) -> dict:
             own |= {"LOCAL_WORLD_SIZE": args.local, "MASTER_ADDR": found[0].address, "MASTER_PORT": PORT}
             own |= {"GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": 1}
             environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-            ranks.append(subprocess.Popen(found[node].command(*words), cwd=ROOT, env=environment))
+            command = found[node].command(*words)
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=end_with_parent))
             stack.callback(stop, ranks[-1])
         codes = exit_codes(ranks)
     if any(codes) or not result.exists():
         raise SystemExit(f"the ranks ended with exit codes {codes}, None where one was stopped; nothing to report")
     return json.loads(result.read_text())
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when its parent is killed, who can then stop nobody; lasts through ``exec``."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
 
 
 def stop(rank: subprocess.Popen) -> None:

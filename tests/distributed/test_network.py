@@ -186,6 +186,24 @@ def test_nothing_is_left_after_an_interruption(
     assert not [pid for pid in running if Path(f"/proc/{pid}/status").exists() and "zombie" not in state(pid)]
 
 
+@pytest.mark.timeout(120)
+def test_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with said.open("w") as file:
+        words = command(None, "--systems=zeropp_s3", "--rates=1", "--rounds=1000", *SMALL[:-2])
+        process = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file)
+    running = running_on_nodes(process, said)
+    process.kill()
+    process.wait(timeout=40)
+    until = time.monotonic() + 20
+    while any("zombie" not in state(pid) for pid in running) and time.monotonic() < until:
+        time.sleep(0.1)
+    # Nodes of a process that is killed stay; other tests must not find them.
+    for name in namespaces(process.pid):
+        subprocess.run(["ip", "netns", "delete", name], check=True)
+    assert ["zombie" in state(pid) for pid in running] == [True] * len(running)
+
+
 def state(pid: str) -> str:
     try:
         return Path(f"/proc/{pid}/status").read_text()

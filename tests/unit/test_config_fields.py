@@ -290,6 +290,8 @@ def test_offload_devices(name: str) -> None:
     for path in ({}, {"nvme_path": ""}):
         with pytest.raises(ConfigError, match=f'{name}: device "nvme" needs nvme_path'):
             block(device="nvme", **path)
+    with pytest.raises(ConfigError, match=rf"{name}: nvme_path 'a\\x00b' has a NUL character"):
+        block(device="nvme", nvme_path="a\0b")
 
 
 def test_ratio_bounds() -> None:

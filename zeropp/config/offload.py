@@ -28,6 +28,9 @@ class _OffloadBlock(Block):
         # An empty one, as of a variable that is not set, would be the directory that the program runs in.
         if self.device == "nvme" and (self.nvme_path is None or self.nvme_path == Path()):
             raise ValueError('device "nvme" needs nvme_path; give the directory that the swap files go to')
+        # The system's own error would name neither the path nor the key.
+        if self.nvme_path is not None and "\0" in str(self.nvme_path):
+            raise ValueError(f"nvme_path {str(self.nvme_path)!r} has a NUL character in it, which no path may have")
         # Zero is DeepSpeed's lower bound, and does no harm where nothing is offloaded.
         if self.device != "none" and getattr(self, "buffer_count", 1) < 1:
             raise ValueError(
