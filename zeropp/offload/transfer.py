@@ -179,6 +179,7 @@ class Transfers:
             for number in range(count)
         ]
         self._stop = weakref.finalize(self, self._queue.close)
+        self._forked = False
         _open.add(self)
         for thread in self._threads:
             thread.start()
@@ -198,7 +199,7 @@ class Transfers:
 
         Raises:
             ValueError: the tensor is not contiguous, not on the CPU, or reaches out of the extent.
-            RuntimeError: this is closed.
+            RuntimeError: this is closed, or was begun in the process that this one was forked from.
         """
         return self._begin(extent, start_nbytes, into, reads=True)
 
@@ -207,6 +208,12 @@ class Transfers:
         return self._begin(extent, start_nbytes, source, reads=False)
 
     def _begin(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
+        if self._forked:
+            # Waiting for threads that are not there would never end.
+            raise RuntimeError(
+                f"process {os.getpid()} was forked from one whose weights or states are in files, and has no threads "
+                "to read or write them; use the model in the process that wrapped it, or hand copies to this one"
+            )
         word = "read into" if reads else "written from"
         nbytes = memory.numel() * memory.itemsize
         if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -223,9 +230,9 @@ class Transfers:
         return transfer.event
 
     def forget(self) -> None:
-        """Neither :meth:`close` nor the end of this object or the program does anything."""
+        """Reads and writes are refused; :meth:`close` and the end of this object or the program do nothing."""
         self._stop.detach()
-        self._threads = []
+        self._threads, self._forked = [], True
 
     def close(self) -> None:
         """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
