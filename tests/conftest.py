@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections import Counter
 
 import pytest
 
@@ -87,12 +88,29 @@ FAST = (
 )
 
 
+def thin_out(items: list[pytest.Item]) -> None:
+    """Leave the rows of tests that are marked ``every(n)`` to the campaign, but one in n."""
+    rows: Counter[str] = Counter()
+    for item in items:
+        mark = item.get_closest_marker("every")
+        if mark is None or item.get_closest_marker("campaign"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        # Steps of the golden ratio: each n-th row would have the same value of an argument that takes n of them.
+        if rows[test] * 0.6180339887 % 1 * mark.args[0] >= 1:
+            item.add_marker(pytest.mark.campaign)
+        rows[test] += 1
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip, with the reason, what this machine cannot run; mark what is fast."""
+    """Skip, with the reason, what this machine cannot run; mark what is fast, and what is for the campaign."""
     no_gpu = pytest.mark.skip(reason="needs a CUDA device; torch.cuda.is_available() is False")
     not_root = pytest.mark.skip(reason="needs root (network namespaces)")
     has_gpu = torch.cuda.is_available()
     is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+    if not has_gpu:
+        thin_out([item for item in items if not item.nodeid.startswith(FAST)])
     for item in items:
         if item.nodeid.startswith(FAST) and not item.get_closest_marker("campaign"):
             item.add_marker(pytest.mark.fast)

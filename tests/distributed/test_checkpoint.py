@@ -36,6 +36,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_the_same_ranks_go_on_to_the_bit(name: str, way: str, tmp_path: Path) -> None:
     """Weights, states, losses, random numbers; errors that are carried and bases of differences with them."""
@@ -58,6 +59,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Went
     return path, run_ranks(4, saves, path, "hpz loco bf16", local_world_size=2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:carried errors of quantized gradients")
 @pytest.mark.filterwarnings("ignore:the checkpoint was saved by")
 @pytest.mark.parametrize(("world", "local", "name"), ELSEWHERE)
@@ -70,6 +72,7 @@ def test_other_ranks_and_placements(world: int, local: int, name: str, elsewhere
     assert [rank.losses for rank in after] == expected
 
 
+@pytest.mark.every(2)
 @pytest.mark.filterwarnings("ignore:the checkpoint was saved by")
 @pytest.mark.parametrize(("world", "name"), [(1, "frozen"), (3, "frozen codes"), (4, "frozen codes hpz")])
 def test_codes_of_frozen_weights(world: int, name: str, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ CUT_OFF = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("how", "renames"), CUT_OFF)
 def test_killed_at_every_call_that_changes_the_disk(how: str, renames: tuple[str, ...]) -> None:
     """What is there loads, the next save succeeds, and nothing is left beside it."""
@@ -71,6 +72,7 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(left[name], right[name]) for name in right)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("code", "renames"), [(errno.ENOSPC, True), (errno.EIO, True), (errno.EROFS, True), (errno.EIO, False)]
 )

@@ -129,6 +129,7 @@ STEPS = [pytest.param(*each.values, 24, marks=each.marks) for each in some(PLACE
 STEPS += [pytest.param(name, 200, marks=pytest.mark.campaign) for name in PLACED]
 
 
+@pytest.mark.every(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "steps"), STEPS)
 def test_exact_differences_change_no_bit(name: str, steps: int) -> None:
@@ -160,6 +161,7 @@ def found_late(settings: dict[str, object]) -> tuple[list[int], list[str]]:
     return faults, keeps
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["hpz", "stage 1"])
 def test_a_fault_that_was_computed_with_is_found_at_the_next_comparison_and_once(name: str) -> None:
     results = run_ranks(4, found_late, PLACED[name], local_world_size=2)
@@ -340,6 +342,7 @@ def half_a_step(settings: dict[str, object], how: str, freeze: bool) -> list[str
     return [name for name, value in expected.items() if not torch.equal(value, weights[name])]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("freeze", [False, True], ids=["all trained", "one frozen"])
 @pytest.mark.parametrize("how", ["error", "hook"])
 @pytest.mark.parametrize("name", ["hpz", "stage 1"])

@@ -89,6 +89,7 @@ CASES = [(what, where) for what in WHAT for where in WHERE if where != "random"]
 CHOSEN = {("killed", "forward", 0), ("stopped", "wrapping", 0), ("raises", "step", 1)}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("what", "where", "victim"),
     [

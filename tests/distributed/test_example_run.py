@@ -244,6 +244,7 @@ def test_accumulation_and_a_config_file(tmp_path: Path) -> None:
     assert losses == pytest.approx(expected, abs=1e-3)
 
 
+@pytest.mark.every(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for left-over ranks in /proc")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ctrl_c_leaves_cleanly(ranks: int, tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def averaged(settings: dict[str, object]) -> dict[str, Tensor]:
     return {name: value / -STEPS for name, value in zeropp.full_state(model).items()}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 @pytest.mark.parametrize(
     "settings",

@@ -70,6 +70,7 @@ def frozen_seen(settings: dict[str, object]) -> list[str]:
     return wrong + ["conv.weight"] * (not torch.equal(state["conv.weight"], conv))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("world", "name"),
     [(w, n) for w in (1, 2, 4) for n in PLACED if (w, n) not in ((1, "mics"), (2, "hpz, differences"))],

@@ -51,6 +51,7 @@ def reduced(local: int, pairwise: bool = True) -> list[str]:
     return wrong
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("local, pairwise", [(2, True), (2, False), (4, True), (1, False)])
 def test_reductions_to_the_bit(local: int, pairwise: bool) -> None:
     """Any size, both dtypes, one hop or two; the factor comes once, at the end, whatever FSDP2 asks for."""

@@ -68,6 +68,7 @@ def weights_seen(reshard: bool | int, dtype: str, secondary: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("reshard, secondary", [(True, "values"), (False, "values"), (2, "values"), (2, "codes")])
 def test_every_rank_computes_with_the_decoded_weights(reshard: bool | int, secondary: str, dtype: str) -> None:
@@ -133,6 +134,7 @@ def loss_bounds(steps: int = 5, world: int = 4) -> tuple[list[float], list[float
     return found, limits
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_losses_stay_within_the_codecs_bound(reshard: bool | int) -> None:
     """Compared with FSDP2 as it is, and with one process."""
@@ -178,6 +180,7 @@ def compared(reshard: bool | int, dtype: str) -> tuple[list[float], list[float],
     return *found, worst
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("reshard", [True, 2])
 def test_plain_hops_are_fsdp2_up_to_the_order_of_sums(reshard: bool | int, dtype: str) -> None:

@@ -86,6 +86,7 @@ MODELS = ["nested lists", "encoder", "frozen middle, segments recomputed", "tied
 FEW = [("frozen middle, segments recomputed", 2), ("gpt", 1)]  # the others in the campaign, with all settings
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("model", "nodes"), FEW)
 def test_settings_change_nothing_on_four_ranks(model: str, nodes: int) -> None:
     names = ["all cut, blocks", "single modules", "merged to 20 blocks a rank", "small kept", "nothing live"]
@@ -93,6 +94,7 @@ def test_settings_change_nothing_on_four_ranks(model: str, nodes: int) -> None:
     check_variants(4, nodes, {"model": model, "dtype": torch.float32, "steps": 3}, names)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("how", ["no_sync", "loss.backward"])
 def test_settings_change_nothing_in_bf16(how: str) -> None:
     top: dict[str, object] = {"bf16": {"enabled": True}}
@@ -101,12 +103,14 @@ def test_settings_change_nothing_in_bf16(how: str) -> None:
     check_variants(2, 1, fields, names)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("optimizer", ["AdamW fused", "SGD nesterov", "Lion"])
 def test_settings_change_nothing_under_other_optimizers(optimizer: str) -> None:
     names = ["single modules", "merged into one", "small kept", "no prefetch, no reuse"]
     check_variants(2, 1, {"dtype": torch.float32, "optimizer": optimizer, "steps": 3}, names)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_settings_change_nothing_under_clipping(dtype: torch.dtype) -> None:
     names = ["all cut, blocks", "single modules", "merged to 20 blocks a rank", "small kept", "few kept"]

@@ -166,6 +166,7 @@ def test_where_no_ranks_come_up_the_words_of_the_child_are_shown(tmp_path: Path)
         running_on_nodes(process, said)
 
 
+@pytest.mark.every(2)
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

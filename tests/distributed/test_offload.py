@@ -104,6 +104,7 @@ def cases() -> list[Any]:
     return listed
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("placement", "way", "world", "whole"), cases())
 def test_same_bits(placement: str, way: str, world: int, whole: bool, tmp_path: Path) -> None:
     """AdamW's fused kernel steps both, and everything else is the same arithmetic in the same order: no tolerance."""
@@ -132,6 +133,7 @@ TWO_NODES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("placement", TWO_NODES)
 def test_same_bits_on_two_nodes(placement: str, whole: bool, tmp_path: Path) -> None:
@@ -146,6 +148,7 @@ def test_same_bits_on_two_nodes(placement: str, whole: bool, tmp_path: Path) -> 
             assert {name: wrong for name, (wrong, _) in found.items()} == {name: [] for name in chosen}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [

@@ -156,6 +156,7 @@ def compiled(how: str, settings: dict[str, object]) -> None:
         assert worst(zeropp.full_state(model), pair.plain.state_dict()) < 1e-12
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, {"persist": 1000}, {"unit_min_blocks": 128}, {"stage": 0}], ids=str)
 @pytest.mark.parametrize("how", ["blocks, before", "blocks", "model"])
 def test_compiling(how: str, settings: dict[str, object]) -> None:

@@ -46,6 +46,7 @@ def take_states(recipe: Recipe) -> tuple[dict[str, Tensor], ...]:
     return model.state_dict(), zeropp.full_state(model), part, zeropp.full_state(model, rank0_only=True)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("persistence", PERSISTENCE)
 @pytest.mark.parametrize("model", ["gpt", "raw root", "convolutions", "nested lists", "low rank"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -225,6 +226,7 @@ def wrap_again_and_again(recipe: Recipe, times: int) -> list[list[float]]:
     return [train_zero(recipe).losses for _ in range(times)]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world", [2, 4])
 def test_wrap_train_close_and_wrap_again(world: int) -> None:
     recipe = Recipe(steps=1)

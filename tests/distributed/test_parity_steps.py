@@ -122,6 +122,7 @@ def plain_with_rate(recipe: Recipe, how: str, world: int) -> Trained:
     return Trained(losses, [], dict(model.state_dict()), names)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["StepLR", "LambdaLR", "OneCycleLR", "edits"])
 def test_learning_rate_schedules(how: str, when: str) -> None:
@@ -300,6 +301,7 @@ def train_in_group(recipe: Recipe, how: str) -> tuple[int, Trained]:
     return team, train_zero(recipe, group=group, rank=member)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("how", ["groups", "inner", "outer"])
 def test_two_teams(how: str, nodes: int) -> None:

@@ -86,6 +86,7 @@ def penalised(name: str, settings: dict[str, object], first: bool) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("first", [False, True], ids=["last", "first"])
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"stage": 0}], ids=["kept", "bare", "stage 0"])
 @pytest.mark.parametrize("name", MODELS)

@@ -62,6 +62,7 @@ PLACED: dict[str, dict[str, object]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("world", "name"), [(w, name) for w in (1, 2, 4) for name in PLACED if (w, name) != (1, "mics")]
 )
@@ -103,6 +104,7 @@ QUANTIZED: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "shape"), spread(QUANTIZED, SHAPES, 3))
 def test_gradients_lie_within_the_codecs_bound(name: str, shape: str) -> None:
     world, local = SHAPES[shape]
@@ -187,6 +189,7 @@ def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize(
     "settings",
@@ -330,6 +333,7 @@ def spoilt(settings: dict[str, object], value: float) -> list[str]:
     return wrong + [f"{name} is not finite" for name, v in zeropp.full_state(model).items() if not v.isfinite().all()]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize(
     "settings",

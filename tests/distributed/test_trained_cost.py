@@ -33,6 +33,7 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
     return owned[0], owned[1], owned[2]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"zero_hpz_partition_size": 2}], ids=["3", "1", "hpz"])
 def test_an_unfrozen_block_costs_what_a_trainable_one_costs(settings: dict[str, object]) -> None:
     for before, after, expected in run_ranks(4, sizes, settings, local_world_size=2):

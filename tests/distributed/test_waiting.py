@@ -145,6 +145,7 @@ def alone(name: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ALONE)
 def test_the_error_begins_with_the_likely_cause(name: str) -> None:
     _, message = run_ranks(2, alone, name, timeout=40)

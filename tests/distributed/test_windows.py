@@ -280,6 +280,7 @@ PLACED: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("placement", PLACED)
 @pytest.mark.parametrize("name", ["every time", "two losses", "by hand", "now", "discarded"])
 def test_a_loop_equals_plain_torch_in_every_placement(name: str, placement: str) -> None:

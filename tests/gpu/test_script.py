@@ -168,6 +168,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+@pytest.mark.every(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("part", "step", "said"), PLANTED)
 def test_a_wrong_result_ends_with_1_and_is_not_reported(

@@ -27,6 +27,7 @@ COPIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
@@ -46,6 +47,7 @@ def test_dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
     agreement.dequantize(numel, dtype, bits)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
@@ -53,6 +55,7 @@ def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
     agreement.reduce(numel, dtype, bits)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
 def test_sum(numel: int, dtype: torch.dtype) -> None:
@@ -64,6 +67,7 @@ def test_sum_of_wide_tiles(dtype: torch.dtype) -> None:
     agreement.wide_sum(dtype)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("source_bits", BITS)
 @pytest.mark.parametrize("numel", [*EVERY, 1536])
@@ -71,6 +75,7 @@ def test_reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
     agreement.reduce_quantize(numel, source_bits, bits)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -78,6 +83,7 @@ def test_quantize_tensors(shapes: str, dtype: torch.dtype, bits: int) -> None:
     agreement.quantize_tensors(shapes, dtype, bits)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(("shapes", "source", "target"), COPIES)
 def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
     agreement.copies(shapes, source, target)
@@ -89,6 +95,7 @@ def test_delta(numel: int, dtype: torch.dtype) -> None:
     agreement.delta(numel, dtype)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("numel", EVERY)
 def test_lossless(numel: int, dtype: torch.dtype) -> None:

@@ -63,7 +63,7 @@ def test_some_settings_on_sm_90(oldest: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_bits_under_the_interpreter(oldest: Path) -> None:
-    """Those of plain torch, as under the newest Triton: every operation and dtype at one length."""
+    """Those of plain torch, as under the newest Triton: every operation at one length, with dtypes in turn."""
     chosen = "257 or odd or (misaligned and source1)"
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_agreement.py", "-k", chosen]
     assert re.search(r"\b[1-9]\d+ passed", run_under(oldest, *command, interpret="1"))

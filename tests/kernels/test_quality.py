@@ -55,6 +55,7 @@ def error_energy(noise: Noise, beta: float, rotate: bool, feedback: bool) -> flo
     return energy / total
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("beta", [0.0, 0.8])
 @pytest.mark.parametrize("noise", [student, lognormal])
 def test_less_error_after_adam_s_average(noise: Noise, beta: float) -> None:

@@ -38,6 +38,7 @@ def test_quick_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "8 of 8 runs are done" in capsys.readouterr().out
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("arm", "compute"), [("plain", "fp32"), ("hadamard-loco", "fp32"), ("delta4", "fp32"), ("loco-both", "bf16")]
 )

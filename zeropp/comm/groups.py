@@ -85,7 +85,10 @@ def free_groups(groups: list[dist.ProcessGroup]) -> None:
         group = groups.pop()
         # The user may have ended torch.distributed before, and all groups with it.
         if dist.is_initialized() and is_registered(group):
-            dist.destroy_process_group(group)
+            # Or ends it now: this may be a thread's, which had the engine's last reference. Then torch finds nothing
+            # left to forget.
+            with contextlib.suppress(KeyError, ValueError):
+                dist.destroy_process_group(group)
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
