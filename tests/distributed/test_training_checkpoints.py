@@ -15,6 +15,7 @@ from tests.distributed.engines import MICRO, STEPS, model_of, settings, train
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import worst
 from zeropp.checkpoint import CheckpointError
+from zeropp.checkpoint.metadata import Metadata
 from zeropp.training import Engine
 
 CUT = 3
@@ -106,8 +107,6 @@ def nothing_there(folder: Path) -> list[Any]:
         messages.append(str(caught.value))
     with pytest.raises(CheckpointError, match="client_state"):
         engine.save_checkpoint(folder, client_state={"args": object()})
-    with pytest.raises(ValueError, match="its checkpoints are complete"):
-        engine.save_checkpoint(folder, exclude_frozen_parameters=True)
     assert not any(folder.iterdir())
     return messages
 
@@ -116,6 +115,20 @@ def test_what_is_missing_or_refused(tmp_path: Path) -> None:
     for found, missing, function in run_ranks(2, nothing_there, tmp_path):
         assert found == (None, None)
         assert "missing" in missing and "custom_load_fn copies a whole state dict" in function
+
+
+def trained_alone(folder: Path) -> tuple[float, bool]:
+    model = model_of()
+    next(model.parameters()).requires_grad_(False)
+    engine = zeropp.initialize(model=model, config=settings())[0]
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True)
+    engine.load_checkpoint(folder)
+    name, _ = next(engine.module.named_parameters())
+    return worst(zeropp.full_state(engine.module), dict(model_of().state_dict())), f"model.{name}" in Metadata.read(folder / "global_step0").tensors
+
+
+def test_without_frozen_parameters(tmp_path: Path) -> None:
+    assert run_ranks(2, trained_alone, tmp_path) == [(0.0, False)] * 2
 
 
 def other_tags(folder: Path) -> None:

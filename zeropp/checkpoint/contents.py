@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from zeropp.access.average import Average
 from zeropp.checkpoint.averages import average_parts
 from zeropp.checkpoint.checksums import Checksums
-from zeropp.checkpoint.coded import coded_entries, coded_parts
+from zeropp.checkpoint.coded import CODES, SCALES, coded_entries, coded_parts
 from zeropp.checkpoint.disk import as_bytes, view_of
 from zeropp.checkpoint.dtypes import dtype_code
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.metadata import CodedEntry
 from zeropp.checkpoint.names import has_extra_state, model_names
-from zeropp.checkpoint.parts import MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
+from zeropp.checkpoint.parts import BASES, MODEL, STATE, Part, base_parts, main_parts, state_parts, whole
 from zeropp.checkpoint.random_state import random_state
 from zeropp.checkpoint.values import encode
 from zeropp.engine.engine import Engine
@@ -60,15 +60,23 @@ def of_rank(rank: int, name: str) -> str:
 
 
 def contents(
-    engine: Engine, model: nn.Module, optimizer: ZeroOptimizer | None, extra: Mapping[str, Any], checks: Checksums
+    engine: Engine,
+    model: nn.Module,
+    optimizer: ZeroOptimizer | None,
+    extra: Mapping[str, Any],
+    checks: Checksums,
+    *,
+    trained_only: bool = False,
 ) -> Contents:
-    """Collect everything; local, but for what the ``state_dict`` of an extra object does.
+    """Collect everything, or all but frozen parameters; local, but for the ``state_dict`` of an extra object.
 
     Raises:
         CheckpointError: something is of a kind that checkpoints cannot keep.
     """
     found = Contents()
     _add_model(found, engine, model)
+    if trained_only:
+        _leave_out_frozen(found, model)
     if optimizer is not None:
         _add_optimizer(found, engine, optimizer)
     tensors: dict[str, Tensor] = {}
@@ -109,6 +117,18 @@ def _add_model(found: Contents, engine: Engine, model: nn.Module) -> None:
         tensors: dict[str, Tensor] = {}
         found.values["modules"] = encode(states, "modules", tensors)
         found.parts += [whole(name, tensor) for name, tensor in tensors.items()] if first else []
+
+
+def _leave_out_frozen(found: Contents, model: nn.Module) -> None:
+    """Take frozen parameters out again, and say which they are: whoever loads this has them from elsewhere."""
+    named, _ = model_names(model)
+    left = {name for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad}
+    gone = {prefix + name for name in left for prefix in (MODEL, BASES, CODES, SCALES)}
+    found.parts = [part for part in found.parts if part.name not in gone]
+    found.shapes = {name: shape for name, shape in found.shapes.items() if name not in gone}
+    found.aliases = {alias: name for alias, name in found.aliases.items() if name not in left}
+    found.coded = {name: entry for name, entry in found.coded.items() if name not in left}
+    found.values["left_out"] = sorted(left)
 
 
 def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) -> None:

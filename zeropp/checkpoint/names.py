@@ -85,8 +85,13 @@ def compare(
     # Others save tied tensors under every name; here one that has a name of its own was apart.
     apart = sorted(saved.intersection(aliases).difference(matched.values())) if metadata.world else []
     unexpected = sorted(saved.difference(named, aliases, matched.values()))
-    if strict and (missing or unexpected or apart):
-        lacks = [f"the checkpoint has no {_list(missing)}"] if missing else []
+    # What was frozen there and is here comes from elsewhere; what is trained here has been somewhere by then.
+    said = metadata.values.get("left_out", [])
+    left_out = {name for name in said if name in named and not named[name].requires_grad}
+    wanted = [name for name in missing if name not in left_out]
+    if strict and (wanted or unexpected or apart):
+        why = ", which were frozen and left out when it was saved" if set(wanted) & set(said) else ""
+        lacks = [f"the checkpoint has no {_list(wanted)}{why}"] if wanted else []
         lacks += [f"the model has no {_list(unexpected)}"] if unexpected else []
         lacks += [f"{_list(apart)} is tied to {aliases[apart[0]]!r} here, and was not there"] if apart else []
         raise CheckpointError(
@@ -124,7 +129,8 @@ def match_groups(
     found, fresh = [], []
     for number, given in enumerate(optimizer.slices.given):
         own = [names[id(parameter)] for parameter in given if id(parameter) in names]
-        there = {name: saved[matched[name]] for name in own if matched.get(name) in saved}
+        # By its own name where the checkpoint has left it out.
+        there = {name: saved[matched.get(name, name)] for name in own if matched.get(name, name) in saved}
         # An optimizer may keep no states at all.
         trained = [name for name in own if stepped and named[name].requires_grad and named[name].numel()]
         fresh += [name for name in trained if matched.get(name) not in stepped]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -55,6 +56,7 @@ def save(
     asynchronous: bool = False,
     busy: Literal["wait", "refuse"] = "wait",
     file_nbytes: int = FILE_NBYTES,
+    exclude_frozen_parameters: bool = False,
     progress: bool = True,
 ) -> None:
     """Make ``path`` one complete checkpoint. Collective: every rank calls it, between optimizer steps.
@@ -72,6 +74,8 @@ def save(
             :func:`wait` and the next save raise what goes wrong. Costs one copy of this rank's part in memory.
         busy: while another is being written, wait for it or raise.
         file_nbytes: largest size of a file in bytes, its header aside; at least 65536.
+        exclude_frozen_parameters: leave out parameters that are not trained, as around adapters; a model that has them
+            frozen, too, keeps its own when it loads this.
         progress: show a bar on the first rank once it has taken two seconds, if tqdm is installed.
 
     Raises:
@@ -79,7 +83,10 @@ def save(
         RuntimeError: called inside a pass, or ranks are at different calls.
         TypeError: the optimizer is none that zeropp has wrapped.
     """
-    begin(Path(path).absolute(), model, optimizer, extra, asynchronous, busy, file_nbytes, progress)
+    begin(
+        Path(path).absolute(), model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
+        trained_only=exclude_frozen_parameters, progress=progress,
+    )  # fmt: skip
 
 
 def begin(
@@ -87,16 +94,19 @@ def begin(
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
+    *,
     asynchronous: bool,
     busy: str,
     file_nbytes: int,
+    trained_only: bool,
     progress: bool,
     completed: Callable[[], None] | None = None,
 ) -> None:
     """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place."""
     engine = engine_of(model)
     engine.require_idle("checkpoint.save()")
-    engine.agreement.require_same_call(f"checkpoint.save({str(target)!r}, asynchronous={asynchronous})")
+    how = f"asynchronous={asynchronous}, exclude_frozen_parameters={trained_only}"
+    engine.agreement.require_same_call(f"checkpoint.save({str(target)!r}, {how})")
     background = background_of(engine) if asynchronous else None
     _wait_for_others(engine, busy)
     # What is cached of older weights is renewed first: it may be a part of what is saved.
@@ -109,7 +119,8 @@ def begin(
     if background is not None and any(broken):
         background.meet_anew()
     checks, meeting = Checksums.common(names), Now(engine)
-    found, token = _prepare(engine, model, optimizer, extra or {}, checks, target, file_nbytes)
+    collect = partial(contents, engine, model, extra=extra or {}, checks=checks, trained_only=trained_only)
+    found, token = _prepare(engine, optimizer, collect, target, file_nbytes)
     shown = Progress(f"saving {target.name}", progress and meeting.rank == 0)
     attempt = Attempt(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
@@ -133,17 +144,11 @@ def _wait_for_others(engine: Engine, busy: str) -> None:
 
 
 def _prepare(
-    engine: Engine,
-    model: nn.Module,
-    optimizer: Optimizer | None,
-    extra: Mapping[str, Any],
-    checks: Checksums,
-    target: Path,
-    limit: int,
+    engine: Engine, optimizer: Optimizer | None, collect: Callable[..., Contents], target: Path, limit: int
 ) -> tuple[Contents, str]:
     """What this rank has to write, and the attempt's token; fails on all ranks if it fails on any."""
 
-    def collect() -> Contents:
+    def prepare() -> Contents:
         require_file_nbytes(limit, least=1 << 16)
         if engine.window.count:
             raise CheckpointError(
@@ -151,12 +156,12 @@ def _prepare(
                 "step(), or discard them with zero_grad(now=True)"
             )
         owner = require_ours(engine, optimizer)
-        found = contents(engine, model, owner, extra, checks)
+        found = collect(optimizer=owner)
         found.own["layout"] = layout_id(engine)
         found.values["config"] = owner.config.model_dump(mode="json") if owner is not None else {}
         return found
 
-    collected, error, told = tried(collect)
+    collected, error, told = tried(prepare)
     found = collected or Contents()
     own = (told, found.digest, secrets.token_hex(4))
     accounts = engine.agreement.exchange_objects(own, f"preparing the checkpoint {str(target)!r}")

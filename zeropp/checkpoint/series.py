@@ -97,12 +97,16 @@ class Series:
         asynchronous: bool = False,
         busy: Literal["wait", "refuse"] = "wait",
         file_nbytes: int = FILE_NBYTES,
+        exclude_frozen_parameters: bool = False,
         progress: bool = True,
     ) -> Path:
         """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
         path, step = self.path(step), operator.index(step)
         completed = functools.partial(self._completed, step)
-        begin(path, model, optimizer, extra, asynchronous, busy, file_nbytes, progress, completed)
+        begin(
+            path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
+            trained_only=exclude_frozen_parameters, progress=progress, completed=completed,
+        )  # fmt: skip
         return path
 
     def load(

@@ -53,21 +53,15 @@ class Saving:
             client_state: values to get back from :meth:`load_checkpoint`: JSON, tensors, numpy arrays, and objects with
                 ``state_dict`` and ``load_state_dict``. Others are refused: nothing is pickled.
             save_latest: name it in ``save_dir/latest``, for loads without a tag.
-            exclude_frozen_parameters: True is refused: what is saved is complete. :meth:`save_16bit_model` has it.
+            exclude_frozen_parameters: leave out parameters that are not trained, as around adapters; whoever loads the
+                checkpoint has them from elsewhere.
 
         Returns:
             True.
 
         Raises:
-            ValueError: parameters were to be left out.
             CheckpointError, RuntimeError: it cannot be saved, or ranks gave other names; on every rank.
         """
-        # Not taken without a word: what is loaded strictly would miss them.
-        if exclude_frozen_parameters:
-            raise ValueError(
-                "save_checkpoint(exclude_frozen_parameters=True) is not in this version: its checkpoints are complete. "
-                "save_16bit_model(..., exclude_frozen_parameters=True) writes what is trained, as of adapters"
-            )
         root = Path(save_dir).absolute()
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         # Three names of our own, so that a client's keys cannot be taken for counters.
@@ -82,7 +76,7 @@ class Saving:
 
         begin(
             root / name, self.module, self.optimizer, extra, asynchronous=False, busy="wait",
-            file_nbytes=FILE_NBYTES, progress=False, completed=completed,
+            file_nbytes=FILE_NBYTES, trained_only=exclude_frozen_parameters, progress=False, completed=completed,
         )  # fmt: skip
         return True
 
