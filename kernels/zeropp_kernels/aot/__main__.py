@@ -35,7 +35,8 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cover", default="pairs", choices=["one", "each", "pairs", "all"], help="how many configurations")
+    covers = ["one", "each", "pairs", "all"]
+    parser.add_argument("--cover", default="pairs", choices=covers, help="how many configurations")
     parser.add_argument("--only", default="", help="kernels whose name contains this")
     parser.add_argument("--targets", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     parser.add_argument("--processes", type=_positive, default=os.cpu_count() or 1, help="that compile at a time")

@@ -189,6 +189,6 @@ def _combinations(case: Case, size: int) -> set[object]:
 
 
 def cases(cover: str = "pairs") -> list[Case]:
-    """What is compiled: "one" case a kernel, "each" setting once, all "pairs" of settings, or "all" that is launched."""
+    """What is compiled: "one" case a kernel, "each" setting once, all "pairs" of settings, "all" that is launched."""
     found = [odd for case in (*_quantize(), *_reduce(), *_delta(), *_lossless(), *_copy()) for odd in _alignments(case)]
     return found if cover == "all" else _covering(found, {"one": 0, "each": 1, "pairs": 2}[cover])
