@@ -14,6 +14,7 @@ from tests.distributed.quantized import Model
 from zeropp import checkpoint
 from zeropp.checkpoint import CheckpointError
 
+
 def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 

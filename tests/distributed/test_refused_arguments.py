@@ -159,10 +159,10 @@ EVERYWHERE: dict[str, tuple[Case, str, str]] = {
     "wrong value": (lambda m, r: plain(m, gradient_clipping="much"), "ConfigError", "gradient_clipping"),
     "stage 4": (lambda m, r: zero(m, stage=4), "ConfigError", "stage: got 4; expected"),
     "replicas of three": (lambda m, r: zero(m, mics_shard_size=3), "ValueError", r"must be one of \[1, 2\]"),
-    "autocast": (
-        lambda m, r: plain(m, torch_autocast={"enabled": True}),
+    "main weights in 16 bits": (
+        lambda m, r: plain(m, bf16={"enabled": True, "bf16_master_weights_and_grads": True}),
         "ConfigError",
-        "autocast.*not in this version",
+        "bf16_master_weights_and_grads.*not in this version",
     ),
     "offload of one stage": (lambda m, r: zero(m, stage=1, offload_param={"device": "cpu"}), "ConfigError", "stage 3"),
     "group is a string": (lambda m, r: Args(sgd(m), m, make_config(), "dp"), "TypeError", "process_group is a str"),

@@ -124,7 +124,8 @@ def trained_alone(folder: Path) -> tuple[float, bool]:
     engine.save_checkpoint(folder, exclude_frozen_parameters=True)
     engine.load_checkpoint(folder)
     name, _ = next(engine.module.named_parameters())
-    return worst(zeropp.full_state(engine.module), dict(model_of().state_dict())), f"model.{name}" in Metadata.read(folder / "global_step0").tensors
+    saved = Metadata.read(folder / "global_step0").tensors
+    return worst(zeropp.full_state(engine.module), dict(model_of().state_dict())), f"model.{name}" in saved
 
 
 def test_without_frozen_parameters(tmp_path: Path) -> None:
@@ -151,3 +152,45 @@ def test_weights_in_one_file(tmp_path: Path) -> None:
     assert run_ranks(2, halves, tmp_path) == [(True, False, 0.0)] * 2
     state = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert worst(state, dict(model_of().state_dict())) == 0
+
+
+def consolidated(stage: int, bf16: bool) -> tuple[Any, ...]:
+    model = model_of().float() if bf16 else model_of()
+    next(model.parameters()).requires_grad_(False)
+    engine = zeropp.initialize(model=model, config=settings(zero={"stage": stage}, bf16={"enabled": bf16}))[0]
+    state = engine._consolidated_16bit_state_dict()
+    trained = engine._consolidated_16bit_state_dict(exclude_frozen_parameters=True)
+    try:
+        other = engine._zero3_consolidated_16bit_state_dict()
+    except ValueError as error:
+        return state, trained, str(error)
+    return state, trained, other
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(3, True), (3, False), (1, True)])
+def test_whole_weights_on_the_first_rank(stage: int, bf16: bool) -> None:
+    dtype = torch.bfloat16 if bf16 else torch.float64
+    wanted = {name: value.float().to(dtype) if bf16 else value for name, value in model_of().state_dict().items()}
+    first, second = run_ranks(2, consolidated, stage, bf16)
+    state, trained, other = first
+    assert state.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[name]) and value.dtype == dtype for name, value in state.items())
+    assert state.keys() - trained.keys() == {next(iter(state))}
+    assert second[:2] == (None, None)
+    if stage == 3:
+        assert worst(other, state) == 0 and second[2] is None
+    else:
+        assert "is of stage 3, and this is 1" in other
+
+
+def loads_whole() -> float:
+    engine = engine_of()
+    state = {name: value + 1 for name, value in model_of().state_dict().items()}
+    engine.load_module_state_dict(state)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        engine.load_module_state_dict({})
+    return worst(zeropp.full_state(engine.module), state)
+
+
+def test_whole_weights_are_loaded() -> None:
+    assert run_ranks(2, loads_whole) == [0.0] * 2

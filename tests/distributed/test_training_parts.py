@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import zeropp
-from tests.distributed.engines import batch, model_of, settings
+from tests.distributed.engines import batch, model_of, settings, train
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import apart, worst
 from zeropp.training import RepeatingLoader
@@ -76,3 +76,22 @@ def inferred(zero: dict[str, Any], path: str) -> tuple[float, list[str]]:
 def test_inference_without_an_optimizer(world: int, zero: dict[str, Any], tmp_path: Path) -> None:
     for distance, told in run_ranks(world, inferred, zero, str(tmp_path)):
         assert distance == 0 and len(told) == 3 and all("made without one, for inference" in each for each in told)
+
+
+def compiled() -> list[list[float]]:
+    found = []
+    for backend in (None, "aot_eager"):
+        engine = zeropp.initialize(model=model_of(), config=settings())[0]
+        assert not engine.is_compiled
+        if backend:
+            engine.compile(backend=backend)
+            assert engine.is_compiled and engine.module._compiled_call_impl is not None
+        found.append(train(engine, 0, 2)[0])
+    with pytest.raises(ValueError, match="no schedule and no compiled autograd"):
+        engine.compile(schedule=[(0, [])])
+    return found
+
+
+def test_a_compiled_model_trains_alike() -> None:
+    for plain, other in run_ranks(2, compiled, timeout=100):
+        assert other == pytest.approx(plain, rel=1e-12)

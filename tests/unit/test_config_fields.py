@@ -18,6 +18,7 @@ POSITIVE = ("positive",)  # integers from 1
 FRACTION = ("fraction",)  # numbers from 0 to 1
 REAL = ("real",)  # finite numbers from 0
 DTYPE = ("dtype",)
+HALF = ("half",)  # a dtype of 16 bits
 
 # block path -> {key: (default, kind)}
 DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
@@ -94,7 +95,7 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
         "bf16_master_weights_and_grads": (False, FLAG),
         "bf16_optimizer_states": (False, FLAG),
     },
-    "torch_autocast": {"enabled": (False, FLAG), "dtype": (None, DTYPE)},
+    "torch_autocast": {"enabled": (False, FLAG), "dtype": ("bf16", HALF)},
     "data_types": {
         "grad_accum_dtype": (None, DTYPE),
         "param_dtype": (None, DTYPE),
@@ -196,6 +197,8 @@ def samples(kind: tuple[str, ...]) -> tuple[list[object], list[object]]:
             return [0, 0.5, 1024], [-0.1, *not_numbers]
         case ("dtype",):
             return ["fp32", "fp16", "bf16"], ["int8", 16, True]
+        case ("half",):
+            return ["fp16", "bf16"], ["fp32", "int8", 16, True, None]
         case ("range", low, high, *outside):
             return [float(low), float(high)], [*map(float, outside), *not_numbers]
     raise AssertionError(kind)

@@ -93,7 +93,6 @@ def others(model: type[Block], name: str) -> Iterator[object]:
         "param_dtype": ["fp32", "bf16"],
         "tag_validation": ["FAIL"],
         "passes": [["prefetch"]],
-        "keep_in_fp32_modules": [["router"]],
         "number_checkpoints": [4],
     }
     field = model.model_fields[name]

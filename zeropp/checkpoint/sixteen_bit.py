@@ -20,7 +20,7 @@ from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
 
-__all__ = ["round_main", "save_16bit_model"]
+__all__ = ["gather_16bit", "round_main", "save_16bit_model"]
 
 
 def round_main(engine: Engine, names: Container[str]) -> None:
@@ -59,7 +59,6 @@ def save_16bit_model(
     path = Path(save_dir).absolute() / save_filename
     engine.require_idle("checkpoint.save_16bit_model()", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"checkpoint.save_16bit_model({str(path)!r}, {exclude_frozen_parameters})")
-    require_values(engine)
     zero = engine.maker.config.zero
     if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
         if engine.comm.rank == 0:
@@ -68,28 +67,47 @@ def save_16bit_model(
                 "true, or use zeropp.checkpoint.export"
             )
         return False
-    first = engine.comm.rank == 0
-    named, aliases = model_names(model)
-    spread: dict[str, Tensor] = {}
+    state, left = gather_16bit(model, exclude_frozen_parameters), Left("what was there before is as it was")
+
+    def write() -> None:
+        if state is not None:
+            _write(path, left, state)
+
+    together(engine, f"writing {str(path)!r}", write, left, at_disk=Progress())
+    return True
+
+
+def gather_16bit(model: nn.Module, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+    """Whole weights and buffers on the first rank's CPU, in the dtypes that are computed with; None on other ranks.
+
+    Collective, between passes.
+
+    Args:
+        model: wrapped by a ZeroOptimizer.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+    """
+    engine = engine_of(model)
+    engine.require_idle("gathering 16-bit weights", averaged=True, needs=NOTHING)
+    engine.agreement.require_same_call(f"gathering 16-bit weights, {exclude_frozen_parameters=}")
+    require_values(engine)
+    first, spread = engine.comm.rank == 0, dict[str, Tensor]()
     for buffer in engine.buffers:
         # Gathering is collective, whoever keeps what comes of it.
         for name, values in zip(buffer.names, gather_main(engine, buffer), strict=True):
             if first:
                 spread[name] = values.to("cpu", buffer.compute_dtype, copy=True)
-
-    left = Left("what was there before is as it was")
-
-    def write() -> None:
-        left_out = {
-            name
-            for name, tensor in named.items()
-            if exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        }
-        state = {n: spread[n] if n in spread else t.detach().cpu() for n, t in named.items() if n not in left_out}
-        _write(path, left, state | {alias: state[name] for alias, name in aliases.items() if name in state})
-
-    together(engine, f"writing {str(path)!r}", write if first else lambda: None, left, at_disk=Progress())
-    return True
+    if not first:
+        return None
+    named, aliases = model_names(model)
+    left_out = {
+        name
+        for name, tensor in named.items()
+        if exclude_frozen_parameters and isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    }
+    # Copies of the rest, too, which training goes on to write to.
+    state = {n: spread[n] if n in spread else t.detach().to("cpu", copy=True) for n, t in named.items()}
+    state |= {alias: state[name] for alias, name in aliases.items()}
+    return {name: tensor for name, tensor in state.items() if aliases.get(name, name) not in left_out}
 
 
 def _write(path: Path, left: Left, state: dict[str, Tensor]) -> None:

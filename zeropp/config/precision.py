@@ -93,16 +93,17 @@ class Bf16Config(Block):
 
 
 class AutocastConfig(Block):
-    """Runs the forward pass under torch autocast, with weights kept in fp32."""
+    """Runs the forward pass under torch autocast, with main weights and most others in fp32."""
 
     enabled: bool = False
-    """Wraps the forward pass in `torch.autocast`."""
+    """Wraps the model's forward in `torch.autocast`. Losses of fp16 are scaled as the `fp16` block says."""
 
-    dtype: Dtype | None = None
-    """Type that autocast lowers to; `null` is the default of torch for the device."""
+    dtype: Annotated[Literal["fp16", "bf16"], BeforeValidator(_canonical)] = "bf16"
+    """Type that autocast lowers to."""
 
     lower_precision_safe_modules: tuple[str, ...] | None = None
-    """Class names of the modules whose weights travel in the autocast type; `null` is a built-in list."""
+    """Classes of the modules whose weights are gathered, and whose gradients travel, in the autocast type, by
+    names such as `torch.nn.Linear`; `null` is that and `Conv1d`, `Conv2d`, `Conv3d`. Not their subclasses."""
 
 
 class DataTypesConfig(Block):
@@ -119,4 +120,5 @@ class DataTypesConfig(Block):
     """Type that floating module buffers are converted to; `null` leaves each as it is."""
 
     keep_in_fp32_modules: tuple[str, ...] | None = None
-    """Modules, by parts of their names, whose parameters are computed with in fp32 though `bf16` is enabled."""
+    """Modules, by parts of their names, whose parameters are computed with in fp32 though `bf16` or `fp16` is
+    enabled. The model converts what it hands them."""

@@ -144,13 +144,11 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "immediate_grad_update": NEEDLESS,
         **_each(LATER, "check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
     },
-    AutocastConfig: _governed(AutocastConfig, "enabled", enabled=_only(False, remedy="enable bf16 instead")),
+    AutocastConfig: _all(AutocastConfig, EFFECT),
     DataTypesConfig: {
         "grad_accum_dtype": _only(None, "fp32", remedy='set "fp32"'),
         "param_dtype": LATER,
-        "buffer_dtype": EFFECT,
-        # An empty list asks for nothing.
-        "keep_in_fp32_modules": _only(None, (), remedy="build those modules in fp32 without the bf16 block"),
+        **_each(EFFECT, "buffer_dtype keep_in_fp32_modules"),
     },
     ExtensionConfig: {
         **_each(

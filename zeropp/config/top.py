@@ -59,7 +59,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     """Computation in fp16 with loss scaling. Not together with `bf16`."""
 
     torch_autocast: AutocastConfig = AutocastConfig()
-    """Forward passes under torch autocast."""
+    """Forward passes of the model under torch autocast."""
 
     data_types: DataTypesConfig = DataTypesConfig()
     """Number formats of gradient sums, weights and buffers."""
@@ -96,6 +96,12 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     def zero(self) -> ZeroConfig:
         """The `zero_optimization` block."""
         return self.zero_optimization
+
+    @property
+    def loss_scaling(self) -> Fp16Config:
+        """The `fp16` block, enabled also where autocast computes in fp16: small gradients vanish there alike."""
+        autocast = self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16"
+        return self.fp16.model_copy(update={"enabled": True}) if autocast else self.fp16
 
     @property
     def steps_on_host(self) -> bool:

@@ -14,6 +14,7 @@ from zeropp.offload.division import Division
 from zeropp.offload.home import Memory
 from zeropp.offload.homes import Homes
 from zeropp.params.coded_buffer import CodedBuffer
+from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with
 from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
@@ -27,8 +28,8 @@ from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = [
-    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "compute_dtype", "gradient_paths",
-    "largest_shard", "weight_paths",
+    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "gradient_paths", "largest_shard",
+    "weight_paths",
 ]  # fmt: skip
 
 
@@ -50,27 +51,19 @@ class BufferKey:
         return alone and mode.states == mode.cached == 1 and self.dtype == self.main_dtype
 
 
-def compute_dtype(config: Config) -> torch.dtype | None:
-    """The dtype that the configuration has the model computed in; None for the parameters' own."""
-    if config.fp16.enabled:
-        return torch.float16
-    return torch.bfloat16 if config.bf16.enabled else None
-
-
 def buffer_layouts(
-    parameters: dict[str, nn.Parameter], spec: UnitSpec, config: Config, world: int
+    parameters: ComputedWith, spec: UnitSpec, config: Config, world: int
 ) -> Iterator[tuple[BufferKey, list[str], BufferLayout]]:
     """The flat buffers of a unit, one for each dtype, trainable and frozen apart: names and layout of each."""
     groups: dict[BufferKey, list[str]] = {}
     for name in spec.parameters:
-        own, trainable = own_dtype(parameters[name]), parameters[name].requires_grad
-        # Its own dtype, and not the parameter's: a model that is wrapped again has parameters in the compute dtype.
-        dtype = compute_dtype(config) or own
+        parameter, dtype = parameters[name]
+        own, trainable = own_dtype(parameter), parameter.requires_grad
         # Trained: float32, or float64 where the model has it. Frozen: never stepped, so as it came and no larger.
         main = torch.promote_types(dtype, torch.float32) if trainable else own
         groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
     for key, names in groups.items():
-        rows = [(n, tuple(parameters[n].shape), parameters[n].stride()) for n in names]
+        rows = [(n, tuple(parameters[n][0].shape), parameters[n][0].stride()) for n in names]
         # Laid out for the last level whatever the mode says: its pieces are whole blocks, and so are all larger slices.
         layout = build_layout([(n, shape, dense_strides(shape, strides)) for n, shape, strides in rows], world)
         yield key, names, layout
@@ -78,7 +71,7 @@ def buffer_layouts(
 
 def largest_shard(model: nn.Module, config: Config, mode: Mode, world: int) -> tuple[int, int]:
     """Elements of the largest shard on a rank, and bytes of the largest element of any."""
-    parameters, numel, itemsize = dict(model.named_parameters()), 0, 1
+    parameters, numel, itemsize = computed_with(model, config), 0, 1
     for spec in form_units(model, world, unit_options(config)):
         states = mode.of(spec.persistent).states
         for key, _, layout in buffer_layouts(parameters, spec, config, world):
@@ -97,11 +90,10 @@ def ask_for_hops(
 
 
 def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
-    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     # float64 models are there for their precision, which the configured dtype would take away.
     if dtype == torch.float64 or config.communication_data_type is None:
         return dtype
-    return named[config.communication_data_type]
+    return DTYPES[config.communication_data_type]
 
 
 def check_dtypes(model: nn.Module, config: Config) -> None:
@@ -111,14 +103,13 @@ def check_dtypes(model: nn.Module, config: Config) -> None:
         ValueError: they cannot.
     """
     # Sums are float32 whatever travels, but each rank's own gradient is rounded before it is sent.
-    if config.communication_data_type == "fp16" and not config.fp16.enabled:
+    if config.communication_data_type == "fp16" and not config.loss_scaling.enabled:
         raise ValueError(
             'communication_data_type "fp16" needs a loss scale, without which gradients overflow or vanish; enable the '
             'fp16 block, or set "bf16" or "fp32"'
         )
     codec = choose_encoding(config).differences
-    for name, parameter in model.named_parameters():
-        dtype = compute_dtype(config) or own_dtype(parameter)
+    for name, (parameter, dtype) in computed_with(model, config).items():
         if codec is not None and parameter.requires_grad and dtype not in BASES[codec]:
             raise ValueError(
                 f'zeropp.weight_codec "{codec}" sends differences of weights in '
@@ -145,7 +136,7 @@ class BufferMaker:
 
     def make_units(self, model: nn.Module, specs: Sequence[UnitSpec]) -> list[Unit]:
         """A unit for each spec."""
-        parameters = dict(model.named_parameters())
+        parameters = computed_with(model, self.config)
         modes = [self.mode.of(spec.persistent) for spec in specs]
         layouts = [list(buffer_layouts(parameters, spec, self.config, self._comm.world)) for spec in specs]
         stepped = [
@@ -159,7 +150,7 @@ class BufferMaker:
             buffers = []
             for key, names, layout in own:
                 homes = division.next(layout.numel // mode.states) if key.trainable else self.homes
-                buffers.append(self._make(spec.name, placement, key, [parameters[n] for n in names], layout, homes))
+                buffers.append(self._make(spec.name, placement, key, [parameters[n][0] for n in names], layout, homes))
             units.append(Unit(index, spec.name, buffers, announced=not spec.persistent))
         return units
 

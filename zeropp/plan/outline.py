@@ -10,6 +10,7 @@ from zeropp.comm.hops import GroupKey, Groups, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.config import Config, ConfigSource, load_config
 from zeropp.params.build import BufferKey, ask_for_hops, buffer_layouts, check_dtypes
+from zeropp.params.dtypes import computed_with
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement, choose_mode
 from zeropp.partition.topology import ranks_per_node
@@ -77,7 +78,7 @@ def outline(model: nn.Module, config: ConfigSource, world: int, local: int | Non
     if world < 1:
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
     settings = load_config(config)
-    parameters = dict(model.named_parameters())
+    parameters = computed_with(model, settings)
     # Without a number one node, whatever LOCAL_WORLD_SIZE says: the plan is for a machine that need not be this one.
     local = ranks_per_node(range(world), local or world)
     mode = choose_mode(settings, world, local)

@@ -29,7 +29,8 @@ from zeropp.engine.listener import Listener
 from zeropp.engine.window import Window
 from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
-from zeropp.params.build import BufferMaker, check_dtypes, compute_dtype, largest_shard
+from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
+from zeropp.params.dtypes import compute_dtype, keeps_float32
 from zeropp.params.guard import is_managed, own_dtype, register
 from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit
@@ -37,6 +38,7 @@ from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.plan.memory import memory
+from zeropp.setup.autocast import autocast_forwards
 from zeropp.setup.built import built_for, check_built
 from zeropp.setup.ineffective import warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
@@ -114,7 +116,7 @@ def _partition(
     make_engine: Callable[[Config, Comm, BufferMaker, Sequence[Unit], torch.device], Engine],
 ) -> Engine:
     """Cut a model that all ranks have alike, and give it an engine."""
-    _warn_of_unknown_leaves(model, config)
+    _warn_of_unknown_names(model, config)
     specs = form_units(model, comm.world, unit_options(config))
     units = maker.make_units(model, specs)
     # Before anything is partitioned: warnings may be errors.
@@ -127,6 +129,7 @@ def _partition(
     engine = make_engine(config, comm, maker, units, device)
     engine.on_close(maker.homes.close)
     _install(model, engine, specs, own)
+    autocast_forwards(model, engine, config)
     await_values(model, engine, awaited)
     # What is cached between uses has never been filled.
     engine.refresh.start()
@@ -154,7 +157,7 @@ def _make_engine(
         Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
         listener,
         limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),
-        loss_scale=LossScale(config.fp16, mean if scale is None else scale),
+        loss_scale=LossScale(config.loss_scaling, mean if scale is None else scale),
         hang_timeout=patience,
         warn_after=extension.warn_after,
         input_dtype=compute_dtype(config) if extension.cast_inputs else None,
@@ -275,11 +278,15 @@ def _moving(model: nn.Module, config: Config, comm: Comm) -> Callable[[nn.Parame
     return lambda parameter: config.zero.stage == 3 and id(parameter) in moving
 
 
-def _warn_of_unknown_leaves(model: nn.Module, config: Config) -> None:
+def _warn_of_unknown_names(model: nn.Module, config: Config) -> None:
     known = dict(model.named_modules())
     unknown = [name for name in unit_options(config).leaf_names if name not in known]
     if unknown:
         notify(f"leaf_module.names: the model has no modules {unknown}; they change nothing")
+    kept = config.data_types.keep_in_fp32_modules or ()
+    unknown = [part for part in kept if not any(keeps_float32(part, name) for name, _ in model.named_parameters())]
+    if unknown:
+        notify(f"data_types.keep_in_fp32_modules: no parameter's name has a part {unknown}; they change nothing")
 
 
 def _describe(model: nn.Module) -> list[str]:

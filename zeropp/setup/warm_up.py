@@ -17,6 +17,7 @@ from zeropp.comm.ledger import Ledger
 from zeropp.config import Config
 from zeropp.offload.homes import at_device
 from zeropp.params.build import BufferKey, buffer_layouts, gradient_paths, weight_paths
+from zeropp.params.dtypes import computed_with
 from zeropp.params.flat_buffer import WeightPaths
 from zeropp.params.gradient import Gradient
 from zeropp.partition.layout import build_layout
@@ -40,7 +41,7 @@ def warm_up(model: nn.Module, config: Config, mode: Mode, rank: int, local: int,
         local: ranks per node.
         device: to run on; only a card compiles anything.
     """
-    parameters, world = dict(model.named_parameters()), mode.chain.world
+    parameters, world = computed_with(model, config), mode.chain.world
     seen: set[tuple[BufferKey, bool]] = set()
     for spec in form_units(model, world, unit_options(config)):
         placement = Placement(mode.of(spec.persistent), rank, local)

@@ -80,7 +80,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.micro_steps = self.global_steps = self.global_samples = 0
         self._micro_since_step = 0
         self._forced: bool | None = None  # what the caller says of the boundary
-        self._coalescing = self._applied = False
+        self._coalescing = self._applied = self._is_compiled = False
 
     def __getattr__(self, name: str) -> Any:
         """The model's attributes."""
@@ -331,6 +331,37 @@ class Engine(Saving, Accessors, nn.Module):
         """See ``ZeroOptimizer.empty_partition_cache``."""
         if self.optimizer is not None:
             self.optimizer.empty_partition_cache()
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the model in place, as ``module.compile(backend=backend, **compile_kwargs)``.
+
+        Args:
+            backend, compile_kwargs: of ``torch.compile``.
+            schedule: passes of DeepCompile; None, since there are none here.
+            compiled_autograd_enabled: not here: gradients leave in hooks.
+
+        Raises:
+            ValueError: a schedule, or compiled autograd.
+        """
+        if schedule is not None or compiled_autograd_enabled:
+            raise ValueError(
+                "compile() takes no schedule and no compiled autograd: zeropp gathers and reduces in hooks, outside of "
+                "compiled graphs; leave both out"
+            )
+        # Hooks stay outside of graphs; blocks compiled one by one have no breaks in theirs.
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether :meth:`compile` was called."""
+        return self._is_compiled
 
     def destroy(self) -> None:
         """Take zeropp off the model; values are lost with the optimizer. The engine cannot be used any more."""

@@ -14,6 +14,7 @@ from zeropp.access.state import engine_of
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.save import begin
+from zeropp.checkpoint.sixteen_bit import gather_16bit
 from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -152,6 +153,35 @@ class Saving:
         frozen = {name for name, parameter in named if not parameter.requires_grad}
         state = self.module.state_dict()
         return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Load whole tensors, the same ones on every rank, into the model. Collective.
+
+        Raises:
+            RuntimeError: names or shapes are others than the model's.
+        """
+        self.module.load_state_dict(state_dict, strict=strict)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """Whole weights and buffers in 16 bits on the first rank's CPU, None on others, in any stage. Collective.
+
+        Accelerate, transformers and others call it, and :meth:`_zero3_consolidated_16bit_state_dict`, by these names.
+        """
+        return gather_16bit(self.module, exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """:meth:`_consolidated_16bit_state_dict`, in stage 3.
+
+        Raises:
+            ValueError: in another stage, where ``module_state_dict()`` takes no gathering.
+        """
+        # As in DeepSpeed: whoever falls back on it has asked by an error.
+        if self.loaded_config.zero.stage != 3:
+            raise ValueError(
+                f"_zero3_consolidated_16bit_state_dict() is of stage 3, and this is {self.loaded_config.zero.stage}; "
+                "use module_state_dict()"
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _counts(self) -> dict[str, int]:
         # Skipped steps are the optimizer's, which saves them itself.

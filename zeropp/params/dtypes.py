@@ -1,0 +1,85 @@
+"""Which dtype each parameter is gathered in and computed with."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from zeropp.config import Config
+from zeropp.params.guard import own_dtype
+
+__all__ = ["DTYPES", "ComputedWith", "autocast_dtype", "compute_dtype", "computed_with", "keeps_float32"]
+
+ComputedWith = dict[str, tuple[nn.Parameter, torch.dtype]]
+"""Parameters by name, each with the dtype it is computed with."""
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the configuration's names."""
+
+# Those that DeepSpeed converts, too: their operation is one that autocast runs in 16 bits, and they have no other.
+_SAFE = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+
+
+def compute_dtype(config: Config) -> torch.dtype | None:
+    """The dtype that the configuration has the model computed in; None for the parameters' own."""
+    if config.fp16.enabled:
+        return torch.float16
+    return torch.bfloat16 if config.bf16.enabled else None
+
+
+def autocast_dtype(config: Config) -> torch.dtype:
+    """The dtype that forwards are autocast to."""
+    return DTYPES[config.torch_autocast.dtype]
+
+
+def computed_with(model: nn.Module, config: Config) -> ComputedWith:
+    """Every parameter, and the dtype it is computed with.
+
+    That of the ``bf16`` or ``fp16`` block, except for ``keep_in_fp32_modules``; else the parameter's own. Under
+    autocast, weights of modules that would convert them at each use are gathered converted: the bits are the same, and
+    half the bytes travel.
+
+    Args:
+        model: wrapped or not.
+        config: of the engine.
+    """
+    lower = _converted_by_autocast(model, config)
+    kept = config.data_types.keep_in_fp32_modules or ()
+    found: ComputedWith = {}
+    for name, parameter in model.named_parameters():
+        # Its own, and not the parameter's: a model that is wrapped again has parameters in the compute dtype.
+        own = own_dtype(parameter)
+        dtype = compute_dtype(config) or own
+        # Of the blocks' doing alone: a model that was built in 16 bits has nothing to keep.
+        if dtype != own and any(keeps_float32(part, name) for part in kept):
+            dtype = torch.float32
+        elif id(parameter) in lower and dtype == torch.float32:
+            dtype = autocast_dtype(config)
+        found[name] = parameter, dtype
+    return found
+
+
+def keeps_float32(part: str, name: str) -> bool:
+    """Whether ``part`` is among the parts of a parameter's name, one or several in a row."""
+    return f".{part}." in f".{name}."
+
+
+def _converted_by_autocast(model: nn.Module, config: Config) -> set[int]:
+    """Identities of parameters all of whose modules convert them under autocast."""
+    if not config.torch_autocast.enabled:
+        return set()
+    given = config.torch_autocast.lower_precision_safe_modules
+    safe, other = set[int](), set[int]()
+    for module in model.modules():
+        ids = {id(parameter) for parameter in module.parameters(recurse=False)}
+        # By class and not by instance: what a subclass does with its weight is its own.
+        (safe if _is_named(type(module), _SAFE if given is None else given) else other).update(ids)
+    # A table that is tied to a Linear is looked up in float32.
+    return safe - other
+
+
+def _is_named(kind: type, names: tuple[str, ...]) -> bool:
+    full = f"{kind.__module__}.{kind.__qualname__}"
+    # torch's own classes live in torch.nn.modules.linear and the like, and nobody writes that.
+    short = f"torch.nn.{kind.__qualname__}" if full.startswith("torch.nn.modules.") else full
+    return bool({full, short, kind.__qualname__} & set(names))
