@@ -44,12 +44,12 @@ def edit(model: Stack) -> None:
     nn.init.constant_(model.conv.bias, 0.75)
 
 
-def trained_with_edits(settings: dict[str, object], modifier: int) -> bool:
+def trained_with_edits(settings: dict[str, object], modifier: int | None) -> bool:
     """Steps with an edit between them, beside plain torch; whether outputs agreed at once."""
     pair, same = lent(settings), True
     for step in range(4):
         with GatheredParameters(pair.model.parameters(), modifier_rank=modifier):
-            if pair.rank == modifier:
+            if modifier is None or pair.rank == modifier:
                 edit(pair.model)
             elif step % 2:
                 pair.model.conv.bias.data.fill_(99.0)  # of no consequence
@@ -62,8 +62,8 @@ def trained_with_edits(settings: dict[str, object], modifier: int) -> bool:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", PLACED)
-@pytest.mark.parametrize("modifier", [0, 3])
-def test_edits_are_everyones_and_training_goes_on_from_them(name: str, modifier: int) -> None:
+@pytest.mark.parametrize("modifier", [0, 3, None])
+def test_edits_are_everyones_and_training_goes_on_from_them(name: str, modifier: int | None) -> None:
     found = run_ranks(4, trained_with_edits, PLACED[name], modifier, local_world_size=2)
     assert found == [True] * 4, "a forward after an edit used older weights"
 

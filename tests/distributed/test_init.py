@@ -238,7 +238,7 @@ def lent() -> list[str]:
 
 def edit(weight: nn.Parameter) -> None:
     with zero.GatheredParameters(weight), torch.no_grad():
-        weight.add_(1.0)
+        weight.add_(1.0 + dist.get_rank())
 
 
 def test_before_wrapping() -> None:
@@ -339,8 +339,14 @@ def unkept() -> list[str]:
         wrong += [] if is_guarded(many[0]) else ["a module of many parameters is whole"]
     before = model.bias.detach().clone()
     with pytest.raises(RuntimeError, match="are lost"), zero.GatheredParameters(model), torch.no_grad():
+        model.bias.add_(1.0 + dist.get_rank())
+    wrong += [] if torch.equal(model.bias, before) else ["a lost edit stays"]
+    with zero.GatheredParameters([model.bias, many[0]]), torch.no_grad():
         model.bias.add_(1.0)
-    return wrong + ([] if torch.equal(model.bias, before) else ["a lost edit stays"])
+        many[0].mul_(3.0)
+    with zero.GatheredParameters([model.bias, many[0]]):
+        kept = torch.equal(model.bias, before + 1) and bool((many[0] == 3).all())
+    return wrong + ([] if kept else ["an edit that all ranks have made is lost"])
 
 
 def test_edits_that_are_not_kept() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from zeropp.params.fingerprint import fingerprint
+from zeropp.params.fingerprint import digest_of, fingerprint
 from zeropp.params.piece import Piece, piece_of
 from zeropp.params.spread import Spread
 
@@ -73,26 +73,28 @@ class PiecesLoan:
 
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
-        spread, names = self._spread, [piece.name for _, piece in self._pieces]
-        if self._modifier_rank is None:
-            now = map(fingerprint, self._values)
-            wrong = [name for name, old, new in zip(names, self._prints, now, strict=True) if old != new]
-        else:
-            rows = zip(names, self._before, self._values, strict=True)
-            wrong = [f"{name} of shape {old[0]} got {tuple(v.shape)}" for name, old, v in rows if v.shape != old[0]]
+        spread, keeps = self._spread, self._modifier_rank
+        edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
         parameters = [parameter for parameter, _ in self._pieces]
-        accounts = spread.agree("leaving GatheredParameters", parameters, bool(wrong))
-        if any(accounts):
+        own = bool(wrong), digest_of(edits.items()) if edits else 0
+        accounts = spread.agree("leaving GatheredParameters", parameters, own)
+        if keeps is None and accounts[0][1] and all(each == accounts[0] for each in accounts):
+            # All ranks have made the same edits, and any of them has what is meant.
+            keeps = spread.carrier.ranks[0]
+        lost = [index for index, (bad, edited) in enumerate(accounts) if bad or (keeps is None and edited)]
+        if lost:
             for parameter, value in self._restored.items():
                 parameter.data = value
-            ranks = [spread.carrier.ranks[index] for index, lost in enumerate(accounts) if lost]
+            ranks = [spread.carrier.ranks[index] for index in lost]
             raise RuntimeError(
-                f"edits made inside GatheredParameters on ranks {ranks} are lost: {wrong or 'see the error there'}. "
-                "Say whose edits are kept, GatheredParameters(params, modifier_rank=0), and keep shapes as they are"
+                f"edits made inside GatheredParameters on ranks {ranks} are lost: "
+                f"{wrong or list(edits) or 'see the error there'}. Say whose edits are kept, "
+                "GatheredParameters(params, modifier_rank=0), or make the same ones on every rank, and keep shapes as "
+                "they are"
             )
-        if self._modifier_rank is None:
+        if keeps is None:
             return
-        source = spread.carrier.ranks.index(self._modifier_rank)
+        source = spread.carrier.ranks.index(keeps)
         whole: list[nn.Parameter] = []
         cut: list[nn.Parameter] = []
         for (parameter, piece), (_, dtype), value in zip(self._pieces, self._before, self._values, strict=True):
@@ -101,6 +103,17 @@ class PiecesLoan:
             piece.show(parameter, value.detach().to(dtype), lent=True)
         spread.broadcast(whole, source)
         spread.scatter(cut, source)
+
+
+    def _edits(self) -> dict[str, object]:
+        """Parameters that were edited, by name, and what tells their values from others."""
+        rows = zip(self._pieces, self._prints, map(fingerprint, self._values), strict=True)
+        return {piece.name: new for (_, piece), old, new in rows if old != new}
+
+    def _misshapen(self) -> list[str]:
+        """Parameters that were given a tensor of another shape."""
+        rows = zip(self.lent.values(), self._before, self._values, strict=True)
+        return [f"{name} of shape {old} got {tuple(new.shape)}" for name, (old, _), new in rows if new.shape != old]
 
 
 def _piece(parameter: nn.Parameter) -> Piece:

@@ -15,7 +15,7 @@ from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING, WEIGHTS
-from zeropp.params.fingerprint import fingerprint
+from zeropp.params.fingerprint import digest_of, fingerprint
 from zeropp.params.guard import handler_of, is_guarded
 
 __all__ = ["GatheredParameters"]
@@ -26,20 +26,21 @@ class GatheredParameters:
 
     Collective: every rank of the model enters and leaves, with the same parameters in the same order. They are of a
     wrapped model, or were built in :class:`zeropp.zero.Init`; what is not managed by zeropp is left alone. Between
-    passes only: the model cannot run inside, and no step be taken. Inside a forward or backward it only fetches the
-    parameters, as any use of them would.
+    passes only: no step can be taken inside. With all parameters of a model it may run inside without gradients, on
+    what is gathered, in the dtypes that it is trained in, and each rank for itself: as often as it likes. Inside a
+    forward or backward this only fetches the parameters, as any use of them would.
 
     Args:
         params: one parameter, several, or a module, whose parameters are meant.
         modifier_rank: global rank whose edits are kept: they go to the main weights of every rank, and what was
-            gathered of older ones is not used any more. None to read only.
+            gathered of older ones is not used any more. None to read, or for edits that every rank makes alike.
         fwd_module: as in DeepSpeed, a module whose forward will use the parameters; see
             :func:`register_external_parameter`.
         enabled: False makes this do nothing.
 
     Raises:
         RuntimeError: inside a pass with ``modifier_rank``, parameters that are gathered already, ranks at different
-            calls; and at the end, on every rank, edits without ``modifier_rank``.
+            calls; and at the end, on every rank, edits without ``modifier_rank`` that are not the same on all.
         ValueError: ``modifier_rank`` is no rank of the model.
     """
 
@@ -175,17 +176,33 @@ class _Loan:
         # A buffer is gathered whole, so once for all of its parameters.
         gathered = {buffer: gather_main(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
         self.values = [gathered[buffer][index] for buffer, index in self.places]
-        # Who edits without a modifier_rank loses the edit, and is to be told.
+        # Edits without a modifier_rank are everyone's if all ranks make the same ones; else they are lost, and told of.
         self.before = [fingerprint(value) for value in self.values] if modifier_rank is None else []
         # requires_grad_ on a lent parameter passes the guard by; what has changed is passed on at the end.
         self.trained = [buffer.parameters[index].requires_grad for buffer, index in self.places]
         for (buffer, index), value in zip(self.places, self.values, strict=True):
             buffer.lend(index, value)
-        engine.lent += 1
+        engine.loans.begin(self)
+
+    def lower(self) -> None:
+        """See :class:`zeropp.engine.loans.Loan`; once, since nobody gives them back."""
+        for number, (buffer, index) in enumerate(self.places):
+            parameter, dtype = buffer.parameters[index], buffer.compute_dtype
+            if parameter.dtype == dtype:
+                continue
+            if self.modifier_rank is not None or fingerprint(parameter) != self.before[number]:
+                raise RuntimeError(
+                    f"the model was called inside GatheredParameters whose edits are kept, and {self.names[number]!r} "
+                    f"is computed with in {dtype}, to which they would be rounded; leave it first, and call the model "
+                    "in one that only reads"
+                )
+            # One after the other goes, so that there is never twice the model.
+            parameter.data = self.values[number] = parameter.data.to(dtype)
+            self.before[number] = fingerprint(parameter)
 
     def give_back(self) -> None:
         """Let the parameters be partitioned again; what they have by now is kept in :attr:`values`."""
-        self.engine.lent -= 1
+        self.engine.loans.end(self)
         # What they hold now: .data may have been replaced, and not only written to.
         self.values = [buffer.take_back(index) for buffer, index in self.places]
         for (buffer, index), before in zip(self.places, self.trained, strict=True):
@@ -195,18 +212,23 @@ class _Loan:
 
     def finish(self) -> None:
         """Every rank takes its part of the edits; or learns that some rank made one that cannot be kept."""
-        engine = self.engine
+        engine, keeps = self.engine, self.modifier_rank
         # Ranks agree before the first broadcast: all raise, or all go on.
-        wrong = self._lost() if self.modifier_rank is None else self._misshapen()
-        doing = "leaving GatheredParameters"
-        rows = engine.agreement.exchange(LENT, [int(bool(wrong))], doing, "the end of GatheredParameters")
-        if any(row[0] for row in rows):
-            ranks = [engine.comm.ranks[index] for index, row in enumerate(rows) if row[0]]
+        edits, wrong = self._edits() if keeps is None else {}, self._misshapen()
+        own = [int(bool(wrong)), digest_of(edits.items()) if edits else 0]
+        rows = engine.agreement.exchange(LENT, own, "leaving GatheredParameters", "the end of GatheredParameters")
+        if keeps is None and rows[0][1] and all(row == rows[0] for row in rows):
+            # All ranks have done the same, as to an average that each of them keeps: any of them has what is meant.
+            keeps = engine.comm.ranks[0]
+        ranks = [engine.comm.ranks[i] for i, row in enumerate(rows) if row[0] or (keeps is None and row[1])]
+        if ranks:
             raise RuntimeError(
-                f"edits made inside GatheredParameters on ranks {ranks} are lost: {wrong or 'see the error there'}. "
-                "Say whose edits are kept, GatheredParameters(params, modifier_rank=0), and keep shapes as they are"
+                f"edits made inside GatheredParameters on ranks {ranks} are lost: "
+                f"{wrong or list(edits) or 'see the error there'}. Say whose edits are kept, "
+                "GatheredParameters(params, modifier_rank=0), or make the same ones on every rank, and keep shapes as "
+                "they are"
             )
-        if self.modifier_rank is None:
+        if keeps is None:
             return
         # A refresh under way still reads the shards that are about to be written.
         engine.refresh.wait()
@@ -214,15 +236,15 @@ class _Loan:
             for (buffer, index), value in zip(self.places, self.values, strict=True):
                 # All shapes are right by now, but the user may have given another dtype or strides.
                 whole = value.detach().to(buffer.main_dtype).contiguous()
-                engine.comm.broadcast(whole, self.modifier_rank)
+                engine.comm.broadcast(whole, keeps)
                 # Every rank cuts out its own piece: a replica of the states has the same bits then.
                 buffer.load(buffer.parameters[index], whole)
         engine.weights_changed(dict.fromkeys(buffer for buffer, _ in self.places))
 
-    def _lost(self) -> list[str]:
-        """Parameters that were edited though nobody keeps edits."""
+    def _edits(self) -> dict[str, object]:
+        """Parameters that were edited, by name, and what tells their values from others."""
         now = map(fingerprint, self.values)
-        return [name for name, old, new in zip(self.names, self.before, now, strict=True) if old != new]
+        return {name: new for name, old, new in zip(self.names, self.before, now, strict=True) if old != new}
 
     def _misshapen(self) -> list[str]:
         """Parameters that were given a tensor of another shape."""

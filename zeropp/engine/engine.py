@@ -21,9 +21,10 @@ from zeropp.engine.backward import BackwardUses, Kept, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
 from zeropp.engine.idle import refuse_occupied
 from zeropp.engine.listener import Listener
+from zeropp.engine.loans import Loans
 from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
 from zeropp.engine.pending import Pending
-from zeropp.engine.tensors import cast_floating
+from zeropp.engine.tensors import cast_inputs
 from zeropp.engine.window import Window
 from zeropp.order.known_orders import IssueHash, Phase, PhaseKey
 from zeropp.order.prefetch import Limits
@@ -74,16 +75,11 @@ class Engine(GuardHandler):
         loss_scale: LossScale,
         hang_timeout: float,
         warn_after: float | None,
-        input_dtype: torch.dtype | None,
-        static_graph: bool,
-        log_relearning: bool,
-        overlap: bool,
-    ) -> None:
+        input_dtype: torch.dtype | None, static_graph: bool, log_relearning: bool, overlap: bool,
+    ) -> None:  # fmt: skip
         self.comm, self.maker = comm, maker
         self.mode = maker.mode  # levels of the parts of units, persistent ones aside
-        self.units = tuple(units)
-        self.device = device
-        self.window = window
+        self.units, self.device, self.window = tuple(units), device, window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
         make = partial(make_lanes, device=device, sends=sends, overlap=overlap, hosted=maker.config.offloads)
@@ -114,7 +110,7 @@ class Engine(GuardHandler):
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
-        self.parking, self.lent = Parking(), 0  # what is away; uses of GatheredParameters that are open
+        self.parking, self.loans = Parking(), Loans()  # what is away; uses of GatheredParameters that are open
         # Main weights hold an average; the engine is off its model; a state dict is being copied into the parameters.
         self.averaged = self.closed = self.loading = False
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
@@ -125,27 +121,30 @@ class Engine(GuardHandler):
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
-        changed = None
+        changed, outermost = None, self.hooks.depth == 0
+        if self.loans and self.loans.serve(self.units, outermost=outermost):
+            return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
         try:
             if not self.running:
                 self.require_idle("the model", averaged=True, beside_step=True, needs=of_a_forward())
                 self.finish_load()
                 self.refresh.start_put_off()
                 self._begin_forward(hooked, training)
-                if self.input_dtype is not None:
-                    changed = cast_floating(args, self.input_dtype), cast_floating(kwargs, self.input_dtype)
+                changed = cast_inputs(args, kwargs, self.input_dtype)
             for unit in hooked.units:
                 unit.users += 1
                 if not self.kept.has(unit):
                     self.schedule.use(unit)
         except BaseException:
-            if self.hooks.depth == 0:
+            if outermost:
                 self.recover()  # further in, the hooks after the modules around do that
             raise
         return changed
 
     def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
         """A hooked module's forward is over: release its units, unless they are planned to stay."""
+        if self.loans.computing:
+            return None
         # A model may catch an error of an inner module and go on. In backward an error may be checkpointing's own, by
         # which it ends a recomputation early.
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):

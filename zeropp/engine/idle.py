@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from zeropp.engine.loans import Loans
 from zeropp.engine.parking import Parking
 from zeropp.order.known_orders import Phase
 
@@ -17,14 +18,14 @@ class Occupied(Protocol):
     Attributes:
         closed: it was taken off its model.
         phase: the running pass.
-        lent: uses of GatheredParameters that are open.
+        loans: uses of GatheredParameters that are open.
         averaged: main weights hold an average.
         parking: what is off the device.
     """
 
     closed: bool
     phase: Phase
-    lent: int
+    loans: Loans
     averaged: bool
     parking: Parking
 
@@ -40,8 +41,9 @@ def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, 
         raise RuntimeError(f"{what} was called after close(), which gave up the partitioned values")
     if engine.running:
         raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")
-    if engine.lent and not lent:
-        raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first")
+    if engine.loans and not lent:
+        also = ", or gather all of its parameters and call it under torch.no_grad()" if what == "the model" else ""
+        raise RuntimeError(f"{what} was called inside GatheredParameters; leave that first{also}")
     if engine.averaged and not averaged:
         raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
     engine.parking.require(what, needs)

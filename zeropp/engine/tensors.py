@@ -59,6 +59,13 @@ def cast_floating(value: _T, dtype: torch.dtype) -> _T:
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
+def cast_inputs(
+    args: tuple[object, ...], kwargs: dict[str, object], dtype: torch.dtype | None
+) -> tuple[tuple[object, ...], dict[str, object]] | None:
+    """What a module's pre-hook returns to have floating inputs in ``dtype``; None leaves them alone."""
+    return None if dtype is None else (cast_floating(args, dtype), cast_floating(kwargs, dtype))
+
+
 def map_tensors(value: _T, change: Callable[[Tensor], Tensor]) -> _T:
     """The same structure with ``change(tensor)`` in place of each tensor.
 
