@@ -63,7 +63,8 @@ def in_bf16() -> tuple[Tensor, Tensor, list[torch.dtype], bool]:
             held += [parameter.dtype for parameter in model.parameters()]
     after = zeropp.full_state(model)
     optimizer.close()
-    return outside, inside, sorted({dtype for dtype in held if dtype.is_floating_point}, key=str), all(torch.equal(before[name], after[name]) for name in before)
+    floating = sorted({dtype for dtype in held if dtype.is_floating_point}, key=str)
+    return outside, inside, floating, all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_it_computes_in_the_dtype_that_it_is_trained_in_and_main_weights_stay() -> None:

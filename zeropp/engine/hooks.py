@@ -23,7 +23,7 @@ from zeropp.engine.tensors import copy_views, differentiable
 from zeropp.order.known_orders import PhaseKey
 from zeropp.params.unit import Unit
 
-__all__ = ["OWNED_AS", "BackwardCall", "HookHandler", "HookedModule", "ModuleHooks", "Return"]
+__all__ = ["EXTERNAL_AS", "OWNED_AS", "BackwardCall", "HookHandler", "HookedModule", "ModuleHooks", "Return"]
 
 
 class Return(Enum):
@@ -163,8 +163,8 @@ class BackwardCall:
 
 
 # In a module's __dict__. See [Note: ownership].
-OWNED_AS = "_zeropp_engine"
-_MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS])
+OWNED_AS, EXTERNAL_AS = "_zeropp_engine", "ds_external_parameters"
+_MODULE_ATTRIBUTES = frozenset([*vars(nn.Module()), OWNED_AS, EXTERNAL_AS])
 
 
 def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> list[Tensor]:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zeropp._compat import unguarded
+from zeropp.params.status import ZeroParamStatus
 
 __all__ = [
     "GuardHandler", "guard", "handler_of", "is_guarded", "is_managed", "nothing", "own_dtype", "register", "unguard",
@@ -195,6 +196,8 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
             # A debugger or a log prints parameters at any time; that must neither fetch a unit nor raise.
             "__repr__": _describe,
             "__format__": lambda parameter, spec: format(_describe(parameter), spec),
+            # Over what the parameter's own dict says of the time when it has its values.
+            "ds_status": property(lambda parameter: ZeroParamStatus.NOT_AVAILABLE),
         }
         _GUARDS[cls] = types.new_class(f"Released{cls.__name__}", (cls,), exec_body=lambda body: body.update(namespace))
     return _GUARDS[cls]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeropp._compat import sharing_versions
+from zeropp.access.attributes import carry_attributes
 from zeropp.access.awaited import await_values, awaited_names
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
 from zeropp.access.external import external_parameters
@@ -189,6 +190,9 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     install_state_hooks(model, engine)
     refuse_changes(model, engine)
     give_to_modules(model, engine)
+    # Below it nothing is away that a script would gather.
+    if engine.maker.config.zero.stage == 3:
+        carry_attributes(model, engine)
     # Last: its hook is prepended, and must run before the one that begins a pass.
     watch_structure(model, engine)
 
