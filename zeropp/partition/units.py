@@ -18,7 +18,12 @@ from zeropp._compat import is_compiled
 from zeropp.config import Config
 from zeropp.partition.layout import BLOCK
 
-__all__ = ["Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "never_called", "unit_options"]
+__all__ = [
+    "LEAF_AS", "Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "never_called", "unit_options",
+]  # fmt: skip
+
+LEAF_AS = "_z3_leaf"
+"""In the dict of a module that a call has made a leaf; DeepSpeed's name, which some set by hand."""
 
 # A persistent unit is cut here, so that reducing one overlaps the rest of backward.
 _PERSISTENT_NUMEL = 1 << 24
@@ -148,6 +153,9 @@ class _UnitBuilder:
         if cls.__name__ in options.leaf_classes or f"{cls.__module__}.{cls.__qualname__}" in options.leaf_classes:
             return True
         if path in options.leaf_names or any(path.endswith(suffix) for suffix in options.leaf_suffixes if path):
+            return True
+        # By a call of the user's, who has no path of it.
+        if module.__dict__.get(LEAF_AS):
             return True
         # Inside a compiled region there is no place to gather: all its weights must be there when it begins.
         return is_compiled(module) or self.is_fine_grained(module)

@@ -37,7 +37,7 @@ from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
-from zeropp.partition.units import UnitSpec, direct_parameters, form_units, never_called, unit_options
+from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.plan.memory import memory
 from zeropp.setup.autocast import autocast_forwards
 from zeropp.setup.built import built_for, check_built
@@ -302,7 +302,9 @@ def _describe(model: nn.Module) -> list[str]:
         f"{' (wrapped before)' if is_managed(p) else ''}"
         for name, p in model.named_parameters()
     ]
-    return [*parameters, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
+    # Ranks with other leaves would cut other units.
+    leaves = [f"leaf module {path}" for path, module in model.named_modules() if module.__dict__.get(LEAF_AS)]
+    return [*parameters, *leaves, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
 def _check_agreement(own: list[str], comm: Comm) -> None:
