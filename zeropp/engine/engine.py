@@ -81,9 +81,7 @@ class Engine(GuardHandler):
     ) -> None:
         self.comm, self.maker = comm, maker
         self.mode = maker.mode  # levels of the parts of units, persistent ones aside
-        self.units = tuple(units)
-        self.device = device
-        self.window = window
+        self.units, self.device, self.window = tuple(units), device, window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
         make = partial(make_lanes, device=device, sends=sends, overlap=overlap, hosted=maker.config.offloads)
@@ -277,9 +275,10 @@ class Engine(GuardHandler):
 
     @property
     def running(self) -> bool:
-        """Whether a pass is running; a backward that failed is over."""
+        """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
         # Autograd calls nothing that was queued for the end of a backward that failed; so it is noticed here.
-        if self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None):
+        failed = self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None)
+        if failed or (self.phase is Phase.FORWARD and self.hooks.cut_off):
             self.recover()
         return self.phase is not Phase.IDLE
 
