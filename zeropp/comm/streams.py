@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -27,6 +28,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
+from zeropp.comm import forks
 from zeropp.comm.cuda_streams import CudaStream, LaunchedStream
 from zeropp.comm.events import DONE, Event, Stream
 
@@ -70,9 +72,10 @@ class InlineStream:
 class ThreadEvent:
     """Completion of work on a thread, on a bare lock: cheaper than a condition for one waiter."""
 
-    __slots__ = ("_error", "_lock")
+    __slots__ = ("_error", "_generation", "_lock")
 
     def __init__(self) -> None:
+        self._generation = forks.generation()
         self._lock = threading.Lock()
         # Held until the work is done. A lock may be released by another thread than took it.
         self._lock.acquire()
@@ -83,8 +86,11 @@ class ThreadEvent:
         self._lock.release()
 
     def wait(self, timeout: float) -> bool:
-        if not self._lock.acquire(timeout=timeout):
-            return False
+        # What is done is done in a forked child, too; what is not never will be.
+        if not self._lock.acquire(blocking=False):
+            forks.require_same(self._generation)
+            if not self._lock.acquire(timeout=timeout):
+                return False
         # Let the next waiter through: several may wait for one event.
         self._lock.release()
         if self._error is not None:
@@ -106,6 +112,7 @@ class ThreadStream:
 
     def __init__(self, name: str) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._generation = forks.generation()
         # A daemon, or Python would wait for it before atexit could tell it to end.
         self._thread = threading.Thread(target=_serve, args=(self._tasks,), name=f"zeropp {name}", daemon=True)
         self._thread.start()
@@ -114,7 +121,12 @@ class ThreadStream:
         _running[self._thread] = self._tasks
 
     def run(self, *works: Callable[[], object], after: Event | None = None) -> Event:
-        """Queue ``works``; on CPU the caller's earlier work is already done."""
+        """Queue ``works``; on CPU the caller's earlier work is already done.
+
+        Raises:
+            RuntimeError: in a forked child, which has no such thread.
+        """
+        forks.require_same(self._generation)
         event = ThreadEvent()
         self._tasks.put((works, after, event))
         return event
@@ -157,6 +169,8 @@ def _end_all() -> None:
 
 
 atexit.register(_end_all)
+# A child has none of them to wait for.
+os.register_at_fork(after_in_child=_running.clear)
 
 
 def _serve(tasks: SimpleQueue[_Task | None]) -> None:

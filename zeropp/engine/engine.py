@@ -276,9 +276,10 @@ class Engine(GuardHandler):
 
     @property
     def running(self) -> bool:
-        """Whether a pass is running; a backward that failed is over."""
+        """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
         # Autograd calls nothing that was queued for the end of a backward that failed; so it is noticed here.
-        if self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None):
+        failed = self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None)
+        if failed or (self.phase is Phase.FORWARD and self.hooks.cut_off):
             self.recover()
         return self.phase is not Phase.IDLE
 

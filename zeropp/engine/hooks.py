@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
+from types import FrameType
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, will_execute
+from zeropp.engine.frames import is_over, module_call
 from zeropp.engine.tensors import copy_views, differentiable
 from zeropp.order.known_orders import PhaseKey
 from zeropp.params.unit import Unit
@@ -193,6 +195,8 @@ class _Frame:
     call: BackwardCall | None
     # Being handled when the module was entered.
     error: BaseException | None
+    # Python's own, of torch's call.
+    running: FrameType | None
 
 
 class ModuleHooks:
@@ -304,6 +308,12 @@ class ModuleHooks:
         """How many hooked modules are on the call stack."""
         return len(self._stack)
 
+    @property
+    def cut_off(self) -> bool:
+        """Whether the forward on the call stack has ended by Ctrl-C or the like, and nobody has said so."""
+        # The innermost first: it is near, and where it runs all others do.
+        return bool(self._stack) and is_over(self._stack[-1].running) and is_over(self._stack[0].running)
+
     def run_as(self, module: nn.Module, function: Callable[..., object], *args: object) -> object:
         """Call ``function`` in place of a hooked module's forward, between its hooks of this engine alone."""
         hooked, kwargs = self._modules[module], dict[str, object]()
@@ -331,7 +341,7 @@ class ModuleHooks:
             call = BackwardCall(ref, hooked) if torch.is_grad_enabled() else None
             # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
             # failure then.
-            stack.append(_Frame(hooked, call, sys.exc_info()[1]))
+            stack.append(_Frame(hooked, call, sys.exc_info()[1], module_call()))
             # Gradients tell when a trained weight is done with; a frozen one needs the inputs' to say so.
             if call is not None and hooked.with_frozen:
                 inputs = differentiable((args, kwargs))

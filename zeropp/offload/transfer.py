@@ -20,6 +20,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from zeropp.comm import forks
 from zeropp.comm.events import Event
 from zeropp.comm.streams import ThreadEvent
 from zeropp.config.runtime import AioConfig
@@ -179,7 +180,7 @@ class Transfers:
             for number in range(count)
         ]
         self._stop = weakref.finalize(self, self._queue.close)
-        self._forked = False
+        self._generation = forks.generation()
         _open.add(self)
         for thread in self._threads:
             thread.start()
@@ -208,12 +209,7 @@ class Transfers:
         return self._begin(extent, start_nbytes, source, reads=False)
 
     def _begin(self, extent: Extent, start: int, memory: Tensor, *, reads: bool) -> Event:
-        if self._forked:
-            # Waiting for threads that are not there would never end.
-            raise RuntimeError(
-                f"process {os.getpid()} was forked from one whose weights or states are in files, and has no threads "
-                "to read or write them; use the model in the process that wrapped it, or hand copies to this one"
-            )
+        forks.require_same(self._generation)
         word = "read into" if reads else "written from"
         nbytes = memory.numel() * memory.itemsize
         if memory.device.type != "cpu" or not memory.is_contiguous():
@@ -230,9 +226,9 @@ class Transfers:
         return transfer.event
 
     def forget(self) -> None:
-        """Reads and writes are refused; :meth:`close` and the end of this object or the program do nothing."""
+        """Neither :meth:`close` nor the end of this object or the program does anything."""
         self._stop.detach()
-        self._threads, self._forked = [], True
+        self._threads = []
 
     def close(self) -> None:
         """Let threads end after what was begun, and wait a while for them: a disk that hangs must not hang this."""
