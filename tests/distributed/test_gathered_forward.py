@@ -84,10 +84,16 @@ def of_a_part(model: Stack) -> None:
 
 
 def after_an_error(model: Stack) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
     with GatheredParameters(model), torch.no_grad():
         with pytest.raises(RuntimeError):
             model(torch.ones(1, 1, dtype=torch.float64))
-        model(data(0, 0))
+        handle = model.blocks[1].register_forward_hook(stop)
+        with pytest.raises(KeyboardInterrupt):
+            model(data(0, 0))
+        handle.remove()
         raise KeyError("the user's own")
 
 

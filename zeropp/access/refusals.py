@@ -53,14 +53,16 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
     engine.on_close(restorer(model, "zero_grad"))
 
 
-def restorer(module: nn.Module, name: str) -> Callable[[], None]:
-    """Takes an attribute of a module object away again, if that is still there."""
+def restorer(module: nn.Module, name: str, before: object = None) -> Callable[[], None]:
+    """Takes an attribute of a module object away again, or puts back what was there, if the module is."""
     # The engine keeps these actions, and must not keep modules.
     ref = weakref.ref(module)
 
     def restore() -> None:
         target = ref()
-        if target is not None:
+        if target is not None and before is not None:
+            target.__dict__[name] = before
+        elif target is not None:
             target.__dict__.pop(name, None)
 
     return restore

@@ -77,8 +77,7 @@ class Engine(GuardHandler):
         warn_after: float | None,
         input_dtype: torch.dtype | None, static_graph: bool, log_relearning: bool, overlap: bool,
     ) -> None:  # fmt: skip
-        self.comm, self.maker = comm, maker
-        self.mode = maker.mode  # levels of the parts of units, persistent ones aside
+        self.comm, self.maker, self.mode = comm, maker, maker.mode  # levels of parts of units, persistent ones aside
         self.units, self.device, self.window = tuple(units), device, window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
@@ -121,11 +120,12 @@ class Engine(GuardHandler):
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
     ) -> object:
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
-        changed, outermost = None, self.hooks.depth == 0
+        changed, running = None, self.running
+        outermost = self.hooks.is_empty()
         if self.loans and self.loans.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
         try:
-            if not self.running:
+            if not running:
                 self.require_idle("the model", averaged=True, beside_step=True, needs=of_a_forward())
                 self.finish_load()
                 self.refresh.start_put_off()

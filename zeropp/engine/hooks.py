@@ -303,6 +303,12 @@ class ModuleHooks:
         """Forget a call stack that an error has cut off."""
         self._stack.clear()
 
+    def is_empty(self) -> bool:
+        """Whether no hooked module is on the call stack; outside of a pass, what Ctrl-C has left there goes."""
+        if self.cut_off:
+            self._stack.clear()
+        return not self._stack
+
     @property
     def depth(self) -> int:
         """How many hooked modules are on the call stack."""
