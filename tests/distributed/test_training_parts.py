@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +98,40 @@ def compiled() -> list[list[float]]:
 def test_a_compiled_model_trains_alike() -> None:
     for plain, other in run_ranks(2, compiled, timeout=100):
         assert other == pytest.approx(plain, rel=1e-12)
+
+
+@contextlib.contextmanager
+def without_hooks(engine: Any) -> Iterator[Any]:
+    """As trainers do around generation: they gather all, take hooks off, and put them back."""
+    with zeropp.zero.GatheredParameters(engine.module.parameters()):
+        offload = engine.optimizer.parameter_offload
+        for module in offload.module.modules():
+            own = module.named_parameters(recurse=False)
+            for _, parameter in itertools.chain(own, module.ds_external_parameters()):
+                parameter.ds_active_sub_modules.clear()
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        yield engine.module
+        offload._register_deepspeed_module(offload.module)
+
+
+def generates() -> list[float]:
+    engine, plain = zeropp.initialize(model=model_of(), config=settings())[0], model_of()
+    losses = train(engine, 0, 1)[0]
+    with torch.no_grad():
+        plain.load_state_dict(zeropp.full_state(engine.module))
+    with without_hooks(engine) as model, torch.no_grad():
+        # As many as this rank has to.
+        far = [apart(model(batch(n, 0)), plain(batch(n, 0))) for n in range(2 + torch.distributed.get_rank())]
+    assert not engine.optimizer.parameter_offload.param_coordinator.is_invalid_trace()
+    return [max(far), *losses, *train(engine, 1, 2)[0]]
+
+
+def plainly() -> list[float]:
+    engine = zeropp.initialize(model=model_of(), config=settings())[0]
+    return [0.0, *train(engine, 0, 2)[0]]
+
+
+def test_a_trainer_that_takes_hooks_off_to_generate() -> None:
+    assert run_ranks(2, generates) == run_ranks(2, plainly)

@@ -19,6 +19,7 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.setup.built import built_for
 from zeropp.training.distributed import init_distributed
 from zeropp.training.engine import Engine
+from zeropp.training.facade import ParameterOffload
 from zeropp.training.from_config import make_optimizer, make_scheduler
 from zeropp.training.inference import wrap_for_inference
 
@@ -98,6 +99,8 @@ def _wrap(
     if inner is None:
         return None, wrap_for_inference(model, rest, group, device)
     wrapped = ZeroOptimizer(inner, model, rest, process_group=group, device=device)
+    # By an attribute, and not of the class: only scripts written for DeepSpeed ask for it.
+    wrapped.parameter_offload = ParameterOffload(model)  # type: ignore[attr-defined]
     return wrapped, wrapped.engine
 
 
