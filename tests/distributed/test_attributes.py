@@ -80,10 +80,10 @@ def carried(settings: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("settings", [{}, {"persist": 100}], ids=str)
 def test_parts_of_all_ranks_are_the_whole(settings: dict[str, Any]) -> None:
-    """Of contiguous ones; that in channels_last has another order."""
+    """By their sizes; a part is in the order of memory, which channels_last has of its own."""
     plain = [p for p in Stack().parameters() if p.is_floating_point()]
     for row in zip(*run_ranks(2, carried, settings), strict=True):
-        assert len({number for number, *_ in row}) == 1 and row[0][1:3] == row[1][1:3]
+        assert row[0][1:3] == row[1][1:3]
         assert sum(part.numel() for *_, part in row) in (row[0][2], 2 * row[0][2])
     numbers = [[number for number, *_ in rows] for rows in run_ranks(2, carried, settings)]
     assert len(set(numbers[0])) == len(numbers[0]) == len(plain)

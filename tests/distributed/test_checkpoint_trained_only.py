@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def trains_all(path: Path) -> str:
 def test_a_model_that_trains_what_was_left_out_is_told(tmp_path: Path) -> None:
     run_ranks(2, saves_both, tmp_path, "frozen")
     for message in run_ranks(2, trains_all, tmp_path / "trained"):
-        assert "the checkpoint has no 'blocks.0.0.weight'" in message and "which were frozen and left out" in message
+        assert re.search(r"the checkpoint has no '[\w.]+', .* and 6 more, which were frozen and left out", message)
 
 
 def in_a_series(folder: Path) -> tuple[int, bool]:

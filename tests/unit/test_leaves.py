@@ -13,7 +13,7 @@ from zeropp.partition.units import form_units, unit_options
 
 
 class Expert(nn.Linear):
-    """Of a kind of its own."""
+    """A kind of its own."""
 
 
 class Sparse(nn.Module):
