@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -237,3 +238,20 @@ def test_cuda_work_is_ordered_behind_the_caller_s_and_before_the_waiter_s() -> N
     made.free(lambda: copy.untyped_storage().resize_(0))
     made.close()
     assert copy.untyped_storage().nbytes() == 0
+
+
+def test_a_failed_stream_ends_when_it_is_dropped() -> None:
+    """Although the frames of its error had it, as those of an engine's work have the engine."""
+    before = threads()
+    stream = ThreadStream("test")
+
+    def fail(own: ThreadStream) -> None:
+        raise ValueError("the work failed")
+
+    event = stream.run(partial(fail, stream))
+    with pytest.raises(ValueError, match="the work failed") as caught:
+        event.wait(5)
+    assert "fail" in [entry.name for entry in caught.traceback]
+    del stream, event, caught
+    gc.collect()
+    assert wait_until(lambda: threads() == before)

@@ -24,7 +24,7 @@ from zeropp.params.guard import handler_of
 from zeropp.params.unit import Unit
 from zeropp.wire.paths import GatherPath
 
-__all__ = ["comm_report", "engine_of", "full_state", "gather_codes", "gather_main", "install_state_hooks"]
+__all__ = ["comm_report", "engine_of", "full_state", "gather_codes", "gather_main", "gather_row", "install_state_hooks"]
 
 
 def engine_of(model: nn.Module | Optimizer) -> Engine:
@@ -95,7 +95,15 @@ def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     # Lanes of gathers write to it, outside the caller's mode.
     with torch.inference_mode(False):
         whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
-    _gather_whole(engine, buffer, buffer.paths.main, whole)
+    _gather_whole(engine, buffer, buffer.paths.main, whole, engine.parking.values(buffer.shard))
+    return buffer.layout.views(whole)
+
+
+def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor) -> list[Tensor]:
+    """What a row has of every parameter of a buffer, which lies as main weights do: gradients, or states."""
+    with torch.inference_mode(False):
+        whole = torch.empty(buffer.layout.numel, dtype=row.dtype, device=buffer.device)
+    _gather_whole(engine, buffer, buffer.paths.main, whole, row)
     return buffer.layout.views(whole)
 
 
@@ -104,13 +112,13 @@ def gather_codes(engine: Engine, buffer: FlatBuffer) -> Tensor | None:
     if not isinstance(buffer, CodedBuffer):
         return None
     messages = buffer.codes.empty(buffer.layout.numel, buffer.device)
-    _gather_whole(engine, buffer, buffer.codes, messages)
+    _gather_whole(engine, buffer, buffer.codes, messages, engine.parking.values(buffer.shard))
     return messages
 
 
-def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor) -> None:
+def _gather_whole(engine: Engine, buffer: FlatBuffer, path: GatherPath, whole: Tensor, own: Tensor) -> None:
     with engine.agreement.watching("gathering", buffer.unit):
-        gather = path.gather(engine.parking.values(buffer.shard), path.places(whole), f"{buffer.unit} <state>")
+        gather = path.gather(own, path.places(whole), f"{buffer.unit} <state>")
         # On the same lanes as gathers of a pass: a group's collectives must have one order. See [Note: one order].
         event = engine.gather_lanes.run(Work(path.links, [gather]))[-1]
     engine.agreement.wait(event.wait, f"gathering unit {buffer.unit!r} for a state dict")

@@ -19,6 +19,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -182,18 +183,29 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
         # The other ranks are still at the work that failed here: a later collective would meet their earlier one.
         if failed is None:
             try:
-                if after is not None:
-                    # Without a limit: whoever waits for this work has a shorter patience, and raises the error.
-                    after.wait(threading.TIMEOUT_MAX)
-                for work in works:
-                    work()
-                    del work
+                _perform(works, after)
             except BaseException as error:
                 # Handed to whoever waits: an exception that ended this thread would be seen by nobody.
                 failed = error
+                _forget_locals(error)
         event.finish(failed)
         # An idle thread must not keep the last work's tensors, which its locals would until the next task.
         del task, works, after, event
+
+
+def _perform(works: Sequence[Callable[[], object]], after: Event | None) -> None:
+    if after is not None:
+        # Without a limit: whoever waits for this work has a shorter patience, and raises the error.
+        after.wait(threading.TIMEOUT_MAX)
+    for work in works:
+        work()
+
+
+def _forget_locals(error: BaseException | None) -> None:
+    """Keep an error's lines, and nothing that they worked with: the engine, which would keep this thread, for ever."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, hosted: bool = False) -> Stream:

@@ -9,5 +9,41 @@ from zeropp.training.distributed import init_distributed
 from zeropp.training.engine import Engine
 from zeropp.training.initialize import initialize
 from zeropp.training.lion import Lion
+from zeropp.training.on_device import OnDevice
+from zeropp.training.tiled import TiledLinear
+from zeropp.training.values import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
+)
 
-__all__ = ["Engine", "Lion", "RepeatingLoader", "init_distributed", "initialize"]
+__all__ = [
+    "Engine",
+    "Lion",
+    "OnDevice",
+    "RepeatingLoader",
+    "TiledLinear",
+    "init_distributed",
+    "initialize",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
