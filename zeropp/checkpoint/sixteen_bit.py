@@ -59,6 +59,8 @@ def save_16bit_model(
     path = Path(save_dir).absolute() / save_filename
     engine.require_idle("checkpoint.save_16bit_model()", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"checkpoint.save_16bit_model({str(path)!r}, {exclude_frozen_parameters})")
+    # Also where nothing is going to be written: weights that are missing are worth a word whenever somebody saves.
+    require_values(engine)
     zero = engine.maker.config.zero
     if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
         if engine.comm.rank == 0:
