@@ -90,6 +90,7 @@ class LocalPart:
                     return buffer, next((found for found in buffer.fragments() if found.slot == index), None)
         raise AssertionError("the parameter is in a buffer of its unit")
 
+    # Last: only what this class has not is a tensor's.
     def __getattr__(self, name: str) -> Any:
         return getattr(self.data, name)
 

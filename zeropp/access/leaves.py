@@ -64,6 +64,7 @@ def set_z3_leaf_modules(
         RuntimeError: see :func:`set_z3_leaf_module`.
     """
     found = _of_classes(model, leaf_module_classes)
+    # A name that nothing has is a typing error, mostly, and shows as a hang.
     if not found and raise_if_not_found:
         raise ValueError(f"a {type(model).__name__} has no modules of classes {list(leaf_module_classes)}")
     for module in found:

@@ -100,6 +100,7 @@ def gather_16bit(model: nn.Module, exclude_frozen_parameters: bool = False) -> d
                 spread[name] = values.to("cpu", buffer.compute_dtype, copy=True)
     if not first:
         return None
+    # Only now: what other ranks have gathered for is this one's to name.
     named, aliases = model_names(model)
     left_out = {
         name

@@ -6,6 +6,7 @@ import os
 
 __all__ = ["generation", "require_same"]
 
+# Not the process's number, which the system may be asked for a thousand times a step, and may use again.
 _generation = 0
 
 

@@ -34,6 +34,7 @@ class ParameterOffload:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        # Assigned by those scripts, too, and so no properties.
         self.module = module
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []

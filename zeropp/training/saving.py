@@ -160,6 +160,7 @@ class Saving:
         Raises:
             RuntimeError: names or shapes are others than the model's.
         """
+        # The module's own, whose hooks take this rank's pieces.
         self.module.load_state_dict(state_dict, strict=strict)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:

@@ -71,6 +71,7 @@ class TiledLinear(nn.Module):
             inputs: Sequence[Tensor] = list(input_)
         else:
             assert isinstance(input_, Tensor)
+            # Views: a copy of the input would cost what tiles save.
             inputs = input_.split(self.in_parts, dim=-1)
         if len(inputs) != self.in_splits:
             raise RuntimeError(f"TiledLinear of {self.in_splits} in_splits was given {len(inputs)} inputs")
@@ -112,5 +113,6 @@ def _tensor(tile: nn.Module, name: str) -> Tensor:
 def _parts(features: int, splits: int, which: str) -> list[int]:
     if not 1 <= splits <= features:
         raise RuntimeError(f"{which}_splits is {splits}; expected 1 to {features}, the {which}_features")
+    # As DeepSpeed deals them out, so that tiles of its checkpoints have the same shapes.
     each, more = divmod(features, splits)
     return [each + (number < more) for number in range(splits)]

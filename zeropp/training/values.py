@@ -59,6 +59,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """A parameter's whole main weights, in float32 if it is trained; None if zeropp does not manage it."""
     if (place := _begin(param, "safe_get_full_fp32_param")) is None:
         return None
+    # A view would keep all of the buffer that has been gathered.
     return gather_main(place.engine, place.buffer)[place.index].clone()
 
 
@@ -80,6 +81,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     place = _begin(param, f"safe_get_full_optimizer_state of {optim_state_key!r}")
     if place is None or (dtype := _dtype_of_state(place, optim_state_key)) is None:
         return None
+    # A row like that of main weights, with this parameter's elements alone: the way to whole values is the same.
     row = torch.zeros(place.buffer.shard.numel(), dtype=dtype, device=place.engine.device)
     for part, state in _states(place, optim_state_key):
         row[part.offset : part.offset + state.numel()] = state
@@ -94,6 +96,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _begin_to_set(param, value, "safe_set_full_fp32_param")
     engine, buffer = place.engine, place.buffer
+    # A refresh under way reads what is about to be written.
     engine.refresh.wait()
     buffer.load(param, value.detach().to(engine.device))
     engine.weights_changed([buffer])
@@ -108,6 +111,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _begin_to_set(param, value, "safe_set_full_grad")
     _require_gradient(place)
+    # In place, as of a user who edits the slices of a group: the step sees what is there.
     for part in place.slices:
         part.gradient.copy_(_part_of(value, part))
     _note_edit(place)
@@ -239,6 +243,7 @@ def _require_gradient(place: _Place) -> None:
 def _note_edit(place: _Place) -> None:
     """Norms and flags are of other values."""
     assert place.optimizer is not None  # it has the gradient
+    # In this order: to forget the sum is to forget doubts, too.
     place.optimizer.boundary.invalidate()
     place.optimizer.boundary.doubt()
 
@@ -253,6 +258,7 @@ def _states(place: _Place, key: str) -> list[tuple[Slice, Tensor]]:
 
 def _dtype_of_state(place: _Place, key: str) -> torch.dtype | None:
     """The dtype of a state, where any rank has it: one may have no element of the parameter."""
+    # Of any of its states: those of two slices of one parameter are alike.
     own = next((state.dtype for _, state in _states(place, key)), None)
     told = place.engine.agreement.exchange_objects(own, f"looking for states {key!r}")
     return next((dtype for dtype in told if dtype is not None), None)
