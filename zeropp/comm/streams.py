@@ -178,12 +178,17 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
     # Grad mode belongs to a thread, so the caller's no_grad does not reach this one.
     torch.set_grad_enabled(False)
     failed: BaseException | None = None
+    work: Callable[[], object] | None = None
     while (task := tasks.get()) is not None:
         works, after, event = task
         # The other ranks are still at the work that failed here: a later collective would meet their earlier one.
         if failed is None:
             try:
-                _perform(works, after)
+                if after is not None:
+                    # Without a limit: whoever waits for this work has a shorter patience, and raises the error.
+                    after.wait(threading.TIMEOUT_MAX)
+                for work in works:
+                    work()
             except BaseException as error:
                 # Handed to whoever waits: an exception that ended this thread would be seen by nobody.
                 failed = error
@@ -191,14 +196,7 @@ def _serve(tasks: SimpleQueue[_Task | None]) -> None:
         event.finish(failed)
         # An idle thread must not keep the last work's tensors, which its locals would until the next task.
         del task, works, after, event
-
-
-def _perform(works: Sequence[Callable[[], object]], after: Event | None) -> None:
-    if after is not None:
-        # Without a limit: whoever waits for this work has a shorter patience, and raises the error.
-        after.wait(threading.TIMEOUT_MAX)
-    for work in works:
-        work()
+        work = None
 
 
 def _forget_locals(error: BaseException | None) -> None:
