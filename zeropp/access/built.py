@@ -104,7 +104,6 @@ class PiecesLoan:
         spread.broadcast(whole, source)
         spread.scatter(cut, source)
 
-
     def _edits(self) -> dict[str, object]:
         """Parameters that were edited, by name, and what tells their values from others."""
         rows = zip(self._pieces, self._prints, map(fingerprint, self._values), strict=True)

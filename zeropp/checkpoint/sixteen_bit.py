@@ -69,7 +69,7 @@ def save_16bit_model(
                 "true, or use zeropp.checkpoint.export"
             )
         return False
-    state, left = gather_16bit(model, exclude_frozen_parameters), Left("what was there before is as it was")
+    state, left = _gathered(engine, model, exclude_frozen_parameters), Left("what was there before is as it was")
 
     def write() -> None:
         if state is not None:
@@ -92,6 +92,11 @@ def gather_16bit(model: nn.Module, exclude_frozen_parameters: bool = False) -> d
     engine.require_idle("gathering 16-bit weights", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"gathering 16-bit weights, {exclude_frozen_parameters=}")
     require_values(engine)
+    return _gathered(engine, model, exclude_frozen_parameters)
+
+
+def _gathered(engine: Engine, model: nn.Module, exclude_frozen_parameters: bool) -> dict[str, Tensor] | None:
+    """:func:`gather_16bit`, where ranks have agreed to it."""
     first, spread = engine.comm.rank == 0, dict[str, Tensor]()
     for buffer in engine.buffers:
         # Gathering is collective, whoever keeps what comes of it.

@@ -121,7 +121,7 @@ class Engine(GuardHandler):
     ) -> object:
         """A hooked module's forward begins: fetch its units. See :class:`zeropp.engine.hooks.HookHandler`."""
         changed, running = None, self.running
-        outermost = self.hooks.is_empty()
+        outermost = self.hooks.depth == 0 if running else self.hooks.is_empty()
         if self.loans and self.loans.serve(self.units, outermost=outermost):
             return cast_inputs(args, kwargs, self.input_dtype) if outermost else None
         try:

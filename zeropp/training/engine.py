@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from zeropp._compat import is_compiled
 from zeropp.config import Config
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -80,7 +81,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.micro_steps = self.global_steps = self.global_samples = 0
         self._micro_since_step = 0
         self._forced: bool | None = None  # what the caller says of the boundary
-        self._coalescing = self._applied = self._is_compiled = False
+        self._coalescing = self._applied = False
 
     def __getattr__(self, name: str) -> Any:
         """The model's attributes."""
@@ -356,12 +357,11 @@ class Engine(Saving, Accessors, nn.Module):
             )
         # Hooks stay outside of graphs; blocks compiled one by one have no breaks in theirs.
         self.module.compile(backend=backend, **(compile_kwargs or {}))
-        self._is_compiled = True
 
     @property
     def is_compiled(self) -> bool:
-        """Whether :meth:`compile` was called."""
-        return self._is_compiled
+        """Whether the model is compiled in place, by :meth:`compile` or otherwise."""
+        return is_compiled(self.module)
 
     def destroy(self) -> None:
         """Take zeropp off the model; values are lost with the optimizer. The engine cannot be used any more."""
