@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SPAWN_SECONDS = 100.0
 TEARDOWN_SECONDS = 15.0
 GRACE_SECONDS = 5.0  # how long other ranks may go on once one has failed unexpectedly
+# Threads of groups that some cache still holds wake a hundred times a second each, for nothing.
+MANY_THREADS = 40
 
 
 def spread(rows: Iterable[str], columns: Iterable[str], every: int) -> list[Any]:
@@ -201,6 +203,7 @@ class _Run:
         self.results: dict[int, Any] = {}
         self.failures: dict[int, RankFailure] = {}
         self.released: set[int] = set()
+        self.crowded: list[_Worker] = []
 
     def collect(self) -> None:
         """Wait until every rank has a result or a failure."""
@@ -256,8 +259,10 @@ class _Run:
             if not ready:
                 self.give_up(waiting, "had finished its function but hung while its process group was destroyed")
             for rank in [rank for rank in waiting if self.workers[rank].pipe in ready]:
-                self.answer(rank)
+                _, threads = self.answer(rank)
                 waiting.remove(rank)
+                if threads > MANY_THREADS:
+                    self.crowded.append(self.workers[rank])
 
     def give_up(self, late: list[int], what: str) -> None:
         for rank in late:
@@ -344,6 +349,7 @@ def run_ranks(
         pool.drop([worker for worker in workers if worker in pool.workers])
         raise
     run.pass_on_output()
+    pool.drop([worker for worker in run.crowded if worker in pool.workers])
     return _outcome(run, fn)
 
 

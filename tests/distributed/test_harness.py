@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
@@ -87,6 +88,12 @@ def initialise_by_hand() -> tuple[bool, int]:
     tensor = torch.ones(1)
     dist.all_reduce(tensor)
     return before, int(tensor)
+
+
+def leave_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    return os.getpid()
 
 
 def spoil_global_state() -> None:
@@ -208,6 +215,13 @@ def test_global_state_does_not_leak_into_the_next_call() -> None:
     run_ranks(1, spoil_global_state)
     assert run_ranks(1, global_state) == clean
     assert clean[0][:3] == (torch.float32, True, None)
+
+
+def test_ranks_with_many_threads_are_replaced() -> None:
+    few, same = (run_ranks(2, leave_threads, 3) for _ in range(2))
+    assert few == same
+    assert run_ranks(2, leave_threads, harness.MANY_THREADS) == same
+    assert not set(run_ranks(2, leave_threads, 0)) & set(same)
 
 
 def test_functions_that_cannot_be_imported_are_refused() -> None:

@@ -1,8 +1,9 @@
 """The process behind one rank of the pool: waits for a call, runs it under its own process group, reports.
 
 Messages are pickles on one duplex pipe. Per call: a `Call` comes in; `ok` or `fail` goes out; `release` comes in (the
-parent has heard from everyone, or this rank failed); the group is destroyed; `idle` goes out. So no rank closes its
-sockets while another still needs them, and a failed rank closes them at once, which wakes peers that wait for it.
+parent has heard from everyone, or this rank failed); the group is destroyed; `idle` goes out, with the number of
+threads that are left. So no rank closes its sockets while another still needs them, and a failed rank closes them at
+once, which wakes peers that wait for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -26,6 +28,8 @@ from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
+
+_CACHED = type(functools.cache(len))
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,27 @@ def _let_lanes_end() -> None:
             thread.join(max(until - time.monotonic(), 0.0))
 
 
+def _forget_meshes() -> None:
+    """Empty torch's caches for DTensor: their keys hold device meshes, and these their process groups and threads."""
+    tensors = [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
+    classes = [value for module in tensors for value in vars(module).values() if isinstance(value, type)]
+    for values in map(vars, (*tensors, *classes)):
+        for value in list(values.values()):
+            if isinstance(value, _CACHED):
+                value.cache_clear()
+    if tensors:
+        from torch.distributed.tensor import _redistribute, debug
+
+        # Not all of them are in every torch.
+        for owner, name in ((debug, "_clear_sharding_prop_cache"), (_redistribute, "clear_redistribute_planner_cache")):
+            getattr(owner, name, lambda: None)()
+
+
+def _threads() -> int:
+    """How many threads this process has, gloo's included; 0 where the system does not say."""
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
+
+
 def _run(call: Call, pipe: Connection) -> None:
     with _environment(call):
         try:
@@ -153,6 +178,7 @@ def _run(call: Call, pipe: Connection) -> None:
             except Exception as error:
                 raise TypeError(f"the result of {fn.__qualname__} cannot be pickled: {error}") from error
             result = fn = args = kwargs = None
+            _forget_meshes()
             gc.collect()
             _let_lanes_end()
         except BaseException as error:
@@ -170,7 +196,7 @@ def _run(call: Call, pipe: Connection) -> None:
         gc.freeze()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    pipe.send_bytes(pickle.dumps(("idle", None)))
+    pipe.send_bytes(pickle.dumps(("idle", _threads())))
 
 
 def main(descriptor: int, parent: int) -> None:
@@ -186,7 +212,7 @@ def main(descriptor: int, parent: int) -> None:
     _start_clean()  # imports the rest of torch
     gc.collect()
     gc.freeze()
-    pipe.send_bytes(pickle.dumps(("idle", None)))
+    pipe.send_bytes(pickle.dumps(("idle", _threads())))
     while True:
         try:
             order = pickle.loads(pipe.recv_bytes())

@@ -83,12 +83,9 @@ class LocalPart:
             raise RuntimeError("what held the values of this ds_tensor is gone: its model was dropped")
         # The host may be stepping it.
         engine.refresh.wait_stepped()
-        for buffer in engine.unit_of[id(parameter)].buffers:
-            for index, each in enumerate(buffer.parameters):
-                if each is parameter:
-                    # At most one: a rank's slice is one range, and so is a parameter.
-                    return buffer, next((found for found in buffer.fragments() if found.slot == index), None)
-        raise AssertionError("the parameter is in a buffer of its unit")
+        buffer, index = engine.unit_of[id(parameter)].place_of(parameter)
+        # At most one: a rank's slice is one range, and so is a parameter.
+        return buffer, next((found for found in buffer.fragments() if found.slot == index), None)
 
     # Last: only what this class has not is a tensor's.
     def __getattr__(self, name: str) -> Any:

@@ -129,6 +129,14 @@ class Unit:
                 # Where paths lead nowhere ``flat`` is the shard, which has been counted.
                 yield "persistent_weights" if self.persistent else "gathered", buffer.flat.untyped_storage().nbytes()
 
+    def place_of(self, parameter: nn.Parameter) -> tuple[FlatBuffer, int]:
+        """The buffer that one of the unit's parameters is in by now, and its index there."""
+        for buffer in self.buffers:
+            for index, each in enumerate(buffer.parameters):
+                if each is parameter:
+                    return buffer, index
+        raise KeyError(f"unit {self.name!r} has no such parameter")
+
     def drop_gradient(self, parameter: nn.Parameter) -> int | None:
         """Forget the gradient of one parameter; returns its position among the trainable ones, None if it is frozen."""
         position = 0

@@ -31,7 +31,7 @@ from zeropp.engine.window import Window
 from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
 from zeropp.params.build import BufferMaker, check_dtypes, largest_shard
-from zeropp.params.dtypes import compute_dtype, keeps_float32
+from zeropp.params.dtypes import DTYPES, compute_dtype, keeps_float32
 from zeropp.params.guard import is_managed, own_dtype, register
 from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit
@@ -330,8 +330,8 @@ def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, st
 
 def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> None:
     """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
-    named = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
-    dtype = named[config.data_types.buffer_dtype]
+    named = config.data_types.buffer_dtype
+    dtype = None if named is None else DTYPES[named]
     with torch.no_grad():
         for buffer in model.buffers():
             if dtype is not None and buffer.is_floating_point():

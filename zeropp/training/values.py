@@ -189,15 +189,12 @@ def _begin(param: nn.Parameter, what: str) -> _Place | None:
     if not isinstance(engine, Engine) or id(param) not in engine.unit_of:
         return None
     engine.require_idle(what, lent=True, needs=WEIGHTS if "set" in what else NOTHING)
-    for buffer in engine.unit_of[id(param)].buffers:
-        for index, each in enumerate(buffer.parameters):
-            if each is param:
-                listener = engine.listener
-                place = _Place(engine, buffer, index, listener if isinstance(listener, ZeroOptimizer) else None)
-                # By name: ranks that ask for others would mix their values.
-                engine.agreement.require_same_call(f"{what} of {place.name!r}")
-                return place
-    raise AssertionError("a parameter is in a buffer of its unit")
+    buffer, index = engine.unit_of[id(param)].place_of(param)
+    listener = engine.listener
+    place = _Place(engine, buffer, index, listener if isinstance(listener, ZeroOptimizer) else None)
+    # By name: ranks that ask for others would mix their values.
+    engine.agreement.require_same_call(f"{what} of {place.name!r}")
+    return place
 
 
 def _require(param: nn.Parameter, what: str) -> _Place:
