@@ -26,7 +26,7 @@ def check(recipe: Recipe, world: int, how: str = "all", *, nodes: int = 1) -> No
         compare(run, plain, 1e-9, f"rank {number}")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("model", STAGES)
 def test_every_model_trains_as_in_a_loop(model: str) -> None:
     check(Recipe(model=model, accumulation=3, steps=4, clip=0.5), 2)
@@ -54,7 +54,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("case", CASES)
 def test_every_placement_trains_as_in_a_loop(case: str) -> None:
     world, nodes, zero, how = CASES[case]

@@ -103,6 +103,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_trains_as_under_autocast_by_hand(name: str, world: int) -> None:

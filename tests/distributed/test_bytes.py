@@ -101,6 +101,7 @@ def named(found: Traffic, *, control: bool) -> Traffic:
     return {key: value for key, value in found.items() if (key[1] == "control") is control}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_ledger_follows_the_formulas(name: str) -> None:
     world, local, settings, itemsize, wire, warm = CASES[name]

@@ -90,6 +90,7 @@ def differences(settings: dict[str, object]) -> list[str]:
     return wrong + [f"{name} is missing" for name in wanted.keys() ^ state.keys()]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", PLACED)
 def test_ranks_without_values_train_alike(name: str) -> None:
     for wrong in run_ranks(2, differences, PLACED[name]):

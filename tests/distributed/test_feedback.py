@@ -46,7 +46,7 @@ def averaged(settings: dict[str, object]) -> dict[str, Tensor]:
     return {name: value / -STEPS for name, value in zeropp.full_state(model).items()}
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("beta", [0.0, 0.5])
 @pytest.mark.parametrize(
     "settings",
@@ -307,6 +307,7 @@ def left_alone(settings: dict[str, Any], frozen: bool) -> list[tuple[float, floa
     return found[2:]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("frozen", [False, True], ids=["unused", "frozen"])
 @pytest.mark.parametrize("settings", [{}, {"feedback": "both"}, {"stage": 1}, {"hadamard": True}], ids=str)
 def test_what_is_carried_for_a_parameter_without_gradient_is_no_gradient(

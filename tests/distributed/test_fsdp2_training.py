@@ -68,7 +68,7 @@ def weights_seen(reshard: bool | int, dtype: str, secondary: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("reshard, secondary", [(True, "values"), (False, "values"), (2, "values"), (2, "codes")])
 def test_every_rank_computes_with_the_decoded_weights(reshard: bool | int, secondary: str, dtype: str) -> None:
@@ -227,6 +227,7 @@ def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str,
     return {(r.unit, r.kind, r.hop, r.link): (r.calls, r.bytes, r.codec) for r in adapter.ledger.rows}, sizes
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("settings", "reshard"),
     [(s, r) for r in (True, 2) for s in ({}, PLAIN, {"gather_hops": 1})] + [({"secondary": "codes"}, 2)],

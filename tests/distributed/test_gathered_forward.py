@@ -43,7 +43,7 @@ def total(model: Any) -> int:
     return sum(row.bytes for row in zeropp.comm_report(model).rows)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", PLACED)
 def test_each_rank_runs_it_as_often_as_it_likes(name: str) -> None:
     assert run_ranks(4, generated, PLACED[name], local_world_size=2) == [[]] * 4

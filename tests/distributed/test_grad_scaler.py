@@ -109,6 +109,7 @@ def check_scaled(runs: list[tuple[Any, ...]], plain: tuple[Any, ...]) -> None:
             assert_close(found_state[name], value, 1e-5, f"rank {rank}: {name}")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("poisoned", [-1, 0, 1])
 def test_grad_scaler_skips_everywhere(poisoned: int, clip: float | None) -> None:
@@ -132,6 +133,7 @@ def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
     check_scaled(runs, plain_scaled(None, 2, poisoned, None))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("poisoned", [-1, 0, 1])
 @pytest.mark.parametrize("world", [2, 4])
 def test_grad_scaler_where_a_rank_owns_nothing(poisoned: int, world: int) -> None:
@@ -184,6 +186,7 @@ PLACED = {
 }  # fmt: skip
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("placement", "overflow"), spread(PLACED, ["none", "of rank 3"], every=2))
 def test_grad_scaler_in_every_placement(placement: str, overflow: str) -> None:
     recipe, poisoned = Recipe(dtype=torch.float32, zero=PLACED[placement]), {"none": -1}.get(overflow, 3)

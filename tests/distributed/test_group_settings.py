@@ -102,6 +102,7 @@ def left_alike(name: str) -> tuple[str, bool, bool]:
     return stepped(SAME[name])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_that_differ(name: str) -> None:
     for message, moved, trains in run_ranks(2, changed, name):

@@ -55,6 +55,7 @@ def placed(persist: int, compute: str) -> None:
         torch.testing.assert_close(part, wanted)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("compute", ["model", "module"])
 @pytest.mark.parametrize("persist", [0, 1000])
 @pytest.mark.parametrize("world", [1, 2])

@@ -185,6 +185,7 @@ def touch(table: str, persist: int, who: list[int], before_first_pass: bool) -> 
     return wrong, still_trains(pair)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
 @pytest.mark.parametrize("kind", PERSIST)
 @pytest.mark.parametrize("table", ["values", "edits"])

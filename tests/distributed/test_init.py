@@ -64,6 +64,7 @@ def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[st
     return found, pieces, losses
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("world", "nbytes", "small", "stage", "apply"),
     [

@@ -99,6 +99,7 @@ def most_live(units_live: float, settings: dict[str, object]) -> tuple[int, int,
     return limit, watch.most_free, watch.most_held, units, watch.samples
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0}, {"prefetch": 0}], ids=["both", "prefetch", "reuse"])
 @pytest.mark.parametrize("units_live", [0, 1.5])
 @pytest.mark.parametrize("world", [1, 2])
@@ -133,6 +134,7 @@ def passed_over(limit: int, prefetch: int) -> tuple[int, int]:
     return watch.most_free, max(u.numel for u in optimizer.engine.units)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("prefetch", [0, 10**9])
 @pytest.mark.parametrize("units_live", [0, 1, 2])
 def test_units_passed_over_stay_below_the_limit(units_live: int, prefetch: int) -> None:

@@ -195,6 +195,7 @@ def config_of(name: str, path: Path, **weight_keys: object) -> dict[str, Any]:
     return make_config(**settings, **blocks, aio=SMALL)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("world", "name"), TURNS)
 def test_what_is_off_a_card_is_where_the_plan_says(world: int, name: str, tmp_path: Path) -> None:
     for rank, wrong in enumerate(run_ranks(world, owned, config_of(name, tmp_path), True, torch.float32, "cuda")):
@@ -228,6 +229,7 @@ def test_rows_that_are_smaller_than_a_request_stay_in_memory(persist: int, tmp_p
             assert not wrong
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [name for name in CASES if name.startswith("stage 3") and "nvme" in name])
 def test_files_of_a_cpu_that_trains(name: str, tmp_path: Path) -> None:
     for wrong in run_ranks(2, owned, config_of(name, tmp_path), True, torch.float32, "cpu"):

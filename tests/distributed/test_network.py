@@ -124,12 +124,17 @@ def sent_in_a_step(systems: list[str], nodes: int, warm_up: int, tcp: str | None
     return sent_of(done.stdout, systems)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(360)
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
-@pytest.mark.parametrize("nodes", [2, pytest.param(3, marks=pytest.mark.campaign)])
-def test_bytes_between_nodes_stay_below_what_is_promised(nodes: int, tcp: str | None, busy: bool) -> None:
-    sent = sent_in_a_step(list(MOST), nodes, 2, tcp, busy)
-    assert sent.keys() == MOST.keys()
+@pytest.mark.parametrize(
+    ("nodes", "systems"),
+    [(2, ["zeropp_s3", "zeropp_delta4"]), *(pytest.param(n, list(MOST), marks=pytest.mark.campaign) for n in (2, 3))],
+)
+def test_bytes_between_nodes_stay_below_what_is_promised(
+    nodes: int, systems: list[str], tcp: str | None, busy: bool
+) -> None:
+    sent = sent_in_a_step(systems, nodes, 2, tcp, busy)
+    assert sorted(sent) == sorted(systems)
     assert all(sent[name] <= bound for name, bound in MOST.items()), sent
 
 

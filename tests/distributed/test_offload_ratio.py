@@ -130,7 +130,7 @@ def goes_on(ratio: float | None, path: Path | None, form: str) -> tuple[list[flo
     return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("form", ["own", "torch's"])
 @pytest.mark.parametrize(("saved", "loaded"), [(0.3, None), (None, 0.3), (0.3, 0.7), (0.7, 1.0)], ids=str)
 def test_a_checkpoint_moves_the_border(saved: float | None, loaded: float | None, form: str, tmp_path: Path) -> None:

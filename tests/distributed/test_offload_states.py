@@ -114,7 +114,7 @@ def trained(settings: dict[str, Any], how: str, *, apart: bool) -> tuple[list[st
         return [*same(run(options), run(replace(options, paused=pauses))), *pauses.wrong], pauses.seen
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ROWS)
 def test_training_goes_on_as_if_nothing_had_happened(name: str, world: int, tmp_path: Path) -> None:
@@ -267,6 +267,7 @@ def used(name: str) -> list[str]:
 
 
 # One rank sends no codes, and so has no errors to carry.
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("name", "world"), [pair for pair in product(HELD, (1, 2)) if pair != ("coded", 1)])
 def test_who_needs_what_is_away_is_told_what_to_call(name: str, world: int) -> None:
     """Whatever it is: no NaN, and no crash, which reading the empty memory would be."""

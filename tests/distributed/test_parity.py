@@ -43,7 +43,7 @@ def recipe_of(case: Sequence[str], **more: Any) -> tuple[Recipe, int, int]:
 ROWS = {row: list(values) for row, values in SETTINGS.items()}
 
 
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("case", list(pairwise(ROWS)), ids=" | ".join)
 def test_ten_steps_of_adamw_in_fp64(case: tuple[str, ...]) -> None:
     recipe, world, nodes = recipe_of(case)
@@ -57,7 +57,7 @@ def test_ten_steps_of_adamw_in_fp64_full_product(case: tuple[str, ...]) -> None:
     check(recipe, world, nodes=nodes)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("model", some(MODELS, 2))
 def test_every_model_with_inference_between_steps(model: str) -> None:
     check(Recipe(model, steps=5, evaluate=True, accumulation=2, clip=0.5), 2)

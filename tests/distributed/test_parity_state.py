@@ -190,6 +190,7 @@ def resume(recipe: Recipe, how: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     return straight.state, resumed.state
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lion"])
 @pytest.mark.parametrize("how", ["before a step", "after a step"])
 def test_resume_from_this_ranks_state(how: str, optimizer: str) -> None:
@@ -351,6 +352,7 @@ def loads_a_wrong_file(settings: dict[str, object], plain: bool) -> tuple[str, b
     return str(caught.value), all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("plain", "said"), [(False, "this state is of another partition"), (True, "the state has no 'zeropp' entry")]
 )

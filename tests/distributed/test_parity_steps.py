@@ -44,6 +44,7 @@ def wrap(recipe: Recipe, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer,
 # Optimizers.
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer: str) -> None:
     check(Recipe(optimizer=optimizer, accumulation=2, clip=0.5), 2)
@@ -301,7 +302,7 @@ def train_in_group(recipe: Recipe, how: str) -> tuple[int, Trained]:
     return team, train_zero(recipe, group=group, rank=member)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("how", ["groups", "inner", "outer"])
 def test_two_teams(how: str, nodes: int) -> None:

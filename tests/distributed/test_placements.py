@@ -45,7 +45,7 @@ def recipe_of(case: tuple[str, ...], **more: Any) -> Recipe:
 
 
 # test_parity.py has all pairs of settings in the default suite.
-@pytest.mark.every(3)
+@pytest.mark.every(6)
 @pytest.mark.parametrize("case", some(pairwise(ROWS), 2), ids=" | ".join)
 def test_steps_of_adamw_in_fp64(case: tuple[str, ...]) -> None:
     world, nodes = NODES[case[0]]
@@ -81,7 +81,7 @@ LARGER: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 @pytest.mark.every(2)
-@pytest.mark.parametrize("name", some(LARGER, 4))
+@pytest.mark.parametrize("name", some(LARGER, 8))
 def test_more_ranks_than_two_by_two(name: str) -> None:
     world, nodes, fields = LARGER[name]
     check(Recipe(**fields, accumulation=2, clip=0.3, steps=4), world, nodes=nodes)

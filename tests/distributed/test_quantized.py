@@ -62,7 +62,7 @@ PLACED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("world", "name"), [(w, name) for w in (1, 2, 4) for name in PLACED if (w, name) != (1, "mics")]
 )
@@ -189,7 +189,7 @@ def norms(settings: dict[str, object], scale: float) -> list[tuple[float, float]
     return found
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("scale", [1.0, 2.0**16])
 @pytest.mark.parametrize(
     "settings",
@@ -231,6 +231,7 @@ OWNED: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", OWNED, ids=str)
 def test_owned_bytes_equal_the_plan(settings: dict[str, object]) -> None:
     for found, planned in run_ranks(4, owned, {**WEIGHTS, **GRADIENTS, **settings}, local_world_size=2):
@@ -333,7 +334,7 @@ def spoilt(settings: dict[str, object], value: float) -> list[str]:
     return wrong + [f"{name} is not finite" for name, v in zeropp.full_state(model).items() if not v.isfinite().all()]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize(
     "settings",

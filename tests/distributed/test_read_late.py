@@ -57,7 +57,7 @@ PLACED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("poisoned", [None, 2])
 @pytest.mark.parametrize("name", PLACED)

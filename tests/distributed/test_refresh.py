@@ -202,6 +202,7 @@ def half_way(settings: dict[str, object], what: str, only: int | None) -> float:
     return difference
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("what", "only"), [("step", None), ("step", 1), ("load", None)])
 @pytest.mark.parametrize("name", some([*KEPT, "stage 3"], 2))
 def test_weights_that_changed_before_an_error_are_new_ones(name: str, what: str, only: int | None) -> None:

@@ -26,7 +26,7 @@ ROUTES = [(2, name) for name in SETTINGS] + [(4, name) for name in ONE_HOP]
 ROUTES += [pytest.param(4, name, marks=pytest.mark.campaign) for name in SETTINGS if name not in ONE_HOP]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("local", "name"), ROUTES)
 def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
     """For every hop and codec, over one hop and two."""

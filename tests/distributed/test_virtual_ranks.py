@@ -100,7 +100,7 @@ SETTINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_gradients_have_the_engines_bits(settings: dict[str, object]) -> None:
     virtual = virtually(settings, 2, 2)

@@ -68,6 +68,7 @@ def walks(settings: dict[str, object]) -> list[list[str]]:
     return found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("placement", PLACED)
 def test_the_way_from_a_hook_to_a_collective_is_short(placement: str) -> None:
     for found in run_ranks(4, walks, PLACED[placement], local_world_size=2):

@@ -122,7 +122,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_run_calls_nothing_that_wrapping_has_not(name: str) -> None:
     for absent, warmed in run_ranks(4, missing, SETTINGS[name], local_world_size=2):

@@ -48,7 +48,7 @@ CASES = [
 ] + [pytest.param("cuda", name, late, marks=pytest.mark.gpu) for late in LATE for name in SETTINGS]  # fmt: skip
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("device", "name", "late"), CASES)
 def test_no_bit_changes(device: str, name: str, late: str, tmp_path: Path) -> None:
     settings = settings_of(name, tmp_path / "swap")

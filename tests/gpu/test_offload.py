@@ -74,7 +74,7 @@ EACH = [("cpu", name) for name in WAYS if ", pinned" not in name]
 EACH += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in WAYS]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("device", "name"), EACH)
 def test_the_same_bits_wherever_states_are(device: str, name: str, bf16: bool, tmp_path: Path) -> None:

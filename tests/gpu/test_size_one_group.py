@@ -131,6 +131,7 @@ def test_each_hop_is_the_identity(device: str) -> None:
     assert all(all(results) for results in found.values()), found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("links", [("local",), ("cross", "local")], ids="-".join)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("device", DEVICES)

@@ -53,6 +53,7 @@ def copy_of_the_package(folder: Path) -> Path:
     return copied
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("way", AGAIN)
 def test_a_second_import_is_no_error(way: str, tmp_path: Path) -> None:
     """The operations of the first serve both, as long as the process lives."""

@@ -66,7 +66,7 @@ def test_any_rank_may_go_on_first(name: str) -> None:
         assert check(CORNERS[name], LIMITS[0], repeated(pattern))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("first", EVENTS)
 def test_one_event_after_another(first: str) -> None:
     refused = REFUSED_AFTER.get(first, len(LIMITS))
