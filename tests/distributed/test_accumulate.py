@@ -26,7 +26,7 @@ def check(recipe: Recipe, world: int, how: str = "all", *, nodes: int = 1) -> No
         compare(run, plain, 1e-9, f"rank {number}")
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("model", STAGES)
 def test_every_model_trains_as_in_a_loop(model: str) -> None:
     check(Recipe(model=model, accumulation=3, steps=4, clip=0.5), 2)
@@ -162,6 +162,7 @@ def bits(dtype: torch.dtype, count: int, stage: int, layered: bool) -> dict[str,
     return state
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("world", "count"), [(1, 2), (2, 1)])

@@ -43,6 +43,7 @@ def statuses(settings: dict[str, Any]) -> tuple[float, list[Any]]:
     return worst(found, known), seen
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [name for name in PLACED if name not in ("stage 0", "stage 1")])
 def test_scripts_find_out_what_to_gather(name: str) -> None:
     for distance, seen in run_ranks(4, statuses, PLACED[name], local_world_size=2):

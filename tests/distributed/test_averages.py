@@ -62,7 +62,7 @@ def averaged(settings: dict[str, object]) -> tuple[Any, ...]:
     return state, loss, zeropp.full_state(model), wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("placement", PLACED)
 def test_an_average_equals_torchs(placement: str) -> None:
     model = build(RECIPE)

@@ -109,7 +109,7 @@ def part(way: Backwards, settings: dict[str, object], recompute: bool) -> int:
     return chooser.step(way, 0, 1)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -36,7 +36,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("name", "way"), WAYS)
 def test_the_same_ranks_go_on_to_the_bit(name: str, way: str, tmp_path: Path) -> None:
     """Weights, states, losses, random numbers; errors that are carried and bases of differences with them."""
@@ -59,7 +59,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Went
     return path, run_ranks(4, saves, path, "hpz loco bf16", local_world_size=2)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.filterwarnings("ignore:carried errors of quantized gradients")
 @pytest.mark.filterwarnings("ignore:the checkpoint was saved by")
 @pytest.mark.parametrize(("world", "local", "name"), ELSEWHERE)

@@ -40,7 +40,7 @@ def exports(path: Path, kind: str, layout: str, limit: int) -> Tensor:
     return logits(model)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("kind", "layout", "limit"), [*((k, "hf", 20_000) for k in MODELS), ("llama", "single", 1)])
 def test_from_pretrained_reads_an_export(kind: str, layout: str, limit: int, tmp_path: Path) -> None:
     """With the same logits; several files have an index, and all ranks write."""
@@ -67,6 +67,7 @@ def reads(path: Path, kind: str) -> tuple[Tensor, int, list[str]]:
     return logits(model), found.nbytes_converted, found.missing
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("kind", "world"),
     [

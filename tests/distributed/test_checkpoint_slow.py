@@ -158,6 +158,7 @@ def signalled(root: Path, where: str) -> str:
     return told
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("where", "words"),
     [

@@ -61,7 +61,7 @@ def loads_by_torch(path: Path, name: str, how: str, trained: int, make: type[Mod
     return went(model, optimizer)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.filterwarnings("ignore:carried errors of quantized gradients")
 @pytest.mark.parametrize(
     ("saved", "how", "world", "loaded", "trained"),

@@ -35,6 +35,7 @@ def goes_on(path: Path, name: str) -> tuple[list[float], list[str], list[str]]:
     return train(model, optimizer, range(3, 6)), sorted(found.missing), sorted(frozen)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["frozen", "frozen codes", "frozen codes hpz"])
 def test_training_goes_on_with_the_frozen_parameters_that_are_there(name: str, tmp_path: Path) -> None:
     losses = run_ranks(2, saves_both, tmp_path, name)

@@ -76,6 +76,7 @@ def plain_steps(name: str, dtype: torch.dtype) -> tuple[dict[str, torch.Tensor],
     return model.state_dict(), found
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("late_weights", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -243,7 +243,7 @@ def followed(settings: dict[str, object]) -> list[str]:
     return wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("name", some(PLACED, 3))
 def test_four_bit_differences_reach_every_rank_and_what_they_lose_is_carried(world: int, name: str) -> None:
@@ -344,7 +344,7 @@ def half_a_step(settings: dict[str, object], how: str, freeze: bool) -> list[str
     return [name for name, value in expected.items() if not torch.equal(value, weights[name])]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("freeze", [False, True], ids=["all trained", "one frozen"])
 @pytest.mark.parametrize("how", ["error", "hook"])
 @pytest.mark.parametrize("name", ["hpz", "stage 1"])

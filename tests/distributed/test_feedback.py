@@ -228,6 +228,7 @@ def warned(settings: dict[str, object], changed: dict[str, object]) -> list[str]
     return [str(each.message)[:14] for each in caught]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "changed", [{}, {"hadamard": True}, {"feedback": "both"}, {"gradient_bits": {"local": 8, "cross": 8}}], ids=str
 )

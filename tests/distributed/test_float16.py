@@ -96,6 +96,7 @@ PLACED: dict[str, tuple[int, dict[str, Any], bool]] = {
 TOLERANCES = {"stage 0": 5e-3}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", PLACED)
 def test_trains_as_by_hand(name: str) -> None:
     world, settings, apart = PLACED[name]
@@ -124,6 +125,7 @@ def overflowing(settings: dict[str, Any], pattern: str) -> tuple[list[float], li
     return scales, skipped, changed, optimizer.skipped_steps
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "settings",
     [

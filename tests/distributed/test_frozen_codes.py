@@ -70,7 +70,7 @@ def frozen_seen(settings: dict[str, object]) -> list[str]:
     return wrong + ["conv.weight"] * (not torch.equal(state["conv.weight"], conv))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("world", "name"),
     [(w, n) for w in (1, 2, 4) for n in PLACED if (w, n) not in ((1, "mics"), (2, "hpz, differences"))],
@@ -89,7 +89,7 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     return owned_bytes(optimizer.engine.units), plan.terms
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", PLACED)
 def test_owned_bytes_equal_the_plan(name: str) -> None:
     for found, planned in run_ranks(4, owned, PLACED[name], local_world_size=2):

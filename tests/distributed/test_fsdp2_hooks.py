@@ -132,6 +132,7 @@ def gathered(settings: dict[str, Any], most_calls: int, pairwise: bool) -> list[
     return wrong
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("local", [2, 1])
 @pytest.mark.parametrize("weights", ["int8", None])
 def test_gathers_to_the_bit(weights: str | None, local: int) -> None:

@@ -60,7 +60,7 @@ def trained_with_edits(settings: dict[str, object], modifier: int | None) -> boo
     return same
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", PLACED)
 @pytest.mark.parametrize("modifier", [0, 3, None])
 def test_edits_are_everyones_and_training_goes_on_from_them(name: str, modifier: int | None) -> None:

@@ -109,7 +109,7 @@ def check_scaled(runs: list[tuple[Any, ...]], plain: tuple[Any, ...]) -> None:
             assert_close(found_state[name], value, 1e-5, f"rank {rank}: {name}")
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("clip", [None, 0.2])
 @pytest.mark.parametrize("poisoned", [-1, 0, 1])
 def test_grad_scaler_skips_everywhere(poisoned: int, clip: float | None) -> None:
@@ -133,7 +133,7 @@ def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
     check_scaled(runs, plain_scaled(None, 2, poisoned, None))
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("poisoned", [-1, 0, 1])
 @pytest.mark.parametrize("world", [2, 4])
 def test_grad_scaler_where_a_rank_owns_nothing(poisoned: int, world: int) -> None:

@@ -31,7 +31,7 @@ def normed(settings: dict[str, object], clip: float | None) -> tuple[dict[str, f
     return norms, optimizer.grad_norm, optimizer.grad_norms()
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("placement", PLACED)
 def test_norms_of_each_gradient(placement: str) -> None:
     model = build(RECIPE)

@@ -102,7 +102,7 @@ def left_alike(name: str) -> tuple[str, bool, bool]:
     return stepped(SAME[name])
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", CHANGES)
 def test_settings_that_differ(name: str) -> None:
     for message, moved, trains in run_ranks(2, changed, name):
@@ -110,6 +110,7 @@ def test_settings_that_differ(name: str) -> None:
         assert not moved and trains
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", SAME)
 def test_settings_that_are_the_same(name: str) -> None:
     for message, moved, _ in run_ranks(2, left_alike, name):

@@ -88,7 +88,7 @@ def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
 WORKS = ["twice", "two graphs", "reversed graphs", "autograd.grad", "part of it", "saved view"]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 10**9, "prefetch": 10**6}], ids=["bare", "kept"])
 @pytest.mark.parametrize("how", WORKS)
 def test_a_late_backward_is_right(how: str, settings: dict[str, object]) -> None:

@@ -185,7 +185,7 @@ def touch(table: str, persist: int, who: list[int], before_first_pass: bool) -> 
     return wrong, still_trains(pair)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("who", [[0, 1], [1]], ids=["all", "one"])
 @pytest.mark.parametrize("kind", PERSIST)
 @pytest.mark.parametrize("table", ["values", "edits"])
@@ -214,6 +214,7 @@ def unasked(name: str, persist: int) -> tuple[str, float]:
     return complaint, still_trains(pair)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", PERSIST)
 @pytest.mark.parametrize("name", UNASKED)
 def test_ways_past_torch_function(name: str, kind: str) -> None:

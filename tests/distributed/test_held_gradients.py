@@ -72,7 +72,7 @@ HOLDING: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("name", "window"), spread(HOLDING, WINDOWS, 3))
 def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
     """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""
@@ -96,7 +96,7 @@ def after_an_error(settings: dict[str, object], how: str) -> None:
     pair.check()
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "how"), spread(HOLDING, ["forward", "evaluation", "lent"], 2))
 def test_an_error_between_micro_batches_loses_none(name: str, how: str) -> None:
     run_ranks(4, after_an_error, HOLDING[name], how, local_world_size=2)

@@ -82,7 +82,7 @@ def warned(settings: dict[str, object], model: Model | None = None) -> list[str]
     return [str(each.message) for each in caught if "has no effect" in str(each.message)]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("name", CASES)
 def test_a_setting_with_nothing_to_do_is_named(name: str) -> None:
     local, settings, expected = CASES[name]

@@ -138,6 +138,7 @@ def fail(*_: object) -> None:
 NOTHING = {"alive": [], "left": [], "threads": 0, "unfreed": 0}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("end", ["rest", "forward", "error", "closed", "model first", "optimizer first"])
 def test_nothing_outlives_model_and_optimizer(end: str) -> None:
     for found in run_ranks(2, steps_then, end, {"persist": 10}, False):

@@ -165,6 +165,7 @@ def pretrained(kind: str, path: Path) -> list[str]:
     return wrong + ([] if torch.equal(logits(model), logits(plain)) else ["logits"])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("kind", ["tied", "t5", "mixtral"])
 def test_transformers(kind: str, tmp_path: Path) -> None:
     make(kind, 1).save_pretrained(tmp_path)

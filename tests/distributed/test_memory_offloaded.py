@@ -195,7 +195,7 @@ def config_of(name: str, path: Path, **weight_keys: object) -> dict[str, Any]:
     return make_config(**settings, **blocks, aio=SMALL)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("world", "name"), TURNS)
 def test_what_is_off_a_card_is_where_the_plan_says(world: int, name: str, tmp_path: Path) -> None:
     for rank, wrong in enumerate(run_ranks(world, owned, config_of(name, tmp_path), True, torch.float32, "cuda")):

@@ -86,7 +86,7 @@ OWNED = {
 }
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("name", OWNED)
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_owned_bytes_equal_the_plan(world: int, name: str) -> None:

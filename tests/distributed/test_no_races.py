@@ -127,7 +127,7 @@ TIGHT: dict[str, object] = {"stage3_max_reuse_distance": 0, "stage3_param_persis
 RECIPE = Recipe("gpt", torch.float32, steps=3, accumulation=2, how="no_sync", zero=TIGHT, clip=1.0)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("place", some(PLACES, 2))
 def test_one_place_on_one_rank(place: str) -> None:
     world, nodes = (4, 2) if place == "between links" else (2, 1)  # one node has one kind of link

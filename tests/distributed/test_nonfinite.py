@@ -124,7 +124,7 @@ CASES = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_skips(name: str) -> None:
     world, local, dtype, value, poisoned, place, settings, micro, at = CASES[name]

@@ -104,7 +104,7 @@ def cases() -> list[Any]:
     return listed
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(("placement", "way", "world", "whole"), cases())
 def test_same_bits(placement: str, way: str, world: int, whole: bool, tmp_path: Path) -> None:
     """AdamW's fused kernel steps both, and everything else is the same arithmetic in the same order: no tolerance."""
@@ -133,7 +133,7 @@ TWO_NODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("placement", TWO_NODES)
 def test_same_bits_on_two_nodes(placement: str, whole: bool, tmp_path: Path) -> None:

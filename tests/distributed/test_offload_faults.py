@@ -122,7 +122,7 @@ def expected(world: int) -> list[list[float]]:
     return run_ranks(world, undisturbed)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("world", "place", "which", "number", "after", "apart"),
     [

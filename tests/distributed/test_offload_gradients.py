@@ -172,7 +172,7 @@ def kept(offload: dict[str, Any] | None, lazy: bool) -> tuple[list[float], list[
     return norms, parts, weights
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("ratio", [1.0, 0.3])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])

@@ -58,7 +58,7 @@ def train(settings: dict[str, Any], kind: Any, *, everywhere: bool, apart: bool)
     return losses
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_what_a_hook_writes_is_computed_with(name: str, kind: Any, tmp_path: Path) -> None:

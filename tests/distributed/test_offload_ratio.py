@@ -91,6 +91,7 @@ def close_to(options: dict[str, Any], optimizer: type[torch.optim.Optimizer]) ->
     return apart(torch.tensor(other.losses) / losses, torch.ones_like(losses))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("optimizer", "options", "bound"),
     [
@@ -130,7 +131,7 @@ def goes_on(ratio: float | None, path: Path | None, form: str) -> tuple[list[flo
     return found
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("form", ["own", "torch's"])
 @pytest.mark.parametrize(("saved", "loaded"), [(0.3, None), (None, 0.3), (0.3, 0.7), (0.7, 1.0)], ids=str)
 def test_a_checkpoint_moves_the_border(saved: float | None, loaded: float | None, form: str, tmp_path: Path) -> None:

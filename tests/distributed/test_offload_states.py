@@ -114,7 +114,7 @@ def trained(settings: dict[str, Any], how: str, *, apart: bool) -> tuple[list[st
         return [*same(run(options), run(replace(options, paused=pauses))), *pauses.wrong], pauses.seen
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ROWS)
 def test_training_goes_on_as_if_nothing_had_happened(name: str, world: int, tmp_path: Path) -> None:

@@ -172,6 +172,7 @@ def refused_backward(name: str) -> tuple[str, list[str]]:
     return runs[0][0], differs(runs[0][1], runs[0][2], runs[1][1], runs[1][2])
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["gpt", "loss inside", "gpt, blocks reentrant", "hidden"])
 def test_a_backward_that_is_refused_leaves_nothing_behind(name: str) -> None:
     for error, wrong in run_ranks(2, refused_backward, name):

@@ -87,7 +87,7 @@ def returning(name: str, persist: int) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("persist", KEPT)
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_a_module_returns(name: str, persist: str) -> None:

@@ -77,7 +77,7 @@ def kept(settings: dict[str, object]) -> list[str]:
     return wrong
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", PLACED)
 def test_a_model_keeps_its_trained_weights_without_the_optimizer(name: str) -> None:
     assert run_ranks(4, kept, PLACED[name], local_world_size=2) == [[]] * 4
@@ -149,7 +149,7 @@ def wrapped_again(recipe: Recipe, first: dict[str, object], then: dict[str, obje
     return zeropp.full_state(model), same
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "model"), spread(AGAIN, ["gpt", "low rank"], 2))
 def test_wrapping_again_takes_the_main_weights_over(name: str, model: str) -> None:
     recipe = Recipe(model=model)
@@ -175,7 +175,7 @@ ROUNDED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_wrapping_again_rounds_nothing(name: str) -> None:
     for _, same in run_ranks(4, wrapped_again, Recipe("low rank", torch.float32), *ROUNDED[name], local_world_size=2):

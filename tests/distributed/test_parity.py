@@ -43,7 +43,7 @@ def recipe_of(case: Sequence[str], **more: Any) -> tuple[Recipe, int, int]:
 ROWS = {row: list(values) for row, values in SETTINGS.items()}
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("case", list(pairwise(ROWS)), ids=" | ".join)
 def test_ten_steps_of_adamw_in_fp64(case: tuple[str, ...]) -> None:
     recipe, world, nodes = recipe_of(case)
@@ -57,12 +57,13 @@ def test_ten_steps_of_adamw_in_fp64_full_product(case: tuple[str, ...]) -> None:
     check(recipe, world, nodes=nodes)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("model", some(MODELS, 2))
 def test_every_model_with_inference_between_steps(model: str) -> None:
     check(Recipe(model, steps=5, evaluate=True, accumulation=2, clip=0.5), 2)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "model", some(["low rank", "convolutions", "raw root", "modes", "nested lists", "loss inside"], 2)
 )
@@ -154,6 +155,7 @@ def plain_gradients(recipe: Recipe, world: int) -> dict[str, Tensor]:
 FP32_MODELS = ("gpt", "low rank", "encoder", "frozen middle, blocks reentrant")
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("model", "topology"), spread(FP32_MODELS, ["2", "2x2"], 2))
 def test_fp32_reduced_gradients(model: str, topology: str) -> None:
     """Each within 1e-5 of the largest gradient of its parameter, all below 1e-5 of the largest anywhere aside."""
@@ -169,6 +171,7 @@ def test_fp32_reduced_gradients(model: str, topology: str) -> None:
             assert_close(gradient / scale, plain[name] / scale, 1e-5, name)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("model", "optimizer"), spread(FP32_MODELS, ["SGD", "AdamW"], 2))
 def test_fp32_training(model: str, optimizer: str) -> None:
     """AdamW turns the rounding noise of gradients that should be zero into whole steps: losses only."""
@@ -221,6 +224,7 @@ def train_mixed(recipe: Recipe, world: int) -> list[Trained]:
 BF16: dict[str, object] = {"bf16": {"enabled": True}}
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("model", "topology"), spread(["gpt", "encoder", "convolutions", "low rank"], ["2", "2x2"], 2))
 def test_bf16_training(model: str, topology: str) -> None:
     """One hop: as its emulation within 1e-3; equal until noise of fp32 sums flips the first bf16 rounding of a weight.

@@ -46,7 +46,7 @@ def take_states(recipe: Recipe) -> tuple[dict[str, Tensor], ...]:
     return model.state_dict(), zeropp.full_state(model), part, zeropp.full_state(model, rank0_only=True)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("persistence", PERSISTENCE)
 @pytest.mark.parametrize("model", ["gpt", "raw root", "convolutions", "nested lists", "low rank"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
@@ -88,6 +88,7 @@ def load_and_train(recipe: Recipe, state: dict[str, Tensor], steps: int) -> tupl
     return (list(loaded.missing_keys), list(loaded.unexpected_keys)), after, run
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("persistence", PERSISTENCE)
 @pytest.mark.parametrize("model", ["gpt", "raw root", "convolutions", "low rank"])
 def test_load_state_dict_of_a_plain_model(model: str, persistence: str) -> None:
@@ -190,7 +191,7 @@ def resume(recipe: Recipe, how: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     return straight.state, resumed.state
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lion"])
 @pytest.mark.parametrize("how", ["before a step", "after a step"])
 def test_resume_from_this_ranks_state(how: str, optimizer: str) -> None:

@@ -44,7 +44,7 @@ def wrap(recipe: Recipe, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer,
 # Optimizers.
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_optimizers(optimizer: str) -> None:
     check(Recipe(optimizer=optimizer, accumulation=2, clip=0.5), 2)
@@ -123,7 +123,7 @@ def plain_with_rate(recipe: Recipe, how: str, world: int) -> Trained:
     return Trained(losses, [], dict(model.state_dict()), names)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("how", ["StepLR", "LambdaLR", "OneCycleLR", "edits"])
 def test_learning_rate_schedules(how: str, when: str) -> None:

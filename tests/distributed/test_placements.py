@@ -45,7 +45,7 @@ def recipe_of(case: tuple[str, ...], **more: Any) -> Recipe:
 
 
 # test_parity.py has all pairs of settings in the default suite.
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize("case", some(pairwise(ROWS), 2), ids=" | ".join)
 def test_steps_of_adamw_in_fp64(case: tuple[str, ...]) -> None:
     world, nodes = NODES[case[0]]

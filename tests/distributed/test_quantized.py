@@ -62,7 +62,7 @@ PLACED: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(
     ("world", "name"), [(w, name) for w in (1, 2, 4) for name in PLACED if (w, name) != (1, "mics")]
 )
@@ -104,7 +104,7 @@ QUANTIZED: dict[str, tuple[dict[str, object], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("name", "shape"), spread(QUANTIZED, SHAPES, 3))
 def test_gradients_lie_within_the_codecs_bound(name: str, shape: str) -> None:
     world, local = SHAPES[shape]
@@ -129,6 +129,7 @@ ROTATED: list[dict[str, object]] = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", ROTATED, ids=str)
 def test_rotated_gradients_and_those_with_replicas_are_the_mean(settings: dict[str, object]) -> None:
     for found, plain in run_ranks(4, gradients_of, {**GRADIENTS, "hadamard": True, **settings}, local_world_size=2):
@@ -231,7 +232,7 @@ OWNED: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("settings", OWNED, ids=str)
 def test_owned_bytes_equal_the_plan(settings: dict[str, object]) -> None:
     for found, planned in run_ranks(4, owned, {**WEIGHTS, **GRADIENTS, **settings}, local_world_size=2):

@@ -88,7 +88,7 @@ def check_many(count: int, number: int) -> None:
     assert sum(trained) >= LEAST * len(trained), f"only {sum(trained)} of {len(trained)} trained, seed {number}"
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("spec", [

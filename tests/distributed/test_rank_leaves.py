@@ -139,7 +139,7 @@ def check_left(results: list[tuple[str, float, bool, bool]], how: str) -> None:
         assert any(REACHED in message for message, *_ in results)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("how", LEAVES)
 def test_a_rank_that_leaves_stops_every_rank(how: str) -> None:
     check_left(run_ranks(2, leave, how, {}), how)

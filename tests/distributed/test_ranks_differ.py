@@ -171,7 +171,7 @@ LEAVES: dict[str, list[list[Route]]] = {
 }
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("settings", [{}, BARE, {"live": 0}, {"overlap_comm": False}], ids=str)
 @pytest.mark.parametrize("steps", LEAVES)
 def test_ranks_leave_a_known_order(steps: str, settings: dict[str, object]) -> None:

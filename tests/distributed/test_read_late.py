@@ -152,6 +152,7 @@ def some_wait(settings: dict[str, object], factor: float) -> tuple[list[str], li
     return wrong, [optimizer.boundary.reads for _, optimizer in pair]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("factor", [1.0, float("nan")])
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}], ids=str)
 def test_a_rank_that_waits_does_what_others_have_done(settings: dict[str, object], factor: float) -> None:

@@ -202,7 +202,7 @@ def half_way(settings: dict[str, object], what: str, only: int | None) -> float:
     return difference
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("what", "only"), [("step", None), ("step", 1), ("load", None)])
 @pytest.mark.parametrize("name", some([*KEPT, "stage 3"], 2))
 def test_weights_that_changed_before_an_error_are_new_ones(name: str, what: str, only: int | None) -> None:
@@ -235,6 +235,7 @@ def clamped(settings: dict[str, object]) -> float:
     return off
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", [*KEPT, "stage 3"])
 def test_a_hook_after_the_step_may_edit_weights(name: str) -> None:
     assert max(run_ranks(4, clamped, KEPT.get(name, {}), local_world_size=2)) < 1e-12

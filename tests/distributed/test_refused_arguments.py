@@ -298,6 +298,7 @@ def try_on_one(name: str) -> tuple[str, str, float]:
     return attempt(bad_on_one(name))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", EVERYWHERE)
 def test_a_mistake_on_every_rank(name: str) -> None:
     _, kinds, pattern = EVERYWHERE[name]

@@ -11,6 +11,7 @@ from tests.distributed.routes import BRANCHES, follow
 from tests.distributed.staged import SETTINGS, STEPS, over, weights
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}, {"overlap_comm": False}, {"persist": 1000}])
 @pytest.mark.parametrize("steps", STEPS)
 def test_collectives_in_one_order(steps: str, settings: dict[str, object]) -> None:
@@ -26,7 +27,7 @@ ROUTES = [(2, name) for name in SETTINGS] + [(4, name) for name in ONE_HOP]
 ROUTES += [pytest.param(4, name, marks=pytest.mark.campaign) for name in SETTINGS if name not in ONE_HOP]
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("local", "name"), ROUTES)
 def test_bits_are_those_of_sends_and_receives(local: int, name: str) -> None:
     """For every hop and codec, over one hop and two."""

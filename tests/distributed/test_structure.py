@@ -131,7 +131,7 @@ def changed(name: str, grad: bool) -> tuple[list[str], bool]:
     return said, optimizer.step_was_taken
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", NEW)
 def test_new_parameters_are_named(name: str, grad: bool) -> None:

@@ -163,7 +163,7 @@ def live_tale(tale: Tale, settings: dict[str, object]) -> None:
     pair.check()
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize(("name", "placement"), spread(TALES, PLACED, every=8))
 def test_trains_as_plain_torch(name: str, placement: str) -> None:
     world, local, settings = PLACED[placement]

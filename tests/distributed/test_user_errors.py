@@ -71,7 +71,7 @@ def fail_and_go_on(how: str, where: int, at: int, settings: dict[str, object]) -
 FAILURES = [("before", 2), ("inside", 0), ("inside", 3), ("backward", 3), ("backward", 1)]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("at", [0, 2], ids=["first", "later"])
 @pytest.mark.parametrize(("how", "where"), FAILURES)
 def test_an_error_on_every_rank_and_the_next_step(how: str, where: int, at: int) -> None:

@@ -104,7 +104,7 @@ def read(settings: dict[str, Any], folder: str) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", PLACES)
 def test_values_are_plain_torchs(name: str, tmp_path: Path) -> None:
     for worst in run_ranks(4, read, PLACES[name], str(tmp_path), local_world_size=2):
@@ -158,7 +158,7 @@ def change(parameter: nn.Parameter, factor: float, *, local: bool) -> None:
 
 @pytest.mark.parametrize("local", [False, True], ids=["whole", "local"])
 @pytest.mark.parametrize("name", [name for name in PLACES if "micro" not in name])
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 def test_what_is_set_is_trained_with(name: str, local: bool, tmp_path: Path) -> None:
     assert max(run_ranks(4, written, PLACES[name], str(tmp_path), local, local_world_size=2)) < TOLERANCE
 

@@ -145,7 +145,7 @@ def alone(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", ALONE)
 def test_the_error_begins_with_the_likely_cause(name: str) -> None:
     _, message = run_ranks(2, alone, name, timeout=40)
@@ -185,6 +185,7 @@ def hasty(group_timeout: float | None, hang_timeout: float) -> tuple[str, float]
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(("group", "own"), [(1.0, 60), (None, 1.0), (60, 1.0)])
 def test_the_shorter_timeout_counts(group: float | None, own: float) -> None:
     _, (message, seconds) = run_ranks(2, hasty, group, own, init=False, timeout=40)

@@ -269,7 +269,7 @@ def check(name: str, settings: dict[str, object], world: int = 2, local: int | N
         assert len([text for text in said if "one of them passed" in text]) == (name == "left out once" and rank == 0)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_equals_plain_torch(name: str) -> None:
     check(name, {})
@@ -281,7 +281,7 @@ PLACED: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("placement", PLACED)
 @pytest.mark.parametrize("name", ["every time", "two losses", "by hand", "now", "discarded"])
 def test_a_loop_equals_plain_torch_in_every_placement(name: str, placement: str) -> None:

@@ -25,7 +25,7 @@ def used(settings: dict[str, Any]) -> set[str]:
     return {"refresh", "reduce"} if settings.get("stage") == 1 else {"gather", "reduce"}
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("late", ["lanes", "computing", "both"])
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("device", DEVICES)

@@ -40,7 +40,7 @@ def test_quantize_groups_that_are_not_finite(bits: int) -> None:
     agreement.quantize_spoilt(bits)
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
@@ -48,7 +48,7 @@ def test_dequantize(numel: int, dtype: torch.dtype, bits: int) -> None:
     agreement.dequantize(numel, dtype, bits)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
@@ -56,7 +56,7 @@ def test_reduce(numel: int, dtype: torch.dtype, bits: int) -> None:
     agreement.reduce(numel, dtype, bits)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", EVERY)
 def test_sum(numel: int, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ def test_sum_of_wide_tiles(dtype: torch.dtype) -> None:
     agreement.wide_sum(dtype)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("source_bits", BITS)
 @pytest.mark.parametrize("numel", [*EVERY, 1536])
@@ -76,7 +76,7 @@ def test_reduce_quantize(numel: int, source_bits: int, bits: int) -> None:
     agreement.reduce_quantize(numel, source_bits, bits)
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shapes", SHAPES)
@@ -84,7 +84,7 @@ def test_quantize_tensors(shapes: str, dtype: torch.dtype, bits: int) -> None:
     agreement.quantize_tensors(shapes, dtype, bits)
 
 
-@pytest.mark.every(6)
+@pytest.mark.every(12)
 @pytest.mark.parametrize(("shapes", "source", "target"), COPIES)
 def test_copies(shapes: str, source: torch.dtype, target: torch.dtype) -> None:
     agreement.copies(shapes, source, target)

@@ -53,7 +53,7 @@ def copy_of_the_package(folder: Path) -> Path:
     return copied
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.parametrize("way", AGAIN)
 def test_a_second_import_is_no_error(way: str, tmp_path: Path) -> None:
     """The operations of the first serve both, as long as the process lives."""
@@ -81,6 +81,7 @@ VERSIONS = {
 }
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("difference", VERSIONS)
 def test_another_version_is_refused_by_name(difference: str, tmp_path: Path) -> None:
     """One whose operations take other arguments, or which has more of them; nothing of it is defined."""

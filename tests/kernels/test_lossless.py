@@ -43,7 +43,7 @@ def round_trip(new: Tensor, held: Tensor) -> tuple[int, int]:
     return rooms
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("place", BORDERS)
 def test_an_escape_at_a_border(place: int) -> None:
     """Alone, of each kind; and with others in all sections."""

@@ -59,6 +59,7 @@ def test_ranks_that_are_heard_train(name: str) -> None:
     assert check_all([CORNERS[name]], thorough=True) == (3 * len(LIMITS), 0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", CORNERS)
 def test_any_rank_may_go_on_first(name: str) -> None:
     """Ranks meet in exchanges alone, and between two of them each works on its own: who goes on changes nothing."""
@@ -66,7 +67,7 @@ def test_any_rank_may_go_on_first(name: str) -> None:
         assert check(CORNERS[name], LIMITS[0], repeated(pattern))
 
 
-@pytest.mark.every(4)
+@pytest.mark.every(8)
 @pytest.mark.parametrize("first", EVENTS)
 def test_one_event_after_another(first: str) -> None:
     refused = REFUSED_AFTER.get(first, len(LIMITS))

@@ -85,6 +85,7 @@ def texts_of(figure: Figure) -> list[Text]:
     return [text for text in found if text.get_visible() and text.get_text()]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("rates", [ONE, SEVERAL])
 @pytest.mark.parametrize("systems", [["zeropp_s3"], network.SYSTEMS.split(","), SHOWN])
 def test_no_text_is_cut_off_or_covers_another(systems: list[str], rates: list[tuple[str, float | None]]) -> None:
