@@ -141,6 +141,19 @@ def test_trained_weights_leave_with_their_states_only(world: int) -> None:
     assert run_ranks(world, without_states, True) == [[]] * world
 
 
+def test_a_place_that_is_not_said_is_named() -> None:
+    forgotten = {"offload_optimizer": {"nvme_path": "/tmp", "buffer_count": 5}, "offload_param": {"pin_memory": True}}
+    assert run_ranks(1, warned, forgotten) == [
+        [
+            "offload_optimizer.buffer_count, nvme_path has no effect: offload_optimizer.device is not given; set it to "
+            '"cpu" or "nvme"',
+            'offload_param.pin_memory has no effect: offload_param.device is not given; set it to "cpu" or "nvme"',
+        ]
+    ]
+    meant = {"offload_optimizer": {"device": "none", "nvme_path": "/tmp"}, "offload_param": {}}
+    assert run_ranks(1, warned, meant) == [[]]
+
+
 def odd_leaf() -> list[str]:
     model = Routed()
     config = make_config()
