@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
 import stat
@@ -155,6 +156,54 @@ def test_what_a_killed_process_left_is_named_and_removed(tmp_path: Path, caplog:
     own.close()
     end(lives, signal.SIGINT)
     assert not (tmp_path / "zeropp-lives-rank0").exists(), "an interrupt is a clean end"
+
+
+def left_behind(above: Path) -> Path:
+    """A directory whose owner has died."""
+    path = above / "zeropp-left-rank0"
+    path.mkdir()
+    (path / "lock").write_text(json.dumps({"host": socket.gethostname()}))
+    (path / "swap").write_text("old")
+    return path
+
+
+def test_what_other_users_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where this one could remove it, as root can."""
+    left = left_behind(tmp_path)
+    other = os.geteuid() + 1
+    monkeypatch.setattr(directory.os, "geteuid", lambda: other)
+    SwapDirectory(tmp_path, "job", 0).close()
+    assert (left / "swap").read_text() == "old"
+    monkeypatch.undo()
+    SwapDirectory(tmp_path, "job", 0).close()
+    assert not left.exists()
+
+
+def test_a_directory_that_is_there_is_closed_to_others(tmp_path: Path) -> None:
+    there = tmp_path / "zeropp-job-rank0"
+    there.mkdir(mode=0o755)
+    (there / "of before").write_text("x")
+    own = SwapDirectory(tmp_path, "job", 0)
+    assert own.path == there and stat.S_IMODE(there.stat().st_mode) == 0o700
+    own.close()
+
+
+def test_a_lock_of_a_directory_that_was_made_anew_meanwhile_is_not_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening the file and locking it somebody removes all of it, and a third one makes it again."""
+    left, plain = left_behind(tmp_path), fcntl.flock
+
+    def late(lock: int, how: int) -> None:
+        if (left / "swap").exists():
+            shutil.rmtree(left)
+            left_behind(tmp_path)
+            (left / "swap").rename(left / "in use")
+        plain(lock, how)
+
+    monkeypatch.setattr(directory.fcntl, "flock", late)
+    SwapDirectory(tmp_path, "job", 0).close()
+    assert (left / "in use").exists()
 
 
 def test_locks_of_other_machines_count_where_they_can_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from tests.offload import open_descriptors
 from tests.tmpfs import tmpfs
-from zeropp.offload import memory
+from zeropp.offload import memory, swap
 from zeropp.offload.errors import SwapError
 from zeropp.offload.memory import aligned
 from zeropp.offload.stretches import Stretches
@@ -157,6 +157,21 @@ def test_space_that_is_reserved(tmp_path: Path) -> None:
         assert file.allocate(1 << 19, torch.float32).tensor.eq(0).all()
         with pytest.raises(SwapError, match="cannot take 4096 bytes"):
             file.reserve(4096)
+
+
+def test_a_part_of_what_was_asked_for_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems keep what they had found when the rest was missing."""
+    file = SwapFile(tmp_path)
+    before = file.allocate(1, torch.uint8)
+
+    def half(descriptor: int, begin: int, nbytes: int) -> None:
+        os.ftruncate(descriptor, begin + nbytes // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(swap.os, "posix_fallocate", half)
+    with pytest.raises(SwapError, match="cannot take 1048576 bytes"):
+        file.reserve(1 << 20)
+    assert os.fstat(before.descriptors.cached).st_size == file.nbytes == file.alignment
 
 
 def test_no_more_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,3 +168,32 @@ def test_what_goes_on_while_a_tile_is_stepped(
         if name != "grad" and (write_behind or not read_ahead or number < 3):
             ended = at[f"{name}: write ends", number]
             assert ended > at["stepped", number + 1] if write_behind else ended < at["steps", number + 1]
+
+
+@pytest.mark.parametrize("bad", ["main", "grad", "exp_avg", "exp_avg_sq"])
+def test_after_an_error_nothing_is_under_way(bad: str, streams: Any) -> None:
+    """The ring's memory is somebody else's as soon as this has raised."""
+    log, other = list[str](), ThreadStream("bad")
+
+    def tell(name: str, what: str, start: int) -> None:
+        if what == "read ends" and name == bad:
+            raise OSError(f"{bad} cannot be read")
+        log.append(what)
+
+    def row(name: str) -> LateRow:
+        late = {"read": 0.0 if name == bad else 0.1, "write": 0.0}
+        return LateRow(
+            torch.ones(4 * TILE), other if name == bad else streams[0], streams[1], late, partial(tell, name)
+        )
+
+    rule = rule_of(AdamW([torch.ones(1)], fused=True))
+    assert rule is not None
+    settings = rule.snapshot(AdamW([torch.ones(1)], fused=True).param_groups[0])
+    states = {name: row(name) for name in ("exp_avg", "exp_avg_sq")}
+    job = job_of(rule, settings, row("main"), row("grad"), states, 0, 0)
+    with pytest.raises(OSError, match=f"{bad} cannot be read"):
+        Tiles(Ring(4, 2 * TILE * 4, pinned=False), Cores(1), rule, read_ahead=True, write_behind=False).run([job])
+    begun, ended = log.count("read begins"), log.count("read ends")
+    # The bad row has begun one for each tile, and ended none.
+    assert begun - ended in (1, 2) and ended == begun // 4 * 3
+    other.close()

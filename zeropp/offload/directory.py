@@ -147,7 +147,7 @@ def _take(path: Path, job: str, rank: int) -> int:
         # Of an owner that is gone and could not be removed.
         os.ftruncate(lock, 0)
         os.write(lock, json.dumps(about).encode() + b"\n")
-        # A umask may have taken away from the owner, too.
+        # It may have been there, open to others.
         path.chmod(0o700)
     except BaseException:
         _end(path, lock, os.getpid())

@@ -41,19 +41,24 @@ class Arriving:
         Raises:
             OSError: it could not be read.
         """
-        done = 0
+        done, error = 0, None
         while done < self._numel:
             part = self.parts.get()
             if isinstance(part, BaseException):
-                raise part
+                raise error or part
             start, values, buffer, event = part
             try:
                 event.wait(threading.TIMEOUT_MAX)
-                target[start : start + values.numel()].copy_(values)
+                if error is None:
+                    target[start : start + values.numel()].copy_(values)
+            except BaseException as caught:
+                # The rest is taken all the same: its buffers are wanted by whatever is read next.
+                error = error or caught
             finally:
-                # Whether or not it could be read: the thread may be waiting for it, and others for the thread.
                 self._ring.give_back(buffer)
             done += values.numel()
+        if error is not None:
+            raise error
 
 
 class ReadAhead:
@@ -93,7 +98,12 @@ class ReadAhead:
                 # Here it waits, with as many reads under way as there are buffers.
                 buffer = self.ring.take()
                 values = buffer[: min(most, numel - start) * dtype.itemsize].view(dtype)
-                arriving.parts.put((start, values, buffer, row.read(start, values)))
+                try:
+                    event = row.read(start, values)
+                except BaseException:
+                    self.ring.give_back(buffer)
+                    raise
+                arriving.parts.put((start, values, buffer, event))
         except BaseException as error:
             # Whoever takes it is on another thread.
             arriving.parts.put(error)
