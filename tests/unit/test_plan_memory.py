@@ -172,6 +172,7 @@ def test_the_model_is_left_alone() -> None:
 
 
 def test_printed() -> None:
+    assert "NCCL" not in str(memory(two_layers(), config(), 2, device="cpu"))
     text = str(memory(two_layers(), config(), 2))
     *lines, communicators = text.splitlines()
     # One to gather, one to reduce, one for what is small and for all.
@@ -267,6 +268,13 @@ def test_weights_stay_in_memory_while_there_is_room(most: int, kept: list[int]) 
     plan = memory(model, offloaded("nvme", "nvme", max_in_cpu=most), 2)
     assert plan.host.get("wire_weights", 0) == sum(rows[index] for index in kept)
     assert plan.disk.get("wire_weights", 0) == PAGE * sum(pages[index] for index in {0, 1, 2} - {*kept})
+
+
+def test_weights_that_are_stepped_in_files_are_kept_in_memory_while_there_is_room() -> None:
+    """Gathers could begin with the main weights themselves, which have the same dtype."""
+    for most, kept in ((10**6, 2 * 512 * 4), (0, 0)):
+        settings = {**offloaded("nvme", "nvme", max_in_cpu=most), "bf16": {"enabled": False}}
+        assert memory(two_layers(), settings, 2).host.get("wire_weights", 0) == kept, most
 
 
 def test_rings_hold_the_largest_shard_or_what_is_allowed() -> None:

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from zeropp.comm import forks
 from zeropp.comm.accounts import Account, explain, what_ended
 from zeropp.comm.events import Event
 from zeropp.comm.hops import Comm
@@ -68,6 +69,7 @@ class Agreement:
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
         self._when_lost = list(when_lost)
+        self._generation = forks.generation()
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
@@ -107,6 +109,8 @@ class Agreement:
         """
         if self.lost is not None:
             raise RuntimeError(self.lost)
+        # Before anything that a child might break of its parent's, and by itself: no rank is to blame.
+        forks.require_same(self._generation)
         try:
             # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
             with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where)):

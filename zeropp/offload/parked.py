@@ -53,12 +53,11 @@ class Parked:
         storage.resize_(0)
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """What one of the storage's tensors, dense, has for values: a view of the bytes on the host."""
+        """What a tensor over all of the storage, dense, has for values: a view of the bytes on the host."""
         assert self._host is not None  # only asked for what is kept
         self._copied.wait(threading.TIMEOUT_MAX)
         with unguarded():
-            start, nbytes = tensor.storage_offset() * tensor.itemsize, tensor.numel() * tensor.itemsize
-            return self._host[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
+            return self._host.view(tensor.dtype).view(tensor.shape)
 
     def bring_back(self, *, non_blocking: bool) -> None:
         """Give the storage its memory and bytes again.

@@ -40,9 +40,12 @@ def require_below(
         limit: bytes; None for none.
 
     Raises:
-        ValueError: the limit is negative.
+        TypeError: the limit is no whole number.
+        ValueError: it is negative.
         MemoryLimitError: they take more.
     """
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
+        raise TypeError(f"the limit of the {place} is {limit!r}; expected bytes, as a whole number, or None")
     if limit is not None and limit < 0:
         raise ValueError(f"the limit of the {place} is {limit}; expected bytes, 0 or more")
     # Ranks have pieces of equal size, so one of them stands for all.

@@ -166,7 +166,8 @@ class MemoryPlan:
             if len([value for value in terms.values() if value]) > 1:
                 rows.append((f"{place}: total", sum(terms.values())))
         lines = [f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows]
-        if self.communicators:
+        # A CPU's have no buffers to speak of.
+        if self.communicators and not self.on_host:
             estimate = f"{self.communicators} NCCL communicators, about"
             lines.append(f"{estimate:32}{self.communicator_nbytes:>12,} bytes, outside of torch's own")
         return "\n".join(lines)
