@@ -104,7 +104,6 @@ def cleared(how: str, persist: int) -> float:
     return worst(zeropp.full_state(model), plain.state_dict())
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize("persist", [0, 10_000])
 @pytest.mark.parametrize("how", CLEARS)
 def test_gradients_cleared(how: str, persist: int) -> None:
