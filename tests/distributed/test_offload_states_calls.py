@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ from tests.distributed.shapes import WIDTH, Routed, make_config
 from tests.owned import owned_bytes
 from zeropp.offload.parked import Parked
 from zeropp.optimizer.host_step import HostStep
+from zeropp.params.flat_buffer import FlatBuffer
 
 # What OpenRLHF and open-instruct leave off the device while experience is made.
 ASLEEP = [StateType.optim_states, StateType.contiguous_grad_buffer, StateType.hp_params]
@@ -194,13 +195,29 @@ def pending() -> tuple[list[str], int]:
     return same(run(Run(options.settings)), found), seen[0]
 
 
+def refreshing() -> tuple[list[str], int]:
+    """As :func:`pending`, where what is cached is being renewed from the main weights as these go."""
+    options = Run({"persist": 1000, **BF16}, paused=_away_and_back)
+    plain, seen = FlatBuffer.refresh, [0]
+
+    def late(buffer: FlatBuffer, differs: Any) -> Iterator[None]:
+        time.sleep(0.02)
+        yield from plain(buffer, differs)
+        seen[0] += 1
+
+    with mock.patch.object(FlatBuffer, "refresh", late):
+        found = run(options)
+    return same(run(Run(options.settings)), found), seen[0]
+
+
 def _away_and_back(model: nn.Module, optimizer: Any, when: str) -> None:
     optimizer.offload_states()
     optimizer.reload_states()
 
 
-def test_a_step_under_way_is_waited_for() -> None:
-    for wrong, seen in run_ranks(2, pending):
+@pytest.mark.parametrize("work", [pending, refreshing])
+def test_a_step_and_a_refresh_under_way_are_waited_for(work: Callable[[], tuple[list[str], int]]) -> None:
+    for wrong, seen in run_ranks(2, work):
         assert not wrong and seen > 0
 
 
