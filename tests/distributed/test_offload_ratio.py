@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.models import MODELS
 from tests.distributed.offloaded import Run, compare, host_apart, run
 from tests.distributed.shapes import apart, make_config
+from zeropp.optimizer.update import Update
 
 KIND = MODELS["gpt"]
 
@@ -183,3 +185,42 @@ def unfreezes() -> tuple[list[float], list[float]]:
 def test_what_is_trained_later_is_the_host_s() -> None:
     for plain, offloaded in run_ranks(2, unfreezes):
         assert plain == offloaded
+
+
+def failing_step(ratio: float) -> list[str]:
+    """Weights that the model computes with after a step that failed half way, and are not the main ones."""
+    torch.manual_seed(3)
+    model = KIND.build().float()
+    offload = {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    settings = make_config(**offload, persist=10**6, bf16={"enabled": True})
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1, fused=True), model, settings)
+    train(model, optimizer, range(1))
+    before, plain = zeropp.full_state(model), Update._step
+
+    def fails(update: Update) -> None:
+        plain(update)
+        raise ValueError("of the optimizer's own")
+
+    with mock.patch.object(Update, "_step", fails), pytest.raises(ValueError, match="of the optimizer's own"):
+        train(model, optimizer, range(1, 2))
+    after, used = zeropp.full_state(model), dict[str, Tensor]()
+    assert any(not torch.equal(after[name], value) for name, value in before.items()), "some have been stepped"
+
+    def look(module: nn.Module, *_: object) -> None:
+        for name, parameter in module.named_parameters(recurse=False):
+            used[f"{names[module]}.{name}"] = parameter.detach().clone()
+
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        if module is not model:
+            module.register_forward_hook(look)
+    optimizer.zero_grad()
+    with torch.no_grad():
+        KIND.loss(model, KIND.batch(torch.Generator().manual_seed(1)))
+    assert used
+    return [name for name, value in used.items() if not torch.equal(value, after[name].bfloat16())]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+def test_after_a_step_that_failed_half_way_the_model_computes_with_what_was_stepped(ratio: float) -> None:
+    assert run_ranks(1, failing_step, ratio) == [[]]

@@ -101,7 +101,8 @@ class _Queue:
             over = not transfer.pieces and not transfer.under_way
             if over and transfer is self._alone:
                 self._alone = None
-            if self.closed or not self._overlap or self._one_by_one:
+            # Else this thread takes what is next, and no other has waited for this.
+            if self.closed or not self._overlap:
                 self._changed.notify_all()
         if over:
             _finish(transfer)
