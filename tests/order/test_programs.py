@@ -79,7 +79,7 @@ def check_many(count: int, number: int) -> None:
 
 
 def test_programs() -> None:
-    check_many(1000, 1)
+    check_many(500, 1)
 
 
 @pytest.mark.campaign

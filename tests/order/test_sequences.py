@@ -83,7 +83,7 @@ def test_one_event_where_units_are_persistent(persistent: Uses) -> None:
 
 
 def test_two_events_after_a_usual_step() -> None:
-    assert check_all(itertools.islice(sequences(2), 0, None, 2)) == (878, 90)
+    assert check_all(itertools.islice(sequences(2), 0, None, 5)) == (369, 19)
 
 
 def few_are_refused(programs: Iterable[Program], *, thorough: bool = False) -> bool:

@@ -69,7 +69,6 @@ class Agreement:
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
         self._when_lost = list(when_lost)
-        self._generation = forks.generation()
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
@@ -109,14 +108,15 @@ class Agreement:
         """
         if self.lost is not None:
             raise RuntimeError(self.lost)
-        # Before anything that a child might break of its parent's, and by itself: no rank is to blame.
-        forks.require_same(self._generation)
         try:
             # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
             with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where)):
                 yield
             if self.lost is not None:  # meanwhile, on the monitor's thread: what was waited for has not come
                 raise RuntimeError(self.lost)
+        # Of this process alone: no rank is to blame, and nothing of its parent's is touched.
+        except forks.ForkedError:
+            raise
         # A disk's errors come from lanes, too.
         except (RuntimeError, OSError) as error:
             # Other ranks would wait in a collective to which this one does not come. Alone, out of memory stays

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["generation", "require_same"]
+__all__ = ["ForkedError", "generation", "require_same"]
+
+
+class ForkedError(RuntimeError):
+    """A child was to use what its parent alone can."""
+
 
 # Not the process's number, which the system may be asked for a thousand times a step, and may use again.
 _generation = 0
@@ -22,10 +27,10 @@ def require_same(began: int) -> None:
         began: :func:`generation` there.
 
     Raises:
-        RuntimeError: this is a child of that process.
+        ForkedError: this is a child of that process.
     """
     if began != _generation:
-        raise RuntimeError(
+        raise ForkedError(
             f"process {os.getpid()} was forked from one that zeropp works in, and has none of its threads, which "
             "gather, step, read and write; use the model in the process that wrapped it, and hand copies to this one"
         )
