@@ -124,7 +124,7 @@ def sent_in_a_step(systems: list[str], nodes: int, warm_up: int, tcp: str | None
     return sent_of(done.stdout, systems)
 
 
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
 @pytest.mark.parametrize(
     ("nodes", "systems"),

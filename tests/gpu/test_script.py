@@ -82,7 +82,6 @@ def test_a_dry_run(tmp_path: Path) -> None:
     started_again_it_goes_on_where_it_was(dry)
 
 
-@pytest.mark.timeout(290)
 def test_a_dry_run_of_some_parts(tmp_path: Path) -> None:
     """Those that have no planted result below in the default suite."""
     parts = ("kernels", "reasons")

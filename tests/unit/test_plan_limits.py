@@ -100,9 +100,9 @@ def test_where_the_cpu_trains_units_count_too() -> None:
     assert sum(own.host_terms.values()) == own.host_total
 
 
-@pytest.mark.parametrize("limits", [{"host_bytes": "24GB"}, {"disk_bytes": 1e9}, {"host_bytes": True}], ids=str)
+@pytest.mark.parametrize("limits", [{"host_bytes": "24GB"}, {"disk_bytes": [1]}, {"host_bytes": True}], ids=str)
 def test_a_limit_that_is_no_number(limits: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"the limit of the (host|disk) is .*; expected bytes, as a whole number"):
+    with pytest.raises(TypeError, match=r"the limit of the (host|disk) is .*; expected a number of bytes"):
         plan("cpu").require(**limits)
 
 

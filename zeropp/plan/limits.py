@@ -28,7 +28,7 @@ class MemoryLimitError(ConfigError):
 
 
 def require_below(
-    config: Config, local: int, place: Literal["host", "disk"], terms: Mapping[str, int], limit: int | None
+    config: Config, local: int, place: Literal["host", "disk"], terms: Mapping[str, int], limit: float | None
 ) -> None:
     """Make sure that what the ranks of a node take stays below a limit.
 
@@ -40,12 +40,12 @@ def require_below(
         limit: bytes; None for none.
 
     Raises:
-        TypeError: the limit is no whole number.
+        TypeError: the limit is no number.
         ValueError: it is negative.
         MemoryLimitError: they take more.
     """
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int)):
-        raise TypeError(f"the limit of the {place} is {limit!r}; expected bytes, as a whole number, or None")
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, float))):
+        raise TypeError(f"the limit of the {place} is {limit!r}; expected a number of bytes, or None")
     if limit is not None and limit < 0:
         raise ValueError(f"the limit of the {place} is {limit}; expected bytes, 0 or more")
     # Ranks have pieces of equal size, so one of them stands for all.
@@ -55,7 +55,7 @@ def require_below(
     what = "the memory of its host" if place == "host" else "its disks"
     ranks = f"the {local} ranks" if local > 1 else "the rank"
     need = "need" if local > 1 else "needs"
-    total = f"{ranks} of a node {need} at least {size_text(needs)} of {what}, and {size_text(limit)} are allowed"
+    total = f"{ranks} of a node {need} at least {size_text(needs)} of {what}, and {size_text(int(limit))} are allowed"
     lines = _host_lines(config, terms) if place == "host" else _disk_lines(config, terms)
     raise MemoryLimitError([total + ("; on each rank:" if local > 1 else ":"), *lines, _more_nodes(place)])
 

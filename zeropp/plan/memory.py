@@ -130,7 +130,7 @@ class MemoryPlan:
         """Bytes in files, for one rank."""
         return sum(self.disk.values())
 
-    def require(self, *, host_bytes: int | None = None, disk_bytes: int | None = None) -> MemoryPlan:
+    def require(self, *, host_bytes: float | None = None, disk_bytes: float | None = None) -> MemoryPlan:
         """Make sure that a node's ranks can stay below limits, together.
 
         Args:
