@@ -220,6 +220,12 @@ def _ineffective_alone(config: Config) -> Iterator[str]:
     for key in ("zero_hpz_partition_size", "mics_shard_size"):
         if zero.stage < 3 and getattr(zero, key) > 1:
             yield f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
+    for key in ("offload_optimizer", "offload_param"):
+        block = getattr(zero, key)
+        # One that says "none" means it.
+        if block is not None and block.model_fields_set and "device" not in block.model_fields_set:
+            given = ", ".join(sorted(block.model_fields_set))
+            yield f'{key}.{given} has no effect: {key}.device is not given; set it to "cpu" or "nvme"'
     quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
     # A secondary shard of frozen weights can be codes, too.
     quantized |= zero.zero_quantized_nontrainable_weights

@@ -28,12 +28,6 @@ def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> No
 
 
 def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
-    for key in ("offload_optimizer", "offload_param"):
-        block = getattr(config.zero, key)
-        # One that says "none" means it.
-        if block is not None and block.model_fields_set and "device" not in block.model_fields_set:
-            given = ", ".join(sorted(block.model_fields_set))
-            yield f'{key}.{given} has no effect: {key}.device is not given; set it to "cpu" or "nvme"'
     block = config.zero.offload_param
     if config.aio.use_gds and (block is None or block.device != "nvme"):
         yield 'aio.use_gds has no effect: only what offload_param keeps on "nvme" is read for the device'
