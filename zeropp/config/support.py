@@ -224,8 +224,8 @@ def _ineffective_alone(config: Config) -> Iterator[str]:
         block = getattr(zero, key)
         # One that says "none" means it.
         if block is not None and block.model_fields_set and "device" not in block.model_fields_set:
-            given = ", ".join(sorted(block.model_fields_set))
-            yield f'{key}.{given} has no effect: {key}.device is not given; set it to "cpu" or "nvme"'
+            named = ", ".join(sorted(block.model_fields_set))
+            yield f'{key}.{named} has no effect: {key}.device is not given; set it to "cpu" or "nvme"'
     quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
     # A secondary shard of frozen weights can be codes, too.
     quantized |= zero.zero_quantized_nontrainable_weights
