@@ -401,14 +401,24 @@ def refused_by_name() -> list[str]:
     with standing_in() as deepspeed:
         said = []
         for name in (
-            "deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed.elasticity", "deepspeed.moe.layer",
-            "deepspeed.module_inject", "deepspeed.pipe", "deepspeed.nothing_known",
+            "deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed.elasticity", "deepspeed.moe.sharded_moe",
+            "deepspeed.module_inject", "deepspeed.pipe.module", "deepspeed.nothing_known",
         ):  # fmt: skip
             try:
                 __import__(name)
             except ImportError as error:
                 said.append(str(error))
-        for call in (deepspeed.tp_model_init, deepspeed.PipelineModule, deepspeed.init_inference):
+        from deepspeed.moe.layer import MoE
+        from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
+        from deepspeed.pipe import PipelineModule
+
+        class Derived(PipelineModule):
+            """Scripts derive theirs as they are imported, whether it is used or not."""
+
+        groups = [{"params": list(Net().parameters())}]
+        assert split_params_into_different_moe_groups_for_optimizer(groups) == groups
+        assert not any(map(is_moe_param, groups[0]["params"]))
+        for call in (deepspeed.tp_model_init, Derived, deepspeed.init_inference, MoE):
             try:
                 call(model=None)
             except RuntimeError as error:
@@ -445,7 +455,7 @@ def test_others_end_as_they_should(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused_with_a_reason() -> None:
     for said in run_ranks(2, refused_by_name):
-        assert len(said) == 9 and all("zeropp" in each for each in said)
+        assert len(said) == 10 and all("zeropp" in each for each in said)
         assert "Ulysses" in said[0] and "checkpoints" in said[1] and "mixtures" in said[2] and "pipelines" in said[4]
         assert "no script" in said[5] and "tp_model_init" in said[6]
 

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-__all__ = ["MODULES", "RefusingFinder", "refused"]
+__all__ = ["MODULES", "NO_EXPERTS", "NO_KERNELS", "NO_PIPELINES", "RefusingFinder", "refused"]
 
 _SEE = "see docs/migrating.md of zeropp"
 _PARALLEL = "zeropp partitions over data-parallel ranks, and splits no layer, sequence or expert over them"
-_INFERENCE = "zeropp has no inference kernels; zeropp.initialize without an optimizer makes an engine that only runs"
+NO_EXPERTS = f"{_PARALLEL}; mixtures of experts of transformers train as they are"
+NO_PIPELINES = f"pipelines are not in zeropp: {_PARALLEL}"
+NO_KERNELS = "zeropp has no inference kernels; zeropp.initialize without an optimizer makes an engine that only runs"
 
 # Module, with all below it -> why it is not there.
 MODULES = {
@@ -22,15 +24,15 @@ MODULES = {
     "deepspeed.compression": "zeropp does not prune or quantize models",
     "deepspeed.datastates": "zeropp.checkpoint saves asynchronously",
     "deepspeed.elasticity": "checkpoints of zeropp load on any number of ranks; torchrun restarts them",
-    "deepspeed.inference": _INFERENCE,
+    "deepspeed.inference": NO_KERNELS,
     "deepspeed.linear": "use peft for adapters, and zero_quantized_nontrainable_weights for frozen weights in int8",
-    "deepspeed.model_implementations": _INFERENCE,
+    "deepspeed.model_implementations": NO_KERNELS,
     "deepspeed.module_inject": "zeropp replaces no layers; tensor parallelism is not in it",
-    "deepspeed.moe": f"{_PARALLEL}; mixtures of experts of transformers train as they are",
+    "deepspeed.moe": NO_EXPERTS,
     "deepspeed.nebula": "zeropp.checkpoint saves asynchronously",
-    "deepspeed.pipe": f"pipelines are not in zeropp: {_PARALLEL}",
+    "deepspeed.pipe": NO_PIPELINES,
     "deepspeed.profiling": "use torch.profiler; zeropp.comm_report(model) has the bytes sent",
-    "deepspeed.runtime.pipe": f"pipelines are not in zeropp: {_PARALLEL}",
+    "deepspeed.runtime.pipe": NO_PIPELINES,
     "deepspeed.runtime.sequence_parallel": f"Ulysses is not in zeropp: {_PARALLEL}",
     "deepspeed.runtime.tensor_parallel": f"tensor parallelism is not in zeropp: {_PARALLEL}",
     "deepspeed.sequence": f"Ulysses is not in zeropp: {_PARALLEL}",

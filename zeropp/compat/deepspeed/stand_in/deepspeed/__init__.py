@@ -8,7 +8,7 @@ Attributes:
 from __future__ import annotations
 
 from zeropp.compat.deepspeed.place import VERSION, require_alone
-from zeropp.compat.deepspeed.refusals import RefusingFinder, refused
+from zeropp.compat.deepspeed.refusals import NO_KERNELS, NO_PIPELINES, RefusingFinder, refused
 
 try:
     require_alone()
@@ -26,6 +26,7 @@ from .accelerator import get_accelerator  # noqa: E402
 from .arguments import add_config_arguments  # noqa: E402
 from .comm import init_distributed  # noqa: E402
 from .git_version_info import git_branch, git_hash, version  # noqa: E402
+from .pipe import PipelineModule  # noqa: E402
 from .runtime import lr_schedules, zero  # noqa: E402
 from .runtime.activation_checkpointing import checkpointing  # noqa: E402
 from .runtime.base_optimizer import DeepSpeedOptimizer  # noqa: E402
@@ -76,16 +77,13 @@ __version__ = VERSION
 # Scripts compare these as numbers.
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in VERSION.split("."))
 
-_NO_PIPELINES = "pipelines are not in zeropp"
-_NO_KERNELS = "zeropp has no inference kernels; initialize() without an optimizer makes an engine that only runs"
 DeepSpeedHybridEngine = refused("DeepSpeedHybridEngine", "generate inside zero.GatheredParameters(model.parameters())")
 DeepSpeedTransformerConfig = refused("DeepSpeedTransformerConfig", "use the layers of torch or transformers")
 DeepSpeedTransformerLayer = refused("DeepSpeedTransformerLayer", "use the layers of torch or transformers")
-InferenceEngine = refused("InferenceEngine", _NO_KERNELS)
-PipelineEngine = refused("PipelineEngine", _NO_PIPELINES)
-PipelineModule = refused("PipelineModule", _NO_PIPELINES)
-default_inference_config = refused("default_inference_config", _NO_KERNELS)
-init_inference = refused("init_inference", _NO_KERNELS)
-replace_transformer_layer = refused("replace_transformer_layer", _NO_KERNELS)
+InferenceEngine = refused("InferenceEngine", NO_KERNELS)
+PipelineEngine = refused("PipelineEngine", NO_PIPELINES)
+default_inference_config = refused("default_inference_config", NO_KERNELS)
+init_inference = refused("init_inference", NO_KERNELS)
+replace_transformer_layer = refused("replace_transformer_layer", NO_KERNELS)
 set_autotp_mode = refused("set_autotp_mode")
 tp_model_init = refused("tp_model_init")

@@ -2,7 +2,14 @@
 
 from enum import Enum
 
-__all__ = ["OffloadDeviceEnum", "OffloadStateTypeEnum"]
+from .config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]
 
 
 class OffloadDeviceEnum(str, Enum):
