@@ -31,25 +31,26 @@ class AioConfig(Block):
 
 
 class ActivationCheckpointingConfig(Block):
-    """Recomputation of activations in backward, for code that calls the checkpointing functions."""
+    """Recomputation of activations in backward, for code that calls `zeropp.training.checkpointing.checkpoint`. The
+    block acts where it is given to `configure` beside that, as in DeepSpeed."""
 
     partition_activations: bool = False
-    """Splits kept activations over model-parallel ranks."""
+    """Splits kept activations over model-parallel ranks. Nothing is left to do: there is one such rank."""
 
     number_checkpoints: Positive | None = None
-    """Checkpointed segments in the model; contiguous memory needs to know it beforehand."""
+    """Checkpointed segments of a forward, for whose inputs `contiguous_memory_optimization` makes room."""
 
     contiguous_memory_optimization: bool = False
-    """Copies kept activations into one buffer, against fragmentation."""
+    """Keeps the inputs of segments in one buffer, against fragmentation. Needs `number_checkpoints`."""
 
     cpu_checkpointing: bool = False
-    """Moves partitioned activations to host memory until backward."""
+    """Keeps the inputs of segments in the host's page-locked memory until backward."""
 
     synchronize_checkpoint_boundary: bool = False
-    """Waits for the device at the border of each checkpointed segment."""
+    """Waits for the GPU where a checkpointed segment begins and where it ends."""
 
     profile: bool = False
-    """Times forward and backward of each checkpointed segment."""
+    """Logs how long forward and recomputation of each checkpointed segment take."""
 
 
 class NamedBlock(Block):

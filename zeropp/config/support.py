@@ -163,7 +163,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     AioConfig: _all(AioConfig, EFFECT),
     CheckpointConfig: {**_all(CheckpointConfig, LATER), "parallel_write": BLOCK},
     ParallelWriteConfig: _all(ParallelWriteConfig, LATER),
-    ActivationCheckpointingConfig: _all(ActivationCheckpointingConfig, LATER),
+    ActivationCheckpointingConfig: {**_all(ActivationCheckpointingConfig, EFFECT), "partition_activations": NEEDLESS},
     CompileConfig: _all(CompileConfig, LATER),
     OptimizerConfig: _governed(OptimizerConfig, "optimizer"),
     SchedulerConfig: _governed(SchedulerConfig, "scheduler"),
