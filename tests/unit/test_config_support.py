@@ -91,9 +91,7 @@ def others(model: type[Block], name: str) -> Iterator[object]:
         "ratio": [0.5],
         "grad_accum_dtype": ["bf16", "fp16"],
         "param_dtype": ["fp32", "bf16"],
-        "tag_validation": ["FAIL"],
         "passes": [["prefetch"]],
-        "number_checkpoints": [4],
     }
     field = model.model_fields[name]
     if name in special:

@@ -1,10 +1,16 @@
-"""Blocks around the engine: file I/O, recomputation, optimizer, scheduler."""
+"""Blocks around the engine: file I/O, checkpoints, recomputation, optimizer, scheduler."""
 
 from __future__ import annotations
 
-from pydantic import Field, JsonValue
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue
 
 from zeropp.config.base import Block, Positive, alias, is_auto
+
+
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
 
 
 class AioConfig(Block):
@@ -28,6 +34,39 @@ class AioConfig(Block):
     use_gds: bool = False
     """Reads what gathers begin with from NVMe into the GPU's memory without a copy in the host's, by kvikio
     (`zeropp[gds]`). The host steps, so the rest goes through its memory."""
+
+
+class ParallelWriteConfig(Block):
+    """How checkpoint files are shared out among writers."""
+
+    pipeline_stage: bool = False
+    """Lets the data-parallel ranks of a pipeline stage each write some of its layers. Nothing is left to do: every
+    rank writes its own part, and no other's."""
+
+
+class CheckpointConfig(Block):
+    """Saving and loading of training state, by the engine that `zeropp.initialize` makes."""
+
+    tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
+    """What to do when ranks call `save_checkpoint` with different tags: "FAIL" raises on all of them; otherwise the
+    first rank's names the checkpoint, which is complete, with a warning or, with "IGNORE", without. Letters may be of
+    either case."""
+
+    load_universal: bool = False
+    """Loads a checkpoint in DeepSpeed's universal format."""
+
+    use_node_local_storage: bool = False
+    """Saves on a disk of each node instead of on one that all nodes share."""
+
+    parallel_write: ParallelWriteConfig = ParallelWriteConfig()
+    """Who writes which file."""
+
+    writer: dict[str, JsonValue] | None = None
+    """Settings of a buffered or background writer; `null` writes directly."""
+
+    checkpoint_serialization: bool = True
+    """Serializes tensors with torch's own format; false leaves the format to the writer. Nothing is left to do: files
+    are safetensors, which are written as they lie in memory."""
 
 
 class ActivationCheckpointingConfig(Block):

@@ -12,14 +12,12 @@ from zeropp.config.describe import nested_block, value_text
 from zeropp.config.errors import UnsupportedConfigError
 from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
 from zeropp.config.inert import (
-    CheckpointConfig,
     CompileConfig,
     LaterTop,
     LaterZero,
     NeedlessTop,
     NeedlessZero,
     OutsideKeys,
-    ParallelWriteConfig,
     UnreadTop,
 )
 from zeropp.config.leaf import LeafModuleConfig
@@ -29,8 +27,10 @@ from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig,
 from zeropp.config.runtime import (
     ActivationCheckpointingConfig,
     AioConfig,
+    CheckpointConfig,
     NamedBlock,
     OptimizerConfig,
+    ParallelWriteConfig,
     SchedulerConfig,
 )
 from zeropp.config.top import Config
@@ -161,8 +161,17 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     },
     GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
     AioConfig: _all(AioConfig, EFFECT),
-    CheckpointConfig: {**_all(CheckpointConfig, LATER), "parallel_write": BLOCK},
-    ParallelWriteConfig: _all(ParallelWriteConfig, LATER),
+    CheckpointConfig: {
+        "tag_validation": EFFECT,
+        "load_universal": _only(
+            False, remedy="load the folder that it was made from, which needs no conversion for other numbers of ranks"
+        ),
+        "use_node_local_storage": _only(False, remedy="save to a directory that all nodes see, and leave it at false"),
+        "parallel_write": BLOCK,
+        "writer": LATER,
+        "checkpoint_serialization": NEEDLESS,
+    },
+    ParallelWriteConfig: _all(ParallelWriteConfig, NEEDLESS),
     ActivationCheckpointingConfig: {**_all(ActivationCheckpointingConfig, EFFECT), "partition_activations": NEEDLESS},
     CompileConfig: _all(CompileConfig, LATER),
     OptimizerConfig: _governed(OptimizerConfig, "optimizer"),

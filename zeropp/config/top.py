@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 from zeropp.config.base import Count, NonNegative, Positive, alias, notify
 from zeropp.config.batch import Triple, resolve_batch
 from zeropp.config.extension import ExtensionConfig
-from zeropp.config.inert import CheckpointConfig, CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
+from zeropp.config.inert import CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
 from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Dtype, Fp16Config
 from zeropp.config.runtime import (
     ActivationCheckpointingConfig,
     AioConfig,
+    CheckpointConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
