@@ -162,10 +162,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
     AioConfig: _all(AioConfig, EFFECT),
     CheckpointConfig: {
-        "tag_validation": EFFECT,
-        "load_universal": _only(
-            False, remedy="load the folder that it was made from, which needs no conversion for other numbers of ranks"
-        ),
+        **_each(EFFECT, "tag_validation load_universal"),
         "use_node_local_storage": _only(False, remedy="save to a directory that all nodes see, and leave it at false"),
         "parallel_write": BLOCK,
         "writer": LATER,

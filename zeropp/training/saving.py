@@ -22,7 +22,7 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["Saving"]
 
-_LATEST = "latest"
+_LATEST, _UNIVERSAL = "latest", "latest_universal"
 _COUNTS = ("micro_steps", "global_steps", "global_samples")
 
 
@@ -213,10 +213,11 @@ class Saving:
         engine = engine_of(self.module)
         # Other ranks may see an older state of a network's file system, and would load another checkpoint.
         own = str(tag) if tag is not None else None
-        if tag is None and engine.comm.rank == 0 and (root / _LATEST).is_file():
-            own = (root / _LATEST).read_text().strip()
+        latest = root / (_UNIVERSAL if self.loaded_config.checkpoint.load_universal else _LATEST)
+        if tag is None and engine.comm.rank == 0 and latest.is_file():
+            own = latest.read_text().strip()
         name = engine.agreement.exchange_objects(own, "looking for the checkpoint to load")[0]
         if name is None:
-            notify(f"{str(root / _LATEST)!r} is not there, and no tag was given: nothing was loaded")
+            notify(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
             return None
         return root / name
