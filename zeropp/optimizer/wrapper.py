@@ -372,7 +372,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @torch.no_grad()
     def backward_begins(self) -> None:
         """Gradients may have been edited since the last one."""
-        self.engine.reductions.loss_scale.require_applied()
+        window = self.engine.window
+        self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         self._take_edits()
         self.carried.follow(self.grad_scaler)
 
