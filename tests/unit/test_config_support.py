@@ -155,7 +155,7 @@ def test_supported_settings_pass() -> None:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
         "steps_per_print": 10,
-        "tensor_parallel": {"autotp_size": 2},
+        "tensor_parallel": {"autotp_size": 1},
         "zeropp": {
             "local_world_size": 8,
             "unit_numel": 10,

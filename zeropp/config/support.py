@@ -45,6 +45,7 @@ class Kind(Enum):
     LIMITED = "only some values are honoured, the others are refused"
     GOVERNED = "read only when another key, which is limited, is set"
     UNREAD = "accepted, without effect, with a warning"
+    OFF = "accepted where it is switched off; elsewhere it would change what is computed, and is refused"
     BLOCK = "a block with entries of its own"
 
 
@@ -98,6 +99,12 @@ _ZERO = {
 
 _TOP = {
     **_all(OutsideKeys, UNREAD),
+    # A run without these would compute something else, or feed ranks what others are to have.
+    **_each(
+        Support(Kind.OFF, remedy="leave it out, or switch it off"),
+        "amp compression_training curriculum_learning data_efficiency elasticity expert_parallel hybrid_engine "
+        "progressive_layer_drop quantize_training sparse_attention tensor_parallel weight_quantization zenflow",
+    ),
     **_each(
         BLOCK,
         "zero_optimization zeropp bf16 fp16 torch_autocast data_types aio checkpoint activation_checkpointing compile",
@@ -204,6 +211,8 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
+        elif support.kind is Kind.OFF and _switched_on(value):
+            yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {support.remedy}"
 
 
 def warn_without_effect(config: Config, name: str) -> None:
@@ -262,6 +271,26 @@ def _switched_off(value: object) -> bool:
         return not value or value.get("enabled") is False
     # Infinite steps between two messages are none.
     return not value or value == math.inf
+
+
+def _switched_on(value: object) -> bool:
+    """Whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
+    if not isinstance(value, Mapping):
+        return value is True
+    # Two blocks that say it by a size.
+    sizes = [value[key] for key in ("autotp_size", "tp_size", "autoep_size") if key in value]
+    if sizes:
+        return any(isinstance(size, int | float) and size > 1 for size in sizes)
+    said = list(_said(value))
+    return any(each is True for each in said) if said else bool(value)
+
+
+def _said(block: Mapping[object, object]) -> Iterator[object]:
+    for key, value in block.items():
+        if key == "enabled":
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _said(value)
 
 
 def uncovered(model: type[Block]) -> list[str]:
