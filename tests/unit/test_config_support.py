@@ -188,7 +188,7 @@ def test_all_refusals_come_together() -> None:
                 "save_muon_momentum_buffer_in_memory": True,
                 "offload_optimizer": {"device": "cpu", "super_offload": True},
             },
-            "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
+            "sparse_gradients": True,
             "optimizer": {"type": "AdamW"},
         }
     )
@@ -197,7 +197,7 @@ def test_all_refusals_come_together() -> None:
     assert set(caught.value.problems) == {
         "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false",
         "zero_optimization.offload_optimizer.super_offload: true is not in this version; leave it at false",
-        "fp16.fp16_master_weights_and_grads: true is not in this version; leave it at false",
+        "sparse_gradients: true is not in this version; leave it at false",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "call zeropp.initialize, which makes it, or make it in your code and pass it in",
     }

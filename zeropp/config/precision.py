@@ -56,8 +56,8 @@ class Fp16Config(Block):
     """The factor below which the dynamic scale is never lowered; an overflow there is an error."""
 
     fp16_master_weights_and_grads: bool = False
-    """Keeps main weights and gradients of the optimizer in fp16 instead of fp32: half the memory, lower
-    precision."""
+    """Keeps main weights, gradients and optimizer states in fp16 instead of fp32: half the memory, lower
+    precision. For optimizers that divide by no second moments, such as SGD and Lion: those of AdamW vanish."""
 
     @model_validator(mode="after")
     def _dynamic_scale_can_move(self) -> Fp16Config:
@@ -86,10 +86,11 @@ class Bf16Config(Block):
 
     bf16_master_weights_and_grads: bool = False
     """Keeps main weights and gradients of the optimizer in bf16 instead of fp32: half the memory, updates
-    that are small beside their weight are lost."""
+    that are small beside their weight are lost. Only together with `bf16_optimizer_states`."""
 
     bf16_optimizer_states: bool = False
-    """Keeps optimizer states in bf16 instead of fp32."""
+    """Keeps optimizer states in bf16 instead of fp32. Only together with `bf16_master_weights_and_grads`:
+    optimizers of torch make states in the type of the weights that they step."""
 
 
 class AutocastConfig(Block):

@@ -137,12 +137,13 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
             "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
         ),
         "auto_cast": NEEDLESS,
-        "fp16_master_weights_and_grads": LATER,
+        "fp16_master_weights_and_grads": EFFECT,
     },
     Bf16Config: {
         "enabled": EFFECT,
         "immediate_grad_update": NEEDLESS,
-        **_each(LATER, "check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
+        **_each(EFFECT, "bf16_master_weights_and_grads bf16_optimizer_states"),
+        "check_grad_overflow": LATER,
     },
     AutocastConfig: _all(AutocastConfig, EFFECT),
     DataTypesConfig: {
@@ -186,7 +187,7 @@ def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
 
 def require_supported(config: Config) -> None:
     """Raises UnsupportedConfigError with one line for each setting that this version cannot honour."""
-    refused = list(_refused(config, ()))
+    refused = [*_refused(config, ()), *_refused_together(config)]
     if refused:
         raise UnsupportedConfigError(refused)
 
@@ -207,6 +208,25 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
+
+
+def _refused_together(config: Config) -> Iterator[str]:
+    """Settings of main weights in 16 bits that do not go with others."""
+    bf16, codec = config.bf16, config.zeropp.weight_codec
+    main, states = bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states
+    # torch's optimizers make states like the weights that they step, and zeropp has none of its own.
+    if main != states:
+        one, other = "bf16_master_weights_and_grads", "bf16_optimizer_states"
+        one, other = (one, other) if main else (other, one)
+        yield f"bf16.{one}: true without bf16.{other} is not in this version; set both, or neither"
+    for block in ("bf16", "fp16"):
+        if getattr(getattr(config, block), f"{block}_master_weights_and_grads") and not getattr(config, block).enabled:
+            yield f"{block}.{block}_master_weights_and_grads: true without {block}.enabled has no meaning; set both"
+    if config.main_in_16_bits and codec in ("delta4", "lossless"):
+        yield (
+            f'zeropp.weight_codec: "{codec}" sends what main weights in fp32 have gained, and these are in 16 bits; '
+            "leave it out"
+        )
 
 
 def warn_without_effect(config: Config, name: str) -> None:

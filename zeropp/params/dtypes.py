@@ -8,7 +8,7 @@ from torch import nn
 from zeropp.config import Config
 from zeropp.params.guard import own_dtype
 
-__all__ = ["DTYPES", "ComputedWith", "autocast_dtype", "compute_dtype", "computed_with", "keeps_float32"]
+__all__ = ["DTYPES", "ComputedWith", "autocast_dtype", "compute_dtype", "computed_with", "keeps_float32", "main_dtype"]
 
 ComputedWith = dict[str, tuple[nn.Parameter, torch.dtype]]
 """Parameters by name, each with the dtype it is computed with."""
@@ -25,6 +25,12 @@ def compute_dtype(config: Config) -> torch.dtype | None:
     if config.fp16.enabled:
         return torch.float16
     return torch.bfloat16 if config.bf16.enabled else None
+
+
+def main_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    """The dtype of main weights and gradient sums of trained parameters that are computed with in ``dtype``."""
+    # As computed with, modules that are kept in float32 too.
+    return dtype if config.main_in_16_bits else torch.promote_types(dtype, torch.float32)
 
 
 def autocast_dtype(config: Config) -> torch.dtype:
