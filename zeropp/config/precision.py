@@ -111,11 +111,12 @@ class DataTypesConfig(Block):
     """Number formats of what is kept rather than computed with."""
 
     grad_accum_dtype: Dtype | None = None
-    """Type of the gradients summed over micro-batches. `null` and `fp32` both give fp32: sums in 16 bits
-    lose small gradients."""
+    """Type of the gradients summed over micro-batches: fp32, or that of main weights that are kept in 16 bits.
+    `null` is that type, and another one is refused."""
 
     param_dtype: Dtype | None = None
-    """Type of the weights in the computation; `null` follows the `bf16` and `fp16` blocks."""
+    """Type of the weights in the computation, which must not be another than that of a `bf16` or `fp16` block that
+    is enabled; `null` is that, or without one each parameter's own."""
 
     buffer_dtype: Dtype | None = None
     """Type that floating module buffers are converted to; `null` leaves each as it is."""

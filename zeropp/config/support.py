@@ -146,11 +146,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         "check_grad_overflow": LATER,
     },
     AutocastConfig: _all(AutocastConfig, EFFECT),
-    DataTypesConfig: {
-        "grad_accum_dtype": _only(None, "fp32", remedy='set "fp32"'),
-        "param_dtype": LATER,
-        **_each(EFFECT, "buffer_dtype keep_in_fp32_modules"),
-    },
+    DataTypesConfig: _all(DataTypesConfig, EFFECT),
     ExtensionConfig: {
         **_each(
             EFFECT,
@@ -187,7 +183,7 @@ def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
 
 def require_supported(config: Config) -> None:
     """Raises UnsupportedConfigError with one line for each setting that this version cannot honour."""
-    refused = [*_refused(config, ()), *_refused_together(config)]
+    refused = [*_refused(config, ()), *_refused_types(config), *_refused_main(config)]
     if refused:
         raise UnsupportedConfigError(refused)
 
@@ -210,7 +206,22 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
 
 
-def _refused_together(config: Config) -> Iterator[str]:
+def _refused_types(config: Config) -> Iterator[str]:
+    """Types of `data_types` that other blocks contradict."""
+    computed = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
+    named, sums = config.data_types.param_dtype, config.data_types.grad_accum_dtype
+    # Either could be meant, and the blocks bring more than a type.
+    if named is not None and computed not in (None, named):
+        yield f'data_types.param_dtype: "{named}" and {computed}.enabled say different things; leave one of them out'
+    if named == "fp16" and computed is None:
+        yield 'data_types.param_dtype: "fp16" needs a loss scale; set fp16.enabled, which has one'
+    made = (computed or named or "fp32") if config.main_in_16_bits else "fp32"
+    if sums not in (None, made):
+        why = "since main weights are in 16 bits" if config.main_in_16_bits else "unless main weights are in 16 bits"
+        yield f'data_types.grad_accum_dtype: "{sums}" is not in this version; sums are {made} {why}: set "{made}"'
+
+
+def _refused_main(config: Config) -> Iterator[str]:
     """Settings of main weights in 16 bits that do not go with others."""
     bf16, codec = config.bf16, config.zeropp.weight_codec
     main, states = bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states
