@@ -98,7 +98,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             loaded = load_config(config)
             require_supported(loaded)
             loaded.resolve_batch(group_size(process_group))
-            check_optimizer(optimizer, model)
+            check_optimizer(optimizer, model, loaded)
             check_elementwise(optimizer)
             check_scale(gradient_scale)
             return loaded

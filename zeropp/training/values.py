@@ -56,7 +56,10 @@ class _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """A parameter's whole main weights, in float32 if it is trained; None if zeropp does not manage it."""
+    """A parameter's whole main weights, in float32 if it is trained; None if zeropp does not manage it.
+
+    In 16 bits where they are kept so.
+    """
     if (place := _begin(param, "safe_get_full_fp32_param")) is None:
         return None
     # A view would keep all of the buffer that has been gathered.
