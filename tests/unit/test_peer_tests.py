@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -116,3 +117,15 @@ def test_without_a_checkout_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
     assert "SKIPPED" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["--source", "nowhere"])
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(4 * 3600)
+def test_deepspeed_s_own_tests_pass_here_or_have_a_reason() -> None:
+    needed = {"source": "ZEROPP_PEER_SOURCE", "peer": "ZEROPP_PEER_PYTHON", "ours": "ZEROPP_PEER_OURS"}
+    given = {flag: os.environ[name] for flag, name in needed.items() if name in os.environ}
+    if len(given) < len(needed):
+        pytest.skip(
+            f"{', '.join(needed.values())}: DeepSpeed's checkout and two interpreters, as bench.peer_tests says"
+        )
+    assert command.main([f"--{flag}={value}" for flag, value in given.items()]) == 0
