@@ -50,7 +50,7 @@ class Environment:
         return [*before, self.python, *arguments]
 
     def variables(self) -> dict[str, str]:
-        """Of the process: what both have to agree on, and nothing else of this one."""
+        """Environment variables: what both have to agree on, and nothing else of this process."""
         kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         # Compilers and ninja of an environment are beside its interpreter.
         kept["PATH"] = os.pathsep.join([str(Path(self.python).parent), kept.get("PATH", os.defpath)])
@@ -68,7 +68,7 @@ class Environment:
         }
 
     def versions(self, folder: Path) -> dict[str, str]:
-        """Of what tests depend on, asked in ``folder``.
+        """Versions of what tests depend on, asked in ``folder``.
 
         Raises:
             SystemExit: it lacks something, or its pytest is too new.
@@ -98,7 +98,9 @@ def run_file(environment: Environment, tests: Path, file: str, folder: Path, sec
     """
     name = f"{environment.name}-{file.replace('/', '.')}"
     record = folder / f"{name}.jsonl"
-    command = environment.command("-m", "pytest", file, "-q", "-p", "peer_record", "-p", "no:cacheprovider")
+    # Its directories of its own: those of other runs of pytest make room for each other.
+    options = ("-q", "-p", "peer_record", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
+    command = environment.command("-m", "pytest", file, *options)
     variables = environment.variables() | {"PEER_RECORD": str(record)}
     hung, before = 0, -1
     while seconds > 0 and hung > before:
