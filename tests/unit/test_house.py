@@ -71,6 +71,7 @@ ROOMS = {
     "zero": 10,
     "training": 11,
     "__init__": 12,
+    "integrations": 12,
     "compat": 13,
 }
 

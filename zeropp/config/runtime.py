@@ -53,8 +53,8 @@ class CheckpointConfig(Block):
     either case."""
 
     load_universal: bool = False
-    """Lets `load_checkpoint` without a tag load what `latest_universal` names, in place of `latest`. Checkpoints need no
-    conversion to load on other ranks; the files that DeepSpeed's own converter makes are not read."""
+    """Lets `load_checkpoint` without a tag load what `latest_universal` names, in place of `latest`. Checkpoints need
+    no conversion to load on other ranks; the files that DeepSpeed's own converter makes are not read."""
 
     use_node_local_storage: bool = False
     """Saves on a disk of each node instead of on one that all nodes share."""
