@@ -59,9 +59,7 @@ def commit_of(source: Path) -> str:
     return asked.stdout.strip() or "unknown: no git repository"
 
 
-def run_all(
-    environment: Environment, tests: Path, files: list[str], folder: Path, seconds: float
-) -> dict[str, Outcome]:
+def run_all(environment: Environment, tests: Path, files: list[str], folder: Path) -> dict[str, Outcome]:
     """Test id -> outcome, of all files."""
     found: dict[str, Outcome] = {}
     for file in files:
