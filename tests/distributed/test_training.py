@@ -363,3 +363,28 @@ def two_engines() -> list[float]:
 
 def test_two_engines_in_one_process() -> None:
     assert run_ranks(2, two_engines) == [[0.0], [0.0]]
+
+
+def evaluated_before() -> tuple[float, float, float]:
+    """Losses before and after a model is wrapped for training; norm of the first step. The former engine lives."""
+    model, rank = model_of(), dist.get_rank()
+    config = settings(gradient_accumulation_steps=1)
+    forward_only = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    evaluator, *_ = zeropp.initialize(model=model, config=forward_only)
+    with torch.no_grad():
+        before = loss_of(evaluator, 0, rank).item()
+    model.requires_grad_(True)
+    engine, *_ = zeropp.initialize(model=model, config=config)
+    loss = loss_of(engine, 0, rank)
+    engine.backward(loss)
+    engine.step()
+    return before, loss.item(), engine.get_global_grad_norm() or 0.0
+
+
+def test_a_model_that_was_wrapped_for_inference_is_trained() -> None:
+    plain = model_of()
+    losses = [loss_of(plain, 0, rank) for rank in range(2)]
+    (sum(losses) / 2).backward()  # type: ignore[union-attr]
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    for loss, found in zip(losses, run_ranks(2, evaluated_before), strict=True):
+        assert found == pytest.approx((loss.item(), loss.item(), norm), rel=1e-12)
