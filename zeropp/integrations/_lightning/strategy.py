@@ -142,6 +142,15 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
             micro = engine.train_micro_batch_size_per_gpu() or 1
             engine.set_train_batch_size(micro * steps * engine.dp_world_size)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, inside a forward of the whole model; with manual optimization it calls the model by itself."""
+        module = self.lightning_module
+        if module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        # It runs backward and steps, which are no part of a forward.
+        with self.precision_plugin.train_step_context():
+            return module.training_step(*args, **kwargs)
+
     # Checkpoints.
 
     @property
