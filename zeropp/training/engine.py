@@ -123,10 +123,15 @@ class Engine(Saving, Accessors, nn.Module):
         # For logs: without the scale of float16, which nobody wants to read there.
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss as :meth:`backward` would take it, for ``engine.scale(loss).backward()``: divided, and scaled."""
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """The loss as :meth:`backward` would take it, for ``engine.scale(loss).backward()``: divided, and scaled.
+
+        Args:
+            loss: scalar.
+            scale_wrt_gas: False if the loss has been divided already.
+        """
         self._micro_since_step += 1
-        return self._trained("scale").scale(loss)
+        return self._trained("scale").scale(loss, scale_wrt_gas=scale_wrt_gas)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Step the optimizer at the end of a window; before, count.
