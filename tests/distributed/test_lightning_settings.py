@@ -25,7 +25,10 @@ PRECISIONS = {
 CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"},
+    },
     "zeropp": {"unit_min_blocks": 0},
 }
 
