@@ -96,21 +96,9 @@ class TrainerPrecisionParts(_Parts):
         model.backward(_engine(model).scale(tensor, scale_wrt_gas=False), *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the micro-batch that ends a window, clip, and step.
-
-        Raises:
-            MisconfigurationException: ``training_step`` gave no loss, or the optimizer evaluates a closure often.
-        """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise self.packages.misuse("LBFGS needs whole parameters, and a rank has parts of them; use AdamW")
+        """Run the micro-batch that ends a window, clip, and step."""
         result = closure()
         self._after_closure(model, optimizer)
-        # On a rank alone it would leave the others waiting for its gradients.
-        if model.automatic_optimization and result is None:
-            raise self.packages.misuse(
-                "training_step returned None, which skips a backward that other ranks run; return a loss on every "
-                "rank, times 0 where it is not to count"
-            )
         _engine(model).step(**kwargs)
         return result
 
