@@ -69,7 +69,7 @@ def precisions() -> list[str]:
 
 
 def test_every_precision_trains() -> None:
-    assert run_ranks(2, precisions, env=LAUNCHED) == [[], []]
+    assert run_ranks(2, precisions, env=LAUNCHED, timeout=100) == [[], []]
 
 
 def hooked(wanted: dict[str, Any]) -> dict[str, float]:
@@ -108,7 +108,7 @@ def test_hooks_act_as_in_one_process() -> None:
     states = [state["net.1.weight"] for state, _ in wanted.values()]
     # Each hook does something: no two end alike.
     assert all(float((a - b).abs().max()) > 1e-3 for i, a in enumerate(states) for b in states[:i])
-    for found in run_ranks(2, hooked, wanted, env=LAUNCHED):
+    for found in run_ranks(2, hooked, wanted, env=LAUNCHED, timeout=100):
         assert max(found.values()) < 1e-5, found
 
 
@@ -138,7 +138,7 @@ def configured(folder: Path) -> list[str]:
 
 
 def test_configurations(tmp_path: Path) -> None:
-    assert run_ranks(2, configured, tmp_path, env=LAUNCHED) == [[], []]
+    assert run_ranks(2, configured, tmp_path, env=LAUNCHED, timeout=100) == [[], []]
 
 
 def models(folder: Path) -> list[Any]:
@@ -159,7 +159,7 @@ def models(folder: Path) -> list[Any]:
 def test_frozen_and_late_models(tmp_path: Path) -> None:
     """Weights that are built in pieces are those that the same code gives rank 0 without."""
     begins = run_ranks(1, frozen_begins)[0]
-    first, second = run_ranks(2, models, tmp_path, env=LAUNCHED)
+    first, second = run_ranks(2, models, tmp_path, env=LAUNCHED, timeout=100)
     for found in (first, second):
         assert found[0] == set() and torch.equal(found[1], begins)
         assert found[2:] == [0.0, 9000 * 8 // 2, None, True]
@@ -233,7 +233,7 @@ REFUSED = {
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    for found in run_ranks(2, refused, tmp_path, env=LAUNCHED):
+    for found in run_ranks(2, refused, tmp_path, env=LAUNCHED, timeout=100):
         assert found.keys() == REFUSED.keys()
         assert {name: told for name, told in found.items() if REFUSED[name] not in told} == {}
 
