@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +134,33 @@ def test_without_frozen_parameters(tmp_path: Path) -> None:
     assert run_ranks(2, trained_alone, tmp_path) == [(0.0, False)] * 2
 
 
-def other_tags(folder: Path) -> None:
-    engine_of().save_checkpoint(folder, tag=f"of rank {dist.get_rank()}")
+def other_tags(folder: Path, how: str) -> tuple[list[str], list[str], float]:
+    """What ranks are warned of, names below the folder, and how far from the model loads what was saved."""
+    engine = engine_of(checkpoint={"tag_validation": how})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.save_checkpoint(folder, tag=f"of rank {dist.get_rank()}")
+    other = engine_of()
+    with torch.no_grad(), zeropp.zero.GatheredParameters(other.module, modifier_rank=0):
+        for parameter in other.module.parameters():
+            parameter.zero_()
+    other.load_checkpoint(folder)
+    said = [str(each.message) for each in caught if "different tags" in str(each.message)]
+    return said, sorted(os.listdir(folder)), worst(zeropp.full_state(other.module), dict(model_of().state_dict()))
+
+
+@pytest.mark.parametrize("how", ["Ignore", "Warn"])
+def test_ranks_with_other_tags_save_under_the_first_one_s(how: str, tmp_path: Path) -> None:
+    (first, *saved), (second, *_) = run_ranks(2, other_tags, tmp_path, how)
+    assert saved == [["latest", "of rank 0"], 0.0] and second == []
+    assert len(first) == (how == "Warn") and all("'of rank 0', and rank 1 'of rank 1'" in each for each in first)
 
 
 def test_ranks_with_other_tags_are_refused(tmp_path: Path) -> None:
-    for failure in run_ranks(2, other_tags, tmp_path, catch=True):
-        assert isinstance(failure, RankFailure) and "of rank" in failure.message
+    for failure in run_ranks(2, other_tags, tmp_path, "Fail", catch=True):
+        assert isinstance(failure, RankFailure) and failure.is_a(CheckpointError)
+        assert "different tags: rank 0 'of rank 0', and rank 1 'of rank 1'" in failure.message
+    assert not any(tmp_path.iterdir())
 
 
 def halves(folder: Path) -> tuple[bool, bool, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -183,3 +184,24 @@ def test_config_survives_a_round_trip() -> None:
     config = load_config({"zero_optimization": {"stage": 3}, "gradient_clipping": 1, "bfloat16": {"enabled": True}})
     assert load_config(config.model_dump(exclude_none=True)) == config
     assert isinstance(Config.model_validate_json(config.model_dump_json()), Config)
+
+
+def test_keys_with_dots_are_named_and_left_out() -> None:
+    """TRL writes them beside the blocks, where DeepSpeed reads nothing, either; other names are errors."""
+    given = {"zero_optimization": {"stage": 3}, "zero_optimization.stage3_prefetch_bucket_size": 3686.4}
+    with pytest.warns(UserWarning, match=r"zero_optimization\.stage3_prefetch_bucket_size have no effect"):
+        config = load_config(given)
+    assert (
+        config.zero.prefetch_bucket_size == load_config({"zero_optimization": {"stage": 3}}).zero.prefetch_bucket_size
+    )
+    with pytest.raises(ConfigError, match=r"zero\.optimisation"):
+        load_config({"zero.optimisation": {}})
+
+
+def test_a_configuration_that_is_not_final_says_nothing_of_auto() -> None:
+    given = {"zero_optimization": {"stage": 3}, "train_batch_size": "auto", "wandb": {"enabled": True}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_config(given, final=False)
+    with pytest.warns(UserWarning, match='"auto" where no trainer'):
+        load_config(given)

@@ -6,7 +6,7 @@ read by nothing is accepted whatever its value; the rest at its default alone. `
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, create_model
@@ -15,14 +15,12 @@ from zeropp.config.base import Block, Count, Positive, PositiveReal, alias, numb
 from zeropp.config.precision import Dtype
 
 __all__ = [
-    "CheckpointConfig",
     "CompileConfig",
     "LaterTop",
     "LaterZero",
     "NeedlessTop",
     "NeedlessZero",
     "OutsideKeys",
-    "ParallelWriteConfig",
     "UnreadTop",
 ]
 
@@ -46,10 +44,6 @@ def _block(name: str, text: str, *rows: _Row) -> type[Block]:
     made = create_model(name, __base__=_Described, __doc__=text, **fields)
     made.model_config = Block.model_config  # of classes that are derived from it, whose own fields have docstrings
     return made
-
-
-def _upper(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
 
 
 _OUTSIDE = {
@@ -96,16 +90,14 @@ if TYPE_CHECKING:
 
     class LaterZero(Block): ...
 
-    class CheckpointConfig(Block): ...
-
     class CompileConfig(Block): ...
 
-    class ParallelWriteConfig(Block): ...
 else:
     OutsideKeys = _block(
         "OutsideKeys",
-        "Configurations written for DeepSpeed may carry these keys, so they are accepted whatever their value. They "
-        "have no effect; one warning names those that are not plainly switched off.",
+        "Configurations written for DeepSpeed may carry these keys. What only reports or measures has no effect, and "
+        "one warning names those that are not plainly switched off; what would change the training is refused where it "
+        "is switched on.",
         # Any JSON: nothing here reads the values, so nothing is checked.
         *((key, JsonValue, None, text) for key, text in _OUTSIDE.items()),
     )
@@ -203,27 +195,6 @@ else:
          "Type in which gradients travel with sequence parallelism.",
          alias("seq_parallel_communication_data_type", "seq_parallel_comm_data_type")),
         ("sparse_gradients", bool, False, "Reduces the gradients of embeddings as lists of rows."),
-    )  # fmt: skip
-
-    ParallelWriteConfig = _block(
-        "ParallelWriteConfig",
-        "How checkpoint files are shared out among writers.",
-        ("pipeline_stage", bool, False,
-         "Lets the data-parallel ranks of a pipeline stage each write some of its layers."),
-    )  # fmt: skip
-
-    CheckpointConfig = _block(
-        "CheckpointConfig",
-        "Saving and loading of training state.",
-        ("tag_validation", Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)], "WARN",
-         "What to do when ranks save under different tags; letters may be of either case."),
-        ("load_universal", bool, False, "Loads a checkpoint in DeepSpeed's universal format."),
-        ("use_node_local_storage", bool, False, "Saves on a disk of each node instead of on one that all nodes share."),
-        ("parallel_write", ParallelWriteConfig, ParallelWriteConfig(), "Who writes which file."),
-        ("writer", dict[str, JsonValue] | None, None,
-         "Settings of a buffered or background writer; `null` writes directly."),
-        ("checkpoint_serialization", bool, True,
-         "Serializes tensors with torch's own format; false leaves the format to the writer."),
     )  # fmt: skip
 
     CompileConfig = _block(

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeropp.config.auto import warn_of_choices
+from zeropp.config.base import notify, spellings
 from zeropp.config.describe import value_text
 from zeropp.config.errors import ConfigError
 from zeropp.config.explain import problems
@@ -20,12 +21,13 @@ from zeropp.config.top import Config
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
-def load_config(source: ConfigSource = None) -> Config:
+def load_config(source: ConfigSource = None, *, final: bool = True) -> Config:
     """Reads and checks a configuration.
 
     `source` is a mapping, the path of a JSON file (comments and trailing commas are allowed), a JSON object
     in url-safe base64, a `Config`, which is returned as it is, or None, which is stage 3 with all other
-    defaults. The source is not changed.
+    defaults. The source is not changed. With `final` false nothing is said of values at "auto" and of keys without
+    effect: a trainer goes on to fill them in, and gives the configuration again.
 
     Raises ConfigError listing every problem found. Whether this version has what is asked for is a separate
     question, which `require_supported` answers.
@@ -38,6 +40,7 @@ def load_config(source: ConfigSource = None) -> Config:
         # Base64 has no name, and may be long.
         name = source if isinstance(source, str | os.PathLike) and os.path.exists(source) else _shortened(str(source))
         raise ConfigError(f"{name}: got {value_text(given):.80}; expected a JSON object at the top level")
+    given = _without_dotted(given)
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
@@ -45,8 +48,9 @@ def load_config(source: ConfigSource = None) -> Config:
         raise ConfigError(problems(error, Config)) from None
     named = isinstance(source, str | os.PathLike) and os.path.exists(source)
     name = str(source) if named else "the configuration"
-    warn_of_choices(given, config, name)
-    warn_without_effect(config, name)
+    if final:
+        warn_of_choices(given, config, name)
+        warn_without_effect(config, name)
     return config
 
 
@@ -67,6 +71,18 @@ def _read(source: object) -> object:
             return parse(file.read(), path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error}); expected the path of a JSON file in UTF-8") from None
+
+
+def _without_dotted(given: Mapping[str, object]) -> Mapping[str, object]:
+    """The configuration without ``"block.key"``, with a word of them: TRL writes such beside the block.
+
+    DeepSpeed reads none of them, and TRL's 0.9 h^2 elements may be no whole number.
+    """
+    blocks = {key for name, field in Config.model_fields.items() for key in spellings(name, field)}
+    dotted = [key for key in given if isinstance(key, str) and "." in key and key.partition(".")[0] in blocks]
+    if dotted:
+        notify(f"{', '.join(dotted)} have no effect: what belongs into a block is read inside of it alone")
+    return {key: value for key, value in given.items() if key not in dotted}
 
 
 def _decoded(text: str) -> str:

@@ -1,10 +1,16 @@
-"""Blocks around the engine: file I/O, recomputation, optimizer, scheduler."""
+"""Blocks around the engine: file I/O, checkpoints, recomputation, optimizer, scheduler."""
 
 from __future__ import annotations
 
-from pydantic import Field, JsonValue
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, JsonValue
 
 from zeropp.config.base import Block, Positive, alias, is_auto
+
+
+def _upper(value: object) -> object:
+    return value.upper() if isinstance(value, str) else value
 
 
 class AioConfig(Block):
@@ -30,26 +36,61 @@ class AioConfig(Block):
     (`zeropp[gds]`). The host steps, so the rest goes through its memory."""
 
 
+class ParallelWriteConfig(Block):
+    """How checkpoint files are shared out among writers."""
+
+    pipeline_stage: bool = False
+    """Lets the data-parallel ranks of a pipeline stage each write some of its layers. Nothing is left to do: every
+    rank writes its own part, and no other's."""
+
+
+class CheckpointConfig(Block):
+    """Saving and loading of training state, by the engine that `zeropp.initialize` makes."""
+
+    tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
+    """What to do when ranks call `save_checkpoint` with different tags: "FAIL" raises on all of them; otherwise the
+    first rank's names the checkpoint, which is complete, with a warning or, with "IGNORE", without. Letters may be of
+    either case."""
+
+    load_universal: bool = False
+    """Lets `load_checkpoint` without a tag load what `latest_universal` names, in place of `latest`. Checkpoints need
+    no conversion to load on other ranks; the files that DeepSpeed's own converter makes are not read."""
+
+    use_node_local_storage: bool = False
+    """Saves on a disk of each node instead of on one that all nodes share."""
+
+    parallel_write: ParallelWriteConfig = ParallelWriteConfig()
+    """Who writes which file."""
+
+    writer: dict[str, JsonValue] | None = None
+    """Settings of a buffered or background writer; `null` writes directly."""
+
+    checkpoint_serialization: bool = True
+    """Serializes tensors with torch's own format; false leaves the format to the writer. Nothing is left to do: files
+    are safetensors, which are written as they lie in memory."""
+
+
 class ActivationCheckpointingConfig(Block):
-    """Recomputation of activations in backward, for code that calls the checkpointing functions."""
+    """Recomputation of activations in backward, for code that calls `zeropp.training.checkpointing.checkpoint`. The
+    block acts where it is given to `configure` beside that, as in DeepSpeed."""
 
     partition_activations: bool = False
-    """Splits kept activations over model-parallel ranks."""
+    """Splits kept activations over model-parallel ranks. Nothing is left to do: there is one such rank."""
 
     number_checkpoints: Positive | None = None
-    """Checkpointed segments in the model; contiguous memory needs to know it beforehand."""
+    """Checkpointed segments of a forward, for whose inputs `contiguous_memory_optimization` makes room."""
 
     contiguous_memory_optimization: bool = False
-    """Copies kept activations into one buffer, against fragmentation."""
+    """Keeps the inputs of segments in one buffer, against fragmentation. Needs `number_checkpoints`."""
 
     cpu_checkpointing: bool = False
-    """Moves partitioned activations to host memory until backward."""
+    """Keeps the inputs of segments in the host's page-locked memory until backward."""
 
     synchronize_checkpoint_boundary: bool = False
-    """Waits for the device at the border of each checkpointed segment."""
+    """Waits for the GPU where a checkpointed segment begins and where it ends."""
 
     profile: bool = False
-    """Times forward and backward of each checkpointed segment."""
+    """Logs how long forward and recomputation of each checkpointed segment take."""
 
 
 class NamedBlock(Block):

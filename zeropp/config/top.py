@@ -9,11 +9,12 @@ from pydantic import Field, model_validator
 from zeropp.config.base import Count, NonNegative, Positive, alias, notify
 from zeropp.config.batch import Triple, resolve_batch
 from zeropp.config.extension import ExtensionConfig
-from zeropp.config.inert import CheckpointConfig, CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
+from zeropp.config.inert import CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
 from zeropp.config.precision import AutocastConfig, Bf16Config, DataTypesConfig, Dtype, Fp16Config
 from zeropp.config.runtime import (
     ActivationCheckpointingConfig,
     AioConfig,
+    CheckpointConfig,
     OptimizerConfig,
     SchedulerConfig,
 )
@@ -102,6 +103,11 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
         """The `fp16` block, enabled also where autocast computes in fp16: small gradients vanish there alike."""
         autocast = self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16"
         return self.fp16.model_copy(update={"enabled": True}) if autocast else self.fp16
+
+    @property
+    def main_in_16_bits(self) -> bool:
+        """Whether main weights, gradient sums and states have the type that the model computes in."""
+        return self.bf16.bf16_master_weights_and_grads or self.fp16.fp16_master_weights_and_grads
 
     @property
     def steps_on_host(self) -> bool:

@@ -194,7 +194,7 @@ class MiCS_Init(Init):
             ValueError: no configuration, or one without ``mics_shard_size``.
         """
         given = config if config_dict_or_path is None else config_dict_or_path
-        if enabled and (given is None or load_config(given).zero.mics_shard_size <= 0):
+        if enabled and (given is None or load_config(given, final=False).zero.mics_shard_size <= 0):
             raise ValueError(
                 'MiCS_Init needs a configuration with mics_shard_size; give config_dict_or_path={"zero_optimization": '
                 '{"stage": 3, "mics_shard_size": ...}}, or use Init'

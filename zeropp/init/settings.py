@@ -73,7 +73,8 @@ def choose_settings(
             raise ValueError("config_dict_or_path and config are both given; config is the older name of the former")
         notify("Init's argument config is deprecated; its name is config_dict_or_path", FutureWarning)
     given = config if config_dict_or_path is None else config_dict_or_path
-    loaded = None if given is None else load_config(given)
+    # Whoever wraps the model says what a configuration leaves open; transformers fills it in between.
+    loaded = None if given is None else load_config(given, final=False)
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(map(str, _DTYPES))}, or None")
     device = remote_device if remote_device is not None else _offloaded_to(loaded)

@@ -16,6 +16,7 @@ class TakesLosses:
 
     engine: Engine
     outcome: Outcome
+    step_was_skipped: bool
 
     @property
     def loss_scale(self) -> float:
@@ -23,6 +24,11 @@ class TakesLosses:
         # The last step may move it, and may not be known yet: on a card its sum is read late.
         self.outcome.wait()
         return self.engine.reductions.loss_scale.value
+
+    @property
+    def overflow(self) -> bool:
+        """``step_was_skipped``, by the name that DeepSpeed's users and Accelerate ask for."""
+        return self.step_was_skipped
 
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
         """A micro-batch's loss as :meth:`backward` takes it: divided, and times :attr:`loss_scale`.

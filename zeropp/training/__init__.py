@@ -4,6 +4,7 @@ Knows scripts and their habits; not how weights move, which :class:`zeropp.ZeroO
 ``initialize.py``.
 """
 
+from zeropp.training import checkpointing
 from zeropp.training.data import RepeatingLoader
 from zeropp.training.distributed import init_distributed
 from zeropp.training.engine import Engine
@@ -32,6 +33,7 @@ __all__ = [
     "OnDevice",
     "RepeatingLoader",
     "TiledLinear",
+    "checkpointing",
     "init_distributed",
     "initialize",
     "safe_get_full_fp32_param",

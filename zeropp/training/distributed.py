@@ -6,11 +6,12 @@ import os
 import subprocess
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["init_distributed"]
+__all__ = ["init_distributed", "require_no_model_parallelism"]
 
 # What other launchers call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
 _LAUNCHERS = {
@@ -75,6 +76,25 @@ def init_distributed(
     if torch.cuda.is_available() and (local := os.environ.get("LOCAL_RANK")) is not None:
         torch.cuda.set_device(int(local))
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
+
+
+def require_no_model_parallelism(mpu: Any) -> None:
+    """Raise if ranks share a model.
+
+    Args:
+        mpu: an object such as Megatron's, or None.
+
+    Raises:
+        ValueError: it has more than one model-parallel rank.
+    """
+    # The two names under which Megatron's objects have it.
+    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
+        ask = getattr(mpu, name, None)
+        if ask is not None and (size := ask()) > 1:
+            raise ValueError(
+                f"mpu has a model-parallel size of {size}, and zeropp has no tensor or pipeline parallelism; give it a "
+                "model that is whole on each rank"
+            )
 
 
 def _discovered(environment: Mapping[str, str], port: int) -> dict[str, str]:

@@ -72,6 +72,8 @@ class Engine(Saving, Accessors, nn.Module):
         self.loaded_config, self.config = loaded, given
         # Held here: without an optimizer nobody else would.
         self.core, self.device = core, core.device
+        # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
+        core.reductions.loss_scale.divides_plain = True
         # Ranks of the group; whatever else runs in the job has no part in this model.
         self.global_rank, self.world_size, self.local_rank = core.comm.rank, core.comm.world, local_rank
         self.dp_world_size = core.comm.world

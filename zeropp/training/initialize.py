@@ -17,7 +17,7 @@ from zeropp.config import Config, ConfigError, load_config
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.setup.built import built_for
-from zeropp.training.distributed import init_distributed
+from zeropp.training.distributed import init_distributed, require_no_model_parallelism
 from zeropp.training.engine import Engine
 from zeropp.training.facade import ParameterOffload
 from zeropp.training.from_config import make_optimizer, make_scheduler
@@ -142,14 +142,7 @@ def _read_config(source: Any) -> tuple[Config, dict[str, Any]]:
 def _group(mpu: Any) -> Group:
     if mpu is None:
         return None
-    # The two names under which Megatron's objects have it.
-    for name in ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size"):
-        ask = getattr(mpu, name, None)
-        if ask is not None and (size := ask()) > 1:
-            raise ValueError(
-                f"mpu has a model-parallel size of {size}, and zeropp has no tensor or pipeline parallelism; give it a "
-                "model that is whole on each rank"
-            )
+    require_no_model_parallelism(mpu)
     return mpu.get_data_parallel_group()  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeropp import checkpoint
 from zeropp.access.state import engine_of
+from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.save import begin
@@ -21,7 +22,7 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["Saving"]
 
-_LATEST = "latest"
+_LATEST, _UNIVERSAL = "latest", "latest_universal"
 _COUNTS = ("micro_steps", "global_steps", "global_samples")
 
 
@@ -53,7 +54,8 @@ class Saving:
 
         Args:
             save_dir: a directory that all ranks see.
-            tag: name of the checkpoint, the same on every rank; None for ``global_step`` and their number.
+            tag: name of the checkpoint; None for ``global_step`` and their number. Where ranks give different ones it
+                is the first rank's, or as ``tag_validation`` says.
             client_state: values to get back from :meth:`load_checkpoint`: JSON, tensors, numpy arrays, and objects with
                 ``state_dict`` and ``load_state_dict``. Others are refused: nothing is pickled.
             save_latest: name it in ``save_dir/latest``, for loads without a tag.
@@ -67,10 +69,11 @@ class Saving:
             True.
 
         Raises:
-            CheckpointError, RuntimeError: it cannot be saved, or ranks gave other names; on every rank.
+            CheckpointError, RuntimeError: it cannot be saved, or ranks gave other directories, or other tags where
+                ``tag_validation`` is "FAIL"; on every rank.
         """
         root = Path(save_dir).absolute()
-        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        name = self._agreed_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         # Three names of our own, so that a client's keys cannot be taken for counters.
         extra: dict[str, Any] = {"client_state": dict(client_state or {}), "engine": self._counts()}
         if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
@@ -195,15 +198,33 @@ class Saving:
         # Skipped steps are the optimizer's, which saves them itself.
         return {name: getattr(self, name) for name in _COUNTS}
 
+    def _agreed_tag(self, own: str) -> str:
+        """The one name of the checkpoint that ranks are about to save; ``own`` is what this rank was given."""
+        engine = engine_of(self.module)
+        engine.require_idle("save_checkpoint()")
+        names = engine.agreement.exchange_objects(own, "agreeing on the tag of a checkpoint")
+        other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
+        if other is None:
+            return own
+        text = f"ranks gave save_checkpoint() different tags: rank 0 {names[0]!r}, and rank {other} {names[other]!r}"
+        how = self.loaded_config.checkpoint.tag_validation
+        if how == "FAIL":
+            raise CheckpointError(f"{text}; give the same one on every rank, as one that has a time of day is not")
+        # One warning is enough; a rank of many would say it of names that nobody sees any more.
+        if how == "WARN" and engine.comm.rank == 0:
+            notify(f"{text}; the checkpoint is saved under the first rank's")
+        return names[0]
+
     def _checkpoint_path(self, root: Path, tag: str | int | None) -> Path | None:
         """Path of the checkpoint to load; the first rank's answer, on every rank."""
         engine = engine_of(self.module)
         # Other ranks may see an older state of a network's file system, and would load another checkpoint.
         own = str(tag) if tag is not None else None
-        if tag is None and engine.comm.rank == 0 and (root / _LATEST).is_file():
-            own = (root / _LATEST).read_text().strip()
+        latest = root / (_UNIVERSAL if self.loaded_config.checkpoint.load_universal else _LATEST)
+        if tag is None and engine.comm.rank == 0 and latest.is_file():
+            own = latest.read_text().strip()
         name = engine.agreement.exchange_objects(own, "looking for the checkpoint to load")[0]
         if name is None:
-            notify(f"{str(root / _LATEST)!r} is not there, and no tag was given: nothing was loaded")
+            notify(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
             return None
         return root / name

@@ -1,0 +1,57 @@
+"""A plugin for pytest, loaded where the peer's tests run: writes what becomes of each test, as it happens.
+
+It needs nothing but pytest, for the environment of the peer has no zeropp. Its instructions come in the environment:
+
+``PEER_RECORD``: the file to append to, a JSON object a line: ``{"id": ..., "outcome": "started" | "passed" | "failed" |
+"skipped", "why": ..., "seconds": ...}``.
+``PEER_PRELOAD``: modules that the server of processes imports once, rather than every rank of every test.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+RECORD = Path(os.environ["PEER_RECORD"])
+LONGEST = 6000  # characters of an error's end that are kept
+
+
+def write(**record: object) -> None:
+    with RECORD.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    multiprocessing.set_forkserver_preload(os.environ["PEER_PRELOAD"].split())
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what an earlier process of the same file has recorded."""
+    done = set()
+    if RECORD.exists():
+        done = {json.loads(line)["id"] for line in RECORD.read_text().splitlines()}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
+    items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    write(id=nodeid, outcome="started")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A test's call; of what surrounds it, only what went wrong or was skipped."""
+    if report.when == "call" or not report.passed:
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr or "")
+        write(id=report.nodeid, outcome=report.outcome, why=why[-LONGEST:], seconds=round(report.duration, 2))
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """A file that cannot be imported has no tests to be counted: it is recorded itself."""
+    if report.failed or (report.skipped and report.nodeid):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        write(id=report.nodeid, outcome=report.outcome, why=why[-LONGEST:])

@@ -1,0 +1,64 @@
+"""Inputs of checkpointed segments of a GPU: in page-locked memory between forward and backward, and back for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zeropp.training import checkpointing, kept_inputs
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+WIDTH, ROWS, SEGMENTS = 1024, 4096, 8
+
+
+def run(way: dict[str, Any] | None) -> tuple[list[torch.Tensor], int, int]:
+    """Gradients; bytes on the device, and of those its caller holds, between forward and backward."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU()).cuda() for _ in range(SEGMENTS)]
+    before = torch.cuda.memory_allocated()
+    h = torch.randn(ROWS, WIDTH, device="cuda", requires_grad=True)
+    x, own = h, h.nbytes
+    if way is not None:
+        checkpointing.configure(None, **way)
+    for layer in layers:
+        h = layer(h) if way is None else checkpointing.checkpoint(layer, h)
+    torch.cuda.synchronize()
+    between = torch.cuda.memory_allocated() - before
+    for _ in range(2):
+        h.square().sum().backward(retain_graph=True)
+    assert x.grad is not None
+    return [x.grad, *(p.grad for layer in layers for p in layer.parameters() if p.grad is not None)], between, own
+
+
+@pytest.mark.parametrize("buffer", [False, True])
+def test_inputs_on_the_host(buffer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[bool] = []
+    room = kept_inputs._Place.room
+
+    def watched(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        found = room(self, tensor)
+        pinned.append(found.is_pinned())
+        return found
+
+    monkeypatch.setattr(kept_inputs._Place, "room", watched)
+    way: dict[str, Any] = {"checkpoint_in_cpu": True}
+    if buffer:
+        way |= {"contiguous_checkpointing": True, "num_checkpoints": SEGMENTS}
+    try:
+        wanted, _, _ = run(None)
+        found, between, own = run(way)
+        # Twice, as the second pass reuses what the first has given back.
+        again, _, _ = run(way)
+    finally:
+        checkpointing.configure(None)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(wanted, found, again, strict=True))
+    assert pinned == [True] * 2 * SEGMENTS
+    # The first input, which its caller holds, and the last output.
+    assert between < 2.5 * own

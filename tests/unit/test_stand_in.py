@@ -1,0 +1,107 @@
+"""How ``deepspeed`` is found: by ``install``, by a command, in children; and when it is not to be."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from zeropp.compat import deepspeed as compat
+from zeropp.compat.deepspeed.__main__ import main
+from zeropp.compat.deepspeed.place import STAND_IN, VERSION, require_alone
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Another deepspeed on the path, as pip would leave it."""
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.18.0'\n")
+    info = tmp_path / "deepspeed-0.18.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no library had looked for it, and to be as before in the end."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("accelerate", "transformers", "trl"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
+def test_install_finds_it_once(fresh: None) -> None:
+    """Not before it is called; a second call does nothing; versions are looked up as usual."""
+    assert importlib.util.find_spec("deepspeed") is None
+    compat.install()
+    compat.install()
+    assert sys.path.count(STAND_IN) == 1 and os.environ["PYTHONPATH"].split(os.pathsep)[0] == STAND_IN
+    try:
+        found = importlib.import_module("deepspeed")
+        assert found.__file__ == f"{STAND_IN}/deepspeed/__init__.py"
+        assert found.__version__ == version("deepspeed") == VERSION
+    finally:
+        forget()
+
+
+def test_a_command_and_its_children_have_it() -> None:
+    """The status is the command's own."""
+    inner = "[sys.executable, '-c', 'import deepspeed; exit(7)']"
+    child = f"import subprocess, sys; sys.exit(subprocess.run({inner}).returncode)"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-m", "zeropp.compat.deepspeed", sys.executable, "-c", child]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 7, done.stderr
+
+
+def test_a_command_that_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no-such-command", "x"]) == 2
+    said = capsys.readouterr().err
+    assert "no-such-command" in said and "usage" in said
+    assert main([]) == 2 and main(["--help"]) == 0
+
+
+def test_libraries_that_have_looked_already_are_named(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    with pytest.raises(RuntimeError, match="transformers had been imported before"):
+        compat.install()
+    assert STAND_IN not in sys.path
+
+
+def test_it_never_hides_the_real_one(real: Path, fresh: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """By none of the three ways."""
+    with pytest.raises(RuntimeError, match=r"DeepSpeed is installed \(0\.18\.0\)"):
+        compat.install()
+    assert main([sys.executable, "-c", "pass"]) == 2 and "DeepSpeed is installed" in capsys.readouterr().err
+    sys.path.insert(0, STAND_IN)
+    with pytest.raises(ImportError, match="DeepSpeed is installed"):
+        importlib.import_module("deepspeed")
+    forget()
+    sys.path.remove(STAND_IN)
+    # Imported already, from where no metadata lies.
+    (real / "deepspeed-0.18.0.dist-info" / "METADATA").unlink()
+    (real / "deepspeed-0.18.0.dist-info").rmdir()
+    importlib.invalidate_caches()
+    try:
+        assert importlib.import_module("deepspeed").__version__ == "0.18.0"
+        with pytest.raises(RuntimeError, match="installed \\(at "):
+            require_alone()
+    finally:
+        forget()

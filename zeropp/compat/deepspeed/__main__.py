@@ -1,0 +1,29 @@
+"""``python -m zeropp.compat.deepspeed CMD...``: run a command with the stand-in on its path."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from zeropp.compat.deepspeed import environment
+from zeropp.compat.deepspeed.place import require_alone
+
+_USAGE = "usage: python -m zeropp.compat.deepspeed CMD ...   (as in: ... torchrun --nproc-per-node 8 train.py)"
+
+
+def main(command: list[str]) -> int:
+    """Become ``command``; or say why not, and return 2."""
+    if not command or command[0] in ("-h", "--help"):
+        print(_USAGE, file=sys.stdout if command else sys.stderr)
+        return 0 if command else 2
+    try:
+        require_alone()
+        # In place of this process, so that signals and the exit status are the command's own.
+        os.execvpe(command[0], command, environment())
+    except (OSError, RuntimeError) as error:
+        print(f"cannot run {command[0]!r}: {error}\n{_USAGE}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""Where the stand-in lies, and whether another ``deepspeed`` is there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from pathlib import Path
+
+__all__ = ["STAND_IN", "VERSION", "require_alone"]
+
+# A folder that is no package: what is on the path has to hold the package, and may not be it.
+STAND_IN = str(Path(__file__).resolve().parent / "stand_in")
+# Whose calls these are, as libraries ask for; the folder with its metadata has the same one in its name.
+VERSION = "0.19.8"
+
+
+def require_alone() -> None:
+    """Refuse to stand where DeepSpeed itself is.
+
+    Raises:
+        RuntimeError: it is installed, or imported.
+    """
+    others = [
+        each.version
+        for each in importlib.metadata.distributions(name="deepspeed")
+        if Path(str(each.locate_file(""))).resolve() != Path(STAND_IN)
+    ]
+    loaded = getattr(sys.modules.get("deepspeed"), "__file__", None)
+    if loaded is not None and not Path(loaded).resolve().is_relative_to(STAND_IN):
+        others.append(f"at {loaded}")
+    if others:
+        # Half of a script would get one of them, and half the other.
+        raise RuntimeError(
+            f"DeepSpeed is installed ({', '.join(others)}), and zeropp's stand-in would hide it; use an environment "
+            "without it (pip uninstall deepspeed), or zeropp.initialize in your script"
+        )

@@ -1,0 +1,1 @@
+"""What launchers of other libraries ask of DeepSpeed's."""

@@ -1,0 +1,1 @@
+"""Layers whose experts are spread over ranks, which zeropp has not; and what is true of models without them."""

@@ -1,0 +1,26 @@
+"""Questions that scripts ask of every parameter and group; no expert is spread over ranks here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["has_moe_layers", "is_moe_param", "split_params_into_different_moe_groups_for_optimizer"]
+
+
+def has_moe_layers(module: nn.Module) -> tuple[bool, int]:
+    """False, and no experts."""
+    return False, 0
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """False."""
+    return False
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: dict[str, Any] | list[dict[str, Any]], max_group_size: int | float | None = None
+) -> list[dict[str, Any]]:
+    """The groups as they are."""
+    return [param_groups] if isinstance(param_groups, dict) else list(param_groups)

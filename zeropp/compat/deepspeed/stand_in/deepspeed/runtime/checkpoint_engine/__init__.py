@@ -1,0 +1,1 @@
+"""How DeepSpeed writes its files."""

@@ -1,0 +1,5 @@
+"""Loaders."""
+
+from zeropp.training import RepeatingLoader
+
+__all__ = ["RepeatingLoader"]

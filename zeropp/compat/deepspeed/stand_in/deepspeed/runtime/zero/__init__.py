@@ -1,0 +1,24 @@
+"""ZeRO: ``deepspeed.zero``."""
+
+from zeropp.zero import GatheredParameters, Init, MiCS_Init, ZeroParamStatus, register_external_parameter
+
+from . import offload_config, partition_parameters, stage3, stage_1_and_2, tiling
+from .parameter_offload import DeepSpeedZeRoOffload
+from .stage3 import unwrap_model_for_generation
+from .tiling import TiledLinear
+
+__all__ = [
+    "DeepSpeedZeRoOffload",
+    "GatheredParameters",
+    "Init",
+    "MiCS_Init",
+    "TiledLinear",
+    "ZeroParamStatus",
+    "offload_config",
+    "partition_parameters",
+    "register_external_parameter",
+    "stage3",
+    "stage_1_and_2",
+    "tiling",
+    "unwrap_model_for_generation",
+]

@@ -1,0 +1,9 @@
+"""Modules that are units without being named."""
+
+from zeropp.config.leaf import SPARSE_BLOCKS
+
+__all__ = ["DEFAULT_LEAF_MODULE_CLASSES", "DEFAULT_LEAF_MODULE_NAMES", "DEFAULT_LEAF_MODULE_NAME_SUFFIXES"]
+
+DEFAULT_LEAF_MODULE_CLASSES = list(SPARSE_BLOCKS)
+DEFAULT_LEAF_MODULE_NAMES: list[str] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
