@@ -110,7 +110,7 @@ def trainer(chosen: Any, folder: Any = None, **more: Any) -> Any:
 
 
 def loader(batch: int = 2) -> DataLoader[Tensor]:
-    """Of this rank's samples: batches of all ranks together are those of one process with as many times their size."""
+    """Gives this rank's samples; what all ranks get together is what one process gets in larger batches."""
     data = Data()
     # Lightning's own would shuffle for training.
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)

@@ -142,7 +142,7 @@ def test_configurations(tmp_path: Path) -> None:
 
 
 def models(folder: Path) -> list[Any]:
-    """Of a model with frozen weights, what a checkpoint has, and its distance; of one built late, its pieces."""
+    """What a checkpoint of a model with frozen weights has, and its distance; of one built late, its pieces."""
     from tests.distributed import lightning_cases as cases
 
     run, module = cases.trained(cases.strategy(stage=3, exclude_frozen_parameters=True), cases.built(frozen=True))

@@ -68,12 +68,14 @@ class _Parts(_Base):
         return self._convert(data, self._dtype)
 
     def _convert(self, data: Any, dtype: torch.dtype) -> Any:
+        # Through whatever a batch is made of: dicts, lists, named tuples.
         apply = self.packages.find("fabric", "utilities.apply_func.apply_to_collection")
         return apply(data, Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each)
 
     @contextlib.contextmanager
     def tensor_init_context(self) -> Iterator[None]:
         """Tensors that are made inside have the model's dtype, with true precision."""
+        # Not by Lightning's own context, whose name is private.
         before = torch.get_default_dtype()
         if self.precision.endswith("-true"):
             torch.set_default_dtype(self._dtype)
@@ -97,6 +99,7 @@ class TrainerPrecisionParts(_Parts):
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Run the micro-batch that ends a window, clip, and step."""
+        # Not handed to the step, which asks ranks for their agreement first.
         result = closure()
         self._after_closure(model, optimizer)
         _engine(model).step(**kwargs)
@@ -115,7 +118,9 @@ class TrainerPrecisionParts(_Parts):
             raise self.packages.misuse(
                 f"gradient_clip_algorithm is {str(gradient_clip_algorithm)!r}; zeropp clips by norm, 'norm'"
             )
+        # A user's hook hands over Lightning's wrapper around the optimizer.
         wrapped = getattr(optimizer, "_optimizer", optimizer)
+        # The step does it by itself then, in the same pass over the gradients.
         if wrapped.config.gradient_clipping != clip_val:
             wrapped.clip_grad_norm_(clip_val, now=True)
 
@@ -125,6 +130,7 @@ class FabricPrecisionParts(_Parts):
 
     def convert_output(self, data: Any) -> Any:
         """What the model gave, floating tensors in torch's default dtype."""
+        # Losses and metrics of Fabric's loops are computed outside of the model.
         return self._convert(data, torch.get_default_dtype())
 
     def backward(self, tensor: Tensor, model: Engine, *args: Any, **kwargs: Any) -> None:
