@@ -149,7 +149,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         return not_for_torch_s_state_dict(self.inner).state
 
     def __getattr__(self, name: str) -> Any:
-        """The wrapped ``optimizer``, its public attributes to read, and its ``train`` and ``eval``, which change weights."""
+        """The wrapped ``optimizer``, its public attributes to read; ``train`` and ``eval``, which change weights."""
         inner = self.__dict__.get("inner")
         if name == "optimizer" and inner is not None:
             return inner  # what DeepSpeed's optimizers call theirs
