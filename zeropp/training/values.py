@@ -56,7 +56,10 @@ class _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """A parameter's whole main weights, in float32; None if zeropp does not manage it, or it is not trained."""
+    """A parameter's whole main weights, in float32; None if zeropp does not manage it, or it is not trained.
+
+    In 16 bits where they are kept so.
+    """
     place = _begin(param, "safe_get_full_fp32_param")
     # As the other calls, and DeepSpeed's: a frozen parameter has no main weights beside the ones it computes with.
     if place is None or not place.buffer.trainable:

@@ -1,0 +1,231 @@
+"""docs/migrating.md: names every key and every public name of the stand-in, each where it belongs, and no others."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import zeropp
+from zeropp.access import attributes
+from zeropp.compat.deepspeed.place import STAND_IN
+from zeropp.compat.deepspeed.refusals import MODULES
+from zeropp.config import Config
+from zeropp.config.base import spellings
+from zeropp.config.describe import blocks, nested_block
+from zeropp.config.support import SUPPORT, Kind
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "migrating.md"
+VERDICTS = {"same", "better", "differs", "nothing to do", "no effect", "refused", "absent"}
+ACTS = {"same", "better", "differs"}
+# What a key's verdict on the page may be, by what becomes of it. `initialize` makes what the wrapper has to refuse.
+FITTING = {
+    Kind.EFFECT: ACTS, Kind.NEEDLESS: {"nothing to do"}, Kind.UNREAD: {"no effect"},
+    Kind.LIMITED: {"refused"}, Kind.GOVERNED: {"refused"}, Kind.BLOCK: ACTS,
+}  # fmt: skip
+MADE = {"optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"}
+# Packages by the names under which scripts reach them.
+SHORT = {
+    "zero": "runtime.zero",
+    "checkpointing": "runtime.activation_checkpointing.checkpointing",
+    "lr_schedules": "runtime.lr_schedules",
+}
+
+
+def rows(text: str) -> Iterator[tuple[str, str, list[str]]]:
+    """(section, verdict, names) of each row whose second cell is a verdict; braces are multiplied out."""
+    for section in re.split(r"\n(?=##+ )", text):
+        for line in section.splitlines():
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if len(cells) == 3 and cells[1] in VERDICTS and cells[0] not in VERDICTS:
+                yield section.splitlines()[0].strip("# "), cells[1], list(expanded(re.findall(r"`([^`]+)`", cells[0])))
+
+
+def expanded(names: list[str]) -> Iterator[str]:
+    for name in names:
+        found = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
+        yield from (found[1] + part + found[3] for part in found[2].split(",")) if found else [name]
+
+
+def half(which: int) -> list[tuple[str, str, list[str]]]:
+    """Rows of the calls, 0, or of the keys, 1."""
+    return list(rows(PAGE.read_text().split("\n## Keys of the configuration\n")[which]))
+
+
+def fields() -> Iterator[tuple[str, list[str], Kind]]:
+    """(block, spellings, kind) of each field; what is below `zero_optimization` is named as if it were at the top."""
+    for path, model in blocks(Config):
+        where = ".".join(part for part in path if part != "zero_optimization")
+        for name, field in model.model_fields.items():
+            if nested_block(field) is None:
+                yield where, spellings(name, field), SUPPORT[model][name].kind
+
+
+def keys() -> dict[str, str]:
+    return {name: verdict for _, verdict, names in half(1) for name in names}
+
+
+def test_every_key_is_named_with_what_becomes_of_it() -> None:
+    said, wrong = keys(), []
+    for block, names, kind in fields():
+        full = [f"{block}.{name}" if block else name for name in names]
+        verdict = next((said[name] for name in [*full, f"{block}.*"] if name in said), None)
+        fits = FITTING[kind] | (ACTS if set(full) & MADE else set())
+        if verdict not in fits:
+            wrong.append(f"{full[0]} ({kind.name}): the page says {verdict}")
+    assert wrong == []
+
+
+def test_no_other_keys_are_named() -> None:
+    there = {f"{block}.{name}" if block else name for block, names, _ in fields() for name in names}
+    there |= {f"{block}.*" for block, _, _ in fields()} | {key for model in SUPPORT for key in model.retired}
+    there |= {"zero_optimization"}
+    assert sorted(keys().keys() - there) == []
+
+
+# The stand-in's modules are read, and not imported: here DeepSpeed itself may be installed.
+
+
+def tree_of(module: str) -> ast.Module | None:
+    base = Path(STAND_IN, "deepspeed", *module.split(".")) if module else Path(STAND_IN, "deepspeed")
+    path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+    return ast.parse(path.read_text()) if path.is_file() else None
+
+
+def defined(module: str) -> dict[str, ast.AST]:
+    """What a module has at its top: names, and what made them."""
+    found: dict[str, ast.AST] = {}
+    tree = tree_of(module)
+    for node in [] if tree is None else tree.body:
+        if isinstance(node, ast.ImportFrom | ast.Import):
+            found |= {(alias.asname or alias.name): node for alias in node.names}
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                found |= {each.id: node for each in ast.walk(target) if isinstance(each, ast.Name)}
+    return found
+
+
+def full_name(name: str) -> str:
+    first, dot, rest = name.partition(".")
+    return SHORT.get(first, first) + dot + rest
+
+
+def is_there(name: str) -> bool:
+    module, _, last = full_name(name).rpartition(".")
+    return tree_of(full_name(name)) is not None or last in defined(module)
+
+
+def is_refused(name: str) -> bool:
+    if any(f"deepspeed.{full_name(name)}.".startswith(f"{module}.") for module in MODULES):
+        return True
+    module, _, last = full_name(name).rpartition(".")
+    made = defined(module).get(last)
+    return made is not None and "refused(" in ast.unparse(made)
+
+
+def public() -> Iterator[str]:
+    folder = Path(STAND_IN, "deepspeed")
+    for path in sorted(folder.rglob("*.py")):
+        module = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+        made = defined(module).get("__all__")
+        if isinstance(made, ast.Assign):
+            yield from (f"{module}.{name}".lstrip(".") for name in ast.literal_eval(made.value))
+
+
+def calls() -> dict[str, set[str]]:
+    """Names below ``deepspeed`` on the page, spelt out -> their verdicts."""
+    found: dict[str, set[str]] = {}
+    for _, verdict, names in half(0):
+        for name in names:
+            if re.fullmatch(r"[\w.]+", name) and name.split(".")[0] not in ("engine", "optimizer", "p", "module"):
+                found.setdefault(full_name(name), set()).add(verdict)
+    return found
+
+
+def test_every_public_name_of_the_stand_in_is_named() -> None:
+    said = calls()
+    missing = [name for name in public() if full_name(name) not in said]
+    assert missing == []
+    assert sorted(set(MODULES) - {f"deepspeed.{name}" for name, how in said.items() if "refused" in how}) == []
+
+
+def test_no_other_calls_are_named() -> None:
+    """What acts is there, what is refused is refused by name, and what is absent is not there."""
+    wrong = []
+    for name, verdicts in calls().items():
+        for verdict in verdicts:
+            fits = {"refused": is_refused, "absent": lambda name: not is_there(name)}.get(verdict, is_there)
+            if not fits(name):
+                wrong.append(f"{name}: {verdict}")
+            elif verdict in ACTS and is_refused(name) and "refused" not in verdicts:
+                wrong.append(f"{name}: {verdict}, and it is refused")
+    assert wrong == []
+
+
+ENGINE = inspect.getsource(zeropp.training.Engine)
+WRAPPING = (ROOT / "zeropp" / "training" / "initialize.py").read_text()
+CARRIED = inspect.getsource(attributes)
+OWNERS = {
+    "engine": lambda name: hasattr(zeropp.training.Engine, name) or re.search(rf"self\.{name}\b", ENGINE),
+    "optimizer": lambda name: hasattr(zeropp.ZeroOptimizer, name) or re.search(rf"\.{name} = ", WRAPPING),
+    "p": lambda name: re.search(rf"\b{name}\b", CARRIED),
+    "module": lambda name: re.search(rf"\b{name}\b", CARRIED),
+}  # fmt: skip
+
+
+def test_attributes_are_where_the_page_says() -> None:
+    wrong, seen = [], set()
+    for _, verdict, names in half(0):
+        for name in names:
+            found = re.fullmatch(r"(engine|optimizer|p|module)\.(\w+)", name)
+            # What parameters have from torch is refused by value, not by name.
+            if found and name not in ("p.data", "p.grad", "p.shape"):
+                seen.add(found[1])
+                if bool(OWNERS[found[1]](found[2])) != (verdict != "absent"):
+                    wrong.append(f"{name}: {verdict}")
+    assert wrong == [] and seen == set(OWNERS)
+
+
+def resolves(dotted: str) -> bool:
+    parts = dotted.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_names_of_zeropp_and_links_exist() -> None:
+    text = PAGE.read_text()
+    names = set(re.findall(r"(?<![\w/])zeropp(?:\.\w+)+", text.split("\n## Keys of the configuration\n")[0]))
+    assert len(names) > 12 and [name for name in sorted(names) if not resolves(name)] == []
+    for target, anchor in re.findall(r"\]\(([\w./]+)(?:#([\w-]+))?\)", text):
+        path = (PAGE.parent / target).resolve()
+        assert path.is_file(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title).lower().replace(" ", "-") for title in titles}, anchor
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/training.md"])
+def test_it_is_linked(name: str) -> None:
+    assert re.search(r"\((docs/)?migrating\.md", (ROOT / name).read_text())
+
+
+def test_the_last_column_of_the_introduction_explains_each_verdict() -> None:
+    text = PAGE.read_text().split("\n## ")[0]
+    assert set(re.findall(r"^\| ([a-z ]+?) \| \S", text, re.MULTILINE)) == VERDICTS
