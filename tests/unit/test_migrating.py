@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -98,22 +99,22 @@ def test_no_other_keys_are_named() -> None:
     assert sorted(keys().keys() - there) == []
 
 
-# The stand-in's modules are read, and not imported: here DeepSpeed itself may be installed.
+# Modules of the stand-in and of other people's trainers are read, and not imported: DeepSpeed itself may be installed.
+STAND_IN_ROOT, INTEGRATIONS = Path(STAND_IN, "deepspeed"), ROOT / "zeropp" / "integrations"
 
 
-@cache
-def tree_of(module: str) -> ast.Module | None:
-    base = Path(STAND_IN, "deepspeed", *module.split(".")) if module else Path(STAND_IN, "deepspeed")
+def file_of(folder: Path, module: str) -> Path | None:
+    base = folder.joinpath(*module.split(".")) if module else folder
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    return ast.parse(path.read_text()) if path.is_file() else None
+    return path if path.is_file() else None
 
 
 @cache
-def defined(module: str) -> dict[str, ast.AST]:
-    """What a module has at its top: names, and what made them."""
+def defined(module: str, folder: Path = STAND_IN_ROOT) -> dict[str, ast.AST]:
+    """What a module has at its top: names, and what made them; nothing of one that is not there."""
     found: dict[str, ast.AST] = {}
-    tree = tree_of(module)
-    for node in [] if tree is None else tree.body:
+    path = file_of(folder, module)
+    for node in [] if path is None else ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom | ast.Import):
             found |= {(alias.asname or alias.name): node for alias in node.names}
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -131,7 +132,7 @@ def full_name(name: str) -> str:
 
 def is_there(name: str) -> bool:
     module, _, last = full_name(name).rpartition(".")
-    return tree_of(full_name(name)) is not None or last in defined(module)
+    return file_of(STAND_IN_ROOT, full_name(name)) is not None or last in defined(module)
 
 
 def is_refused(name: str) -> bool:
@@ -149,9 +150,8 @@ def is_refused(name: str) -> bool:
 
 
 def public() -> Iterator[str]:
-    folder = Path(STAND_IN, "deepspeed")
-    for path in sorted(folder.rglob("*.py")):
-        module = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    for path in sorted(STAND_IN_ROOT.rglob("*.py")):
+        module = ".".join(path.relative_to(STAND_IN_ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
         made = defined(module).get("__all__")
         if isinstance(made, ast.Assign):
             yield from (f"{module}.{name}".lstrip(".") for name in ast.literal_eval(made.value))
@@ -213,16 +213,14 @@ def test_attributes_are_where_the_page_says() -> None:
 
 def resolves(dotted: str) -> bool:
     parts = dotted.split(".")
+    if parts[:2] == ["zeropp", "integrations"]:
+        return file_of(INTEGRATIONS, parts[2]) is not None and set(parts[3:]) <= defined(parts[2], INTEGRATIONS).keys()
     for cut in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[cut:]:
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
-        return True
+        with contextlib.suppress(ModuleNotFoundError):
+            found: object = importlib.import_module(".".join(parts[:cut]))
+            for part in parts[cut:]:
+                found = getattr(found, part, None)
+            return found is not None
     return False
 
 
