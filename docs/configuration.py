@@ -21,7 +21,7 @@ OUTSIDE = "Keys of other DeepSpeed features"
 
 # What works first, then what changes nothing, then what is refused: sections and the rows in each. A block counts as
 # the first of its keys.
-_ORDER = {Kind.EFFECT: 0, Kind.NEEDLESS: 1, Kind.UNREAD: 1, Kind.LIMITED: 2, Kind.GOVERNED: 2}
+_ORDER = {Kind.EFFECT: 0, Kind.NEEDLESS: 1, Kind.UNREAD: 1, Kind.OFF: 1, Kind.LIMITED: 2, Kind.GOVERNED: 2}
 
 _INTRODUCTION = """\
 # Configuration
@@ -42,6 +42,7 @@ The last column says how far each key reaches in this version:
 - *only ...*: other values are refused before training, with a message that names the key.
 - *with ...*: read only together with the key named there, which is limited itself.
 - *no effect*: accepted with a warning.
+- *only switched off*: a block with `"enabled": false`, or one that is empty; otherwise refused.
 - *block*: see the section of that block.
 
 ## Micro-batches and steps
@@ -154,6 +155,7 @@ def _status(model: type[Block], name: str, support: Support) -> str:
         Kind.EFFECT: "works",
         Kind.NEEDLESS: "nothing to do",
         Kind.UNREAD: "no effect",
+        Kind.OFF: "only switched off",
         Kind.BLOCK: "block",
     }[support.kind]
 

@@ -38,7 +38,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, help="for records and logs; one that is used again goes on where it was")
     parser.add_argument("--ranks", type=int, default=2, help="tests of more are skipped, in both")
     parser.add_argument("--seconds", type=float, default=90.0, help="that one test may take")
-    parser.add_argument("--file-seconds", type=float, default=2400.0, help="that one file may take")
     parser.add_argument("--save", metavar="NAME", help="write bench/results/<date>_<NAME>.md and .json")
     args = parser.parse_args(argv)
     if args.source is not None and not (args.source / "tests" / "unit" / "common.py").is_file():
@@ -60,13 +59,11 @@ def commit_of(source: Path) -> str:
     return asked.stdout.strip() or "unknown: no git repository"
 
 
-def run_all(
-    environment: Environment, tests: Path, files: list[str], folder: Path, seconds: float
-) -> dict[str, Outcome]:
+def run_all(environment: Environment, tests: Path, files: list[str], folder: Path) -> dict[str, Outcome]:
     """Test id -> outcome, of all files."""
     found: dict[str, Outcome] = {}
     for file in files:
-        outcomes = run_file(environment, tests, file, folder, seconds)
+        outcomes = run_file(environment, tests, file, folder)
         print(f"{environment.name}: {file}: {len(passed(outcomes))} of {len(outcomes)} pass", flush=True)
         found |= outcomes
     return found
@@ -82,12 +79,12 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if args.peer is not None:
         peer = Environment("DeepSpeed", args.peer, (), args.ranks, args.seconds)
         found["there_versions"] = peer.versions(folder)
-        found["there"] = _plain(run_all(peer, tests, files, folder, args.file_seconds))
+        found["there"] = _plain(run_all(peer, tests, files, folder))
     else:
         recorded = json.loads(args.recorded.read_text())
         found["there_versions"] = recorded["there_versions"]
         found["there"] = {name: why for name, why in recorded["there"].items() if name.partition("::")[0] in files}
-    found["here"] = _plain(run_all(ours, tests, files, folder, args.file_seconds))
+    found["here"] = _plain(run_all(ours, tests, files, folder))
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,8 @@ print(json.dumps(found), file=sys.stderr)
 """
 # Under pytest 8.4 and later, classes are no fixtures, and tests that need them fail under DeepSpeed, too.
 _NEWEST_PYTEST = (8, 4)
+# Seconds that pytest may take until its first test begins; and by which a test may be late.
+STARTING, LATE = 300.0, 30.0
 _VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "TORCH_EXTENSIONS_DIR")
 
 
@@ -50,7 +53,7 @@ class Environment:
         return [*before, self.python, *arguments]
 
     def variables(self) -> dict[str, str]:
-        """Of the process: what both have to agree on, and nothing else of this one."""
+        """Environment variables: what both have to agree on, and nothing else of this process."""
         kept = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
         # Compilers and ninja of an environment are beside its interpreter.
         kept["PATH"] = os.pathsep.join([str(Path(self.python).parent), kept.get("PATH", os.defpath)])
@@ -68,7 +71,7 @@ class Environment:
         }
 
     def versions(self, folder: Path) -> dict[str, str]:
-        """Of what tests depend on, asked in ``folder``.
+        """Versions of what tests depend on, asked in ``folder``.
 
         Raises:
             SystemExit: it lacks something, or its pytest is too new.
@@ -84,42 +87,50 @@ class Environment:
         return found
 
 
-def run_file(environment: Environment, tests: Path, file: str, folder: Path, seconds: float) -> dict[str, Outcome]:
+def run_file(environment: Environment, tests: Path, file: str, folder: Path) -> dict[str, Outcome]:
     """Test id -> outcome, of one file.
 
-    A test that hangs ends pytest, which is then started for the others.
+    A test that hangs ends pytest, which is then started for the others: where a rank fails by what is no Exception to
+    its pool, as pytest's own failures are, the pool waits for ever, and so may pytest when it closes the pool.
 
     Args:
         environment: where.
         tests: the copied folder ``tests``.
         file: below it.
         folder: for records and logs.
-        seconds: that the whole file may take; tests that were not begun by then are not among the outcomes.
     """
     name = f"{environment.name}-{file.replace('/', '.')}"
     record = folder / f"{name}.jsonl"
-    command = environment.command("-m", "pytest", file, "-q", "-p", "peer_record", "-p", "no:cacheprovider")
+    # Its directories of its own: those of other runs of pytest make room for each other.
+    options = ("-q", "-p", "peer_record", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
+    command = environment.command("-m", "pytest", file, *options)
     variables = environment.variables() | {"PEER_RECORD": str(record)}
     hung, before = 0, -1
-    while seconds > 0 and hung > before:
+    while hung > before:
         with (folder / f"{name}.log").open("a") as log:
-            seconds -= _run(command, tests, variables, log.fileno(), seconds)
+            _run(command, tests, variables, log.fileno(), record, environment.seconds + LATE)
         before, hung = hung, sum(outcome.outcome == "timeout" for outcome in outcomes.read(record).values())
     return outcomes.read(record)
 
 
-def _run(command: Sequence[str], cwd: Path, variables: dict[str, str], log: int, seconds: float) -> float:
-    """Seconds that it took; whatever it started has ended with it."""
-    start = os.times().elapsed
+def _run(command: Sequence[str], cwd: Path, variables: dict[str, str], log: int, record: Path, still: float) -> None:
+    """Run until it ends, or for ``still`` seconds has recorded nothing; whatever it started has ended with it."""
     process = subprocess.Popen(
         command, cwd=cwd, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
     )
+    size, until = _size(record), time.monotonic() + STARTING
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=seconds)
+        while process.poll() is None and time.monotonic() < until:
+            time.sleep(0.2)
+            before, size = size, _size(record)
+            if size != before:
+                until = time.monotonic() + still
     finally:
         # Ranks of a test that hung have outlived the test.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return os.times().elapsed - start
+
+
+def _size(record: Path) -> int:
+    return record.stat().st_size if record.exists() else 0

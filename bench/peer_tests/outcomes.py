@@ -15,7 +15,7 @@ OUTCOMES = ("passed", "failed", "skipped", "timeout")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one test in one environment."""
+    """What became of one test in one environment."""
 
     outcome: str
     """One of :data:`OUTCOMES`; of a test that was begun and never ended, "timeout"."""

@@ -15,9 +15,24 @@ from torch import Tensor, nn
 from zeropp.compat.deepspeed.place import STAND_IN
 from zeropp.compat.deepspeed.refusals import RefusingFinder
 
-__all__ = ["LR", "Net", "data", "distance", "loss_of", "plain", "standing_in", "steps", "zero3"]
+__all__ = [
+    "ADAMW",
+    "EPSILON",
+    "LR",
+    "Net",
+    "data",
+    "distance",
+    "engine_of",
+    "loss_of",
+    "plain",
+    "standing_in",
+    "steps",
+    "zero3",
+]
 
 LR = 0.05
+ADAMW = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}}
+EPSILON = 1e-12  # float64; only the order of additions differs
 
 
 @contextlib.contextmanager
@@ -61,6 +76,11 @@ def zero3(**more: Any) -> dict[str, Any]:
         "zeropp": {"unit_min_blocks": 0, "hang_timeout": 20},
         **more,
     }
+
+
+def engine_of(deepspeed: Any, **more: Any) -> Any:
+    """An engine that trains a :class:`Net` by AdamW, with more of the JSON."""
+    return deepspeed.initialize(model=Net(), config=zero3(optimizer=ADAMW, **more))[0]
 
 
 def data(step: int, rank: int) -> tuple[Tensor, Tensor]:

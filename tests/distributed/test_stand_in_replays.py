@@ -5,29 +5,28 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import inspect
-import sys
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from packaging.version import Version
 from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.stand_in import LR, Net, distance, loss_of, plain, standing_in, steps, zero3
-
-ADAMW = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}}
-EPSILON = 1e-12  # float64; only the order of additions differs
-
-
-def engine_of(deepspeed: Any, **more: Any) -> Any:
-    model = Net()
-    return deepspeed.initialize(model=model, config=zero3(optimizer=ADAMW, **more))[0]
+from tests.distributed.stand_in import (
+    ADAMW,
+    EPSILON,
+    LR,
+    Net,
+    distance,
+    engine_of,
+    loss_of,
+    plain,
+    standing_in,
+    steps,
+    zero3,
+)
 
 
 def accelerate_prepares() -> float:
@@ -78,55 +77,6 @@ def trl_makes_a_reference_model() -> float:
         with torch.no_grad():
             found = loss_of(model, 0, dist.get_rank())
         return abs(float(found) - float(loss_of(Net(), 0, dist.get_rank())))
-
-
-def swift_replaces_initialize() -> list[str]:
-    """A function of its own in the module's place, and back."""
-    with standing_in() as deepspeed:
-        import deepspeed as seen
-
-        before, called = seen.initialize, []
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            called.append(type(kwargs["model"]).__name__)
-            return before(*args, **kwargs)
-
-        seen.initialize = wrapped
-        engine_of(deepspeed)
-        seen.initialize = before
-        assert deepspeed.initialize is zeropp.initialize
-        return called
-
-
-def transformers_loads_under_init() -> float:
-    """Built in zero.Init; the first rank reads weights, module by module, and shares buffers."""
-    with standing_in() as deepspeed:
-        from deepspeed.accelerator import get_accelerator
-        from deepspeed.runtime.zero import partition_parameters as pp
-
-        assert pp._orig_torch_arange is torch.arange and callable(pp.zero_wrapper_for_fp_tensor_constructor)
-        torch.manual_seed(1 + dist.get_rank())
-        config = zero3(optimizer=ADAMW)
-        with deepspeed.zero.Init(config_dict_or_path=config):
-            model = nn.Module()
-            model.lin, model.norm = nn.Linear(300, 400), nn.BatchNorm1d(7)
-        torch.manual_seed(9)
-        saved = nn.Module()
-        saved.lin, saved.norm = nn.Linear(300, 400), nn.BatchNorm1d(7)
-        nn.init.normal_(saved.norm.running_mean)
-        for name, module in model.named_children():
-            own = dict(module.named_parameters(recurse=False))
-            with deepspeed.zero.GatheredParameters(list(own.values()), modifier_rank=0):
-                if deepspeed.comm.get_rank() == 0:
-                    module.load_state_dict(getattr(saved, name).state_dict())
-            for key, buffer in module.named_buffers(recurse=False):
-                value = getattr(saved, name).state_dict()[key].to(get_accelerator().current_device_name())
-                value = value if dist.get_rank() == 0 else torch.empty_like(value)
-                dist.broadcast(value, src=0)
-                buffer.copy_(value)
-        assert model.lin.weight.numel() == 120_000, "logical sizes, whatever a rank has"
-        engine, *_ = deepspeed.initialize(model=model, config=config)
-        return distance(zeropp.full_state(engine.module), saved)
 
 
 def peft_saves_adapters() -> float:
@@ -191,21 +141,6 @@ def accelerate_sets_leaves() -> float:
         return distance(zeropp.full_state(model), plain(2))
 
 
-def open_instruct_joins() -> int:
-    """``init_distributed`` where there is a group, by either module; ranks and collectives by ``deepspeed.comm``."""
-    with standing_in() as deepspeed:
-        import deepspeed.comm as comm
-        from deepspeed import comm as same
-
-        deepspeed.init_distributed(timeout=None)
-        comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-        assert same.is_initialized() and comm.get_world_size() == 2 and comm.get_local_rank() == comm.get_rank()
-        mine = torch.tensor(float(comm.get_rank() + 1))
-        comm.all_reduce(mine, op=comm.ReduceOp.SUM)
-        comm.barrier()
-        return int(mine)
-
-
 def openrlhf_offloads_states() -> float:
     """States to the host between phases, asked for by enums, where the configuration does not keep them there."""
     with standing_in() as deepspeed:
@@ -226,39 +161,6 @@ def openrlhf_offloads_states() -> float:
         engine.reload_states(non_blocking=True)
         steps(engine, 2, 3)
         return distance(zeropp.full_state(engine.module), plain(3))
-
-
-def clones_for_torch_save(folder: Path) -> int:
-    """A view is saved without what it is a view of; nesting stays."""
-    with standing_in():
-        from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-
-        whole = torch.arange(100_000.0)
-        copied = clone_tensors_for_torch_save({"a": [whole[:10], {"b": (whole[5:7], 3)}]})
-        path = folder / f"{dist.get_rank()}.pt"
-        torch.save(copied, path)
-        assert torch.equal(copied["a"][0], whole[:10]) and torch.equal(copied["a"][1]["b"][0], whole[5:7])
-        assert copied["a"][1]["b"][1] == 3
-        return path.stat().st_size
-
-
-def states_in_16_bits() -> list[float]:
-    """Accelerate asks for it; ms-swift inspects its signature and puts a function of its own in its place."""
-    with standing_in() as deepspeed:
-        engine = engine_of(deepspeed, zero={"stage3_gather_16bit_weights_on_model_save": True})
-        assert engine.zero_gather_16bit_weights_on_model_save() and engine.zero_optimization_partition_weights()
-        steps(engine, 0, 2)
-        found = [engine._zero3_consolidated_16bit_state_dict(), engine._consolidated_16bit_state_dict()]
-        assert "exclude_frozen_parameters" in inspect.signature(engine._zero3_consolidated_16bit_state_dict).parameters
-        before = engine._zero3_consolidated_16bit_state_dict
-        engine._zero3_consolidated_16bit_state_dict = lambda **_: before(exclude_frozen_parameters=True)
-        engine.module.embed.weight.requires_grad_(False)
-        less = engine._zero3_consolidated_16bit_state_dict()
-        if dist.get_rank() != 0:
-            assert found == [None, None] and less is None
-            return [0.0]
-        assert "embed.weight" not in less and len(less) == len(found[0]) - 1
-        return [distance(state, plain(2)) for state in found]
 
 
 def trl_takes_hooks_off() -> float:
@@ -335,33 +237,6 @@ def accelerate_maps_optimizers() -> float:
         return distance(zeropp.full_state(model), plain(3))
 
 
-def accelerate_knows_schedules() -> list[float]:
-    """A schedule is DeepSpeed's by the name of its class."""
-    with standing_in() as deepspeed:
-        optimizer = torch.optim.SGD(Net().parameters(), lr=1.0)
-        schedule = deepspeed.runtime.lr_schedules.WarmupLR(optimizer, warmup_max_lr=0.4, warmup_num_steps=4)
-        assert type(schedule).__name__ in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
-        engine, _, _, found = deepspeed.initialize(
-            model=nn.Linear(2, 2), optimizer=optimizer_of_another(), lr_scheduler=None, config=zero3()
-        )
-        assert found is None and engine.lr_scheduler is None
-        schedule.step()
-        return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def optimizer_of_another() -> Any:
-    return lambda params: torch.optim.SGD(params, lr=0.1)
-
-
-def versions_are_compared() -> str:
-    """By the module, by its metadata, and by another name (OpenRLHF)."""
-    with standing_in() as deepspeed:
-        from deepspeed.git_version_info import version as built
-
-        assert Version(deepspeed.__version__) >= Version("0.18.9")
-        return str({deepspeed.__version__, deepspeed.version, version("deepspeed"), built})
-
-
 def adalora_reads_gradients() -> float:
     """``safe_get_full_grad`` between backward and step, where peft asks for importance."""
     with standing_in() as deepspeed:
@@ -371,61 +246,6 @@ def adalora_reads_gradients() -> float:
         wanted = Net()
         sum(loss_of(wanted, 0, rank) / 2 for rank in range(2)).backward()  # type: ignore[union-attr]
         return max(float((found[name] - p.grad).abs().max()) for name, p in wanted.named_parameters())
-
-
-def open_instruct_resumes(folder: Path) -> float:
-    """A checkpoint made "universal" on the command line; its loader patched to take pickles."""
-    with standing_in() as deepspeed:
-        from deepspeed.checkpoint import ds_to_universal
-        from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-        TorchCheckpointEngine.load = lambda self, path, map_location=None: torch.load(path, weights_only=False)
-        engine = engine_of(deepspeed)
-        steps(engine, 0, 2)
-        engine.save_checkpoint(str(folder), tag="global_step2", client_state={"episode": 7})
-        if dist.get_rank() == 0:
-            source, target = folder / "global_step2", folder / "global_step2_universal"
-            given = ["--input_folder", str(source), "--output_folder", str(target), "--inject_missing_state"]
-            ds_to_universal.main(ds_to_universal.parse_arguments(given))
-        dist.barrier()
-        again = engine_of(deepspeed, checkpoint={"load_universal": True})
-        path, state = again.load_checkpoint(str(folder))
-        assert Path(path).name == "global_step2_universal" and state == {"episode": 7}
-        steps(again, 2, 3)
-        return distance(zeropp.full_state(again.module), plain(3))
-
-
-def refused_by_name() -> list[str]:
-    """What is not here: imports fail as those of an absent package, with the reason; calls raise."""
-    with standing_in() as deepspeed:
-        said = []
-        for name in (
-            "deepspeed.runtime.sequence_parallel.ulysses_sp", "deepspeed.elasticity", "deepspeed.moe.sharded_moe",
-            "deepspeed.module_inject", "deepspeed.pipe.module", "deepspeed.nothing_known",
-        ):  # fmt: skip
-            try:
-                __import__(name)
-            except ImportError as error:
-                said.append(str(error))
-        from deepspeed.moe.layer import MoE
-        from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
-        from deepspeed.pipe import PipelineModule
-
-        class Derived(PipelineModule):
-            """Scripts derive theirs as they are imported, whether it is used or not."""
-
-        groups = [{"params": list(Net().parameters())}]
-        assert split_params_into_different_moe_groups_for_optimizer(groups) == groups
-        assert not any(map(is_moe_param, groups[0]["params"]))
-        for call in (deepspeed.tp_model_init, Derived, deepspeed.init_inference, MoE):
-            try:
-                call(model=None)
-            except RuntimeError as error:
-                said.append(str(error))
-        assert not isinstance(Net(), deepspeed.PipelineModule)
-        assert not hasattr(deepspeed.utils.groups, "_get_sequence_parallel_group")
-        assert deepspeed.utils.groups._get_data_parallel_world_size() == 2
-        return said
 
 
 EXACT = [
@@ -438,28 +258,3 @@ EXACT = [
 @pytest.mark.parametrize("replay", EXACT, ids=lambda replay: replay.__name__)
 def test_ends_as_plain_torch(replay: Any) -> None:
     assert max(run_ranks(2, replay)) < EPSILON
-
-
-def test_others_end_as_they_should(tmp_path: Path) -> None:
-    assert run_ranks(2, swift_replaces_initialize) == [["Net"]] * 2
-    assert run_ranks(2, transformers_loads_under_init) == [0.0] * 2
-    assert run_ranks(2, open_instruct_joins) == [3, 3]
-    assert max(run_ranks(2, clones_for_torch_save, tmp_path)) < 4000
-    # Rounded to bfloat16 nowhere: the model computes in float64, and so its state is.
-    assert max(max(each) for each in run_ranks(2, states_in_16_bits)) < EPSILON
-    assert run_ranks(2, accelerate_knows_schedules)[0][0] < 0.4
-    assert run_ranks(2, versions_are_compared) == ["{'0.19.8'}"] * 2
-    assert max(run_ranks(2, open_instruct_resumes, tmp_path)) < EPSILON
-
-
-def test_what_is_not_there_is_refused_with_a_reason() -> None:
-    for said in run_ranks(2, refused_by_name):
-        assert len(said) == 10 and all("zeropp" in each for each in said)
-        assert "Ulysses" in said[0] and "checkpoints" in said[1] and "mixtures" in said[2] and "pipelines" in said[4]
-        assert "no script" in said[5] and "tp_model_init" in said[6]
-
-
-def test_the_path_is_as_before() -> None:
-    with standing_in():
-        pass
-    assert "deepspeed" not in sys.modules

@@ -17,6 +17,7 @@ import zeropp
 from tests.distributed.engines import MICRO, RATES, STEPS, WARMUP, loss_of, model_of, settings, train
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import worst
+from zeropp.training.initialize import _device
 
 
 def trained(config: dict[str, Any]) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Any]]:
@@ -174,13 +175,29 @@ def unmanaged() -> tuple[int, int, bool]:
     with pytest.raises(RuntimeError, match="every step\\(\\) is a boundary"):
         engine.set_gradient_accumulation_boundary(True)
     for number in range(3):
-        engine.backward(loss_of(engine, number, dist.get_rank()))
+        loss = loss_of(engine, number, dist.get_rank())
+        # Divided by the caller, who knows best how many there are: 3, and not the 2 of the configuration.
+        (engine.scale(loss / 3, scale_wrt_gas=False).backward() if number else engine.backward(loss / 3 * MICRO))
     engine.step()
+    plain = model_of()
+    for number in range(3):
+        (sum(loss_of(plain, number, rank) for rank in range(2)) / 6).backward()  # type: ignore[union-attr]
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    assert engine.get_global_grad_norm() == pytest.approx(float(norm))
     return engine.global_steps, engine.global_samples, engine.was_step_applied()
 
 
 def test_a_caller_who_owns_the_boundary() -> None:
     assert run_ranks(2, unmanaged) == [(1, 18, True)] * 2
+
+
+def test_a_trainer_may_stay_on_the_cpu_of_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert _device(argparse.Namespace(device_rank=0)) == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert _device({"device_rank": None}) == torch.device("cuda", 1)
+    assert _device({"device_rank": -1}) is None
 
 
 def skipping() -> tuple[list[float], list[bool], int, int]:
@@ -346,3 +363,28 @@ def two_engines() -> list[float]:
 
 def test_two_engines_in_one_process() -> None:
     assert run_ranks(2, two_engines) == [[0.0], [0.0]]
+
+
+def evaluated_before() -> tuple[float, float, float]:
+    """Losses before and after a model is wrapped for training; norm of the first step. The former engine lives."""
+    model, rank = model_of(), dist.get_rank()
+    config = settings(gradient_accumulation_steps=1)
+    forward_only = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    evaluator, *_ = zeropp.initialize(model=model, config=forward_only)
+    with torch.no_grad():
+        before = loss_of(evaluator, 0, rank).item()
+    model.requires_grad_(True)
+    engine, *_ = zeropp.initialize(model=model, config=config)
+    loss = loss_of(engine, 0, rank)
+    engine.backward(loss)
+    engine.step()
+    return before, loss.item(), engine.get_global_grad_norm() or 0.0
+
+
+def test_a_model_that_was_wrapped_for_inference_is_trained() -> None:
+    plain = model_of()
+    losses = [loss_of(plain, 0, rank) for rank in range(2)]
+    (sum(losses) / 2).backward()  # type: ignore[union-attr]
+    norm = float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    for loss, found in zip(losses, run_ranks(2, evaluated_before), strict=True):
+        assert found == pytest.approx((loss.item(), loss.item(), norm), rel=1e-12)

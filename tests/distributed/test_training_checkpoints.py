@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zeropp
-from tests.distributed.engines import MICRO, STEPS, model_of, settings, train
+from tests.distributed.engines import MICRO, STEPS, loss_of, model_of, settings, train
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import worst
 from zeropp.checkpoint import CheckpointError
@@ -216,3 +216,30 @@ def loads_whole() -> float:
 
 def test_whole_weights_are_loaded() -> None:
     assert run_ranks(2, loads_whole) == [0.0] * 2
+
+
+def saves_in_a_window(folder: Path) -> tuple[float, list[bool]]:
+    """How far the run that goes on is from one that never saved; whether checkpoints have states."""
+    states, found = [], []
+    for saves in (False, True):
+        engine = engine_of()
+        for number in range(CUT * MICRO):
+            engine.backward(loss_of(engine, number, dist.get_rank()))
+            if saves and number == (CUT - 1) * MICRO:
+                with pytest.raises(CheckpointError, match="would be lost"):
+                    engine.save_checkpoint(folder, "refused")
+                engine.save_checkpoint(folder, "all", in_window=True)
+                engine.save_checkpoint(folder, "weights", in_window=True, weights_only=True)
+            engine.step()
+        states.append(zeropp.full_state(engine.module))
+    for tag in ("all", "weights"):
+        names = Metadata.read(folder / tag).tensors
+        found.append(any(name.startswith("optimizer") for name in names))
+    reloaded = engine_of()
+    reloaded.load_checkpoint(folder, "weights", load_optimizer_states=False)
+    found.append(worst(zeropp.full_state(reloaded.module), states[0]) > 1e-6)  # one step earlier
+    return worst(*states), found
+
+
+def test_a_save_between_two_steps_leaves_gradients_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    assert run_ranks(2, saves_in_a_window, tmp_path) == [(0.0, [True, False, True])] * 2

@@ -77,6 +77,11 @@ def far(found: Tensor | None, wanted: Tensor | None) -> float:
     return (found - wanted).abs().max().item()
 
 
+def trained(plain: nn.Parameter) -> Tensor | None:
+    """What main weights are to be: frozen parameters have none."""
+    return plain.detach() if plain.requires_grad else None
+
+
 def read(settings: dict[str, Any], folder: str) -> dict[str, float]:
     """How far each is from plain torch's, at most."""
     both = Both(settings, folder)
@@ -88,7 +93,7 @@ def read(settings: dict[str, Any], folder: str) -> dict[str, float]:
     for number in range(3):
         both.backward()
         for _, mine, plain in both.pairs():
-            note("weights", far(training.safe_get_full_fp32_param(mine), plain.detach()))
+            note("weights", far(training.safe_get_full_fp32_param(mine), trained(plain)))
             note("gradients", far(training.safe_get_full_grad(mine), plain.grad))
             for key in ("exp_avg", "exp_avg_sq"):
                 wanted = both.plain_optimizer.state.get(plain, {}).get(key)
@@ -100,7 +105,7 @@ def read(settings: dict[str, Any], folder: str) -> dict[str, float]:
         both.step()
         # Right after: what the host is still stepping is waited for.
         for _, mine, plain in both.pairs():
-            note("weights", far(training.safe_get_full_fp32_param(mine), plain.detach()))
+            note("weights", far(training.safe_get_full_fp32_param(mine), trained(plain)))
     return worst
 
 
@@ -132,7 +137,7 @@ def written(settings: dict[str, Any], folder: str, local: bool) -> float:
         both.optimizer.zero_grad()
         both.plain_optimizer.zero_grad()
         assert far(*[each.detach() for each in out]) < TOLERANCE
-    return max(far(training.safe_get_full_fp32_param(mine), plain.detach()) for _, mine, plain in both.pairs())
+    return max(far(training.safe_get_full_fp32_param(mine), trained(plain)) for _, mine, plain in both.pairs())
 
 
 def change(parameter: nn.Parameter, factor: float, *, local: bool) -> None:

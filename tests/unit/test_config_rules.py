@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from zeropp.config import Config, ConfigError, load_config
+from zeropp.config import Config, ConfigError, load_config, require_supported
+from zeropp.config.errors import UnsupportedConfigError
 from zeropp.config.inert import OutsideKeys
+from zeropp.config.support import SUPPORT, Kind
 
 STAGE = {"zero_optimization": {"stage": 3}}
 # what is tested here seldom depends on the stage
@@ -227,7 +229,20 @@ def test_problems_say_what_was_given_and_expected() -> None:
 # keys without effect
 
 
-@pytest.mark.parametrize("key", list(OutsideKeys.model_fields))
+UNREAD = [key for key in OutsideKeys.model_fields if SUPPORT[Config][key].kind is Kind.UNREAD]
+OFF = [key for key in OutsideKeys.model_fields if SUPPORT[Config][key].kind is Kind.OFF]
+
+
+@pytest.mark.parametrize("key", OFF)
+def test_features_that_change_what_is_computed_are_refused_where_they_are_on(key: str) -> None:
+    for on in ({"enabled": True}, {"some": {"enabled": True}}, {"mode": "fixed"}, True, {"autotp_size": 2}):
+        with pytest.raises(UnsupportedConfigError, match=f"{key}: .* is not in this version"):
+            require_supported(load_config({key: on, **STAGE}))
+    for off in ({"enabled": False, "x": 1}, {"enabled": "auto"}, {"some": {"enabled": False}}, {}, {"autotp_size": 1}):
+        require_supported(load_config({key: off, **STAGE}))
+
+
+@pytest.mark.parametrize("key", UNREAD)
 def test_keys_of_other_features_are_accepted_with_a_warning(key: str) -> None:
     with pytest.warns(UserWarning, match=f"no effect: {key}$") as caught:
         config = load_config({key: {"enabled": True, "unknown": [1]}, **STAGE})
@@ -266,17 +281,17 @@ def test_the_named_features_are_known() -> None:
 
 def test_one_warning_names_all() -> None:
     with pytest.warns(UserWarning) as caught:
-        load_config({"wandb": {"enabled": True}, "steps_per_print": 10, "amp": True, "dump_state": True, **STAGE})
+        load_config({"wandb": {"enabled": True}, "steps_per_print": 10, "comet": True, "dump_state": True, **STAGE})
     (warning,) = caught
-    assert str(warning.message).endswith("have no effect: amp, wandb, steps_per_print, dump_state")
+    assert str(warning.message).endswith("have no effect: comet, wandb, steps_per_print, dump_state")
     assert warning.filename == __file__
 
 
 def test_a_warning_about_a_call_through_the_library_points_at_its_caller() -> None:
     inside: dict[str, Any] = {"__name__": "zeropp.optimizer.anywhere", "load_config": load_config}
     exec(compile("def wrap(source): return load_config(source)", "wrapper.py", "exec"), inside)
-    with pytest.warns(UserWarning, match="no effect: amp") as caught:
-        inside["wrap"]({"amp": True, **STAGE})
+    with pytest.warns(UserWarning, match="no effect: comet") as caught:
+        inside["wrap"]({"comet": True, **STAGE})
     assert [w.filename for w in caught] == [__file__]
 
 

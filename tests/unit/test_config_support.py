@@ -89,8 +89,6 @@ def others(model: type[Block], name: str) -> Iterator[object]:
     """Values of a limited field that this version does not have."""
     special: dict[str, list[object]] = {
         "ratio": [0.5],
-        "grad_accum_dtype": ["bf16", "fp16"],
-        "param_dtype": ["fp32", "bf16"],
         "passes": [["prefetch"]],
     }
     field = model.model_fields[name]
@@ -155,7 +153,7 @@ def test_supported_settings_pass() -> None:
         "communication_data_type": "fp32",
         "data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "bf16"},
         "steps_per_print": 10,
-        "tensor_parallel": {"autotp_size": 2},
+        "tensor_parallel": {"autotp_size": 1},
         "zeropp": {
             "local_world_size": 8,
             "unit_numel": 10,
@@ -166,6 +164,28 @@ def test_supported_settings_pass() -> None:
         },
     }
     require_supported(load_config(config))
+
+
+MASTER = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "types", "refused"),
+    [
+        ({}, {"param_dtype": "fp32"}, ""),
+        ({}, {"param_dtype": "bf16"}, ""),
+        ({}, {"param_dtype": "fp16"}, "needs a loss scale"),
+        ({"bf16": {"enabled": True}}, {"param_dtype": "bf16", "grad_accum_dtype": "fp32"}, ""),
+        ({"bf16": {"enabled": True}}, {"param_dtype": "fp32"}, "bf16.enabled say different things"),
+        ({"fp16": {"enabled": True}}, {"param_dtype": "bf16"}, "fp16.enabled say different things"),
+        ({"bf16": {"enabled": True}}, {"grad_accum_dtype": "bf16"}, 'unless main weights are in 16 bits: set "fp32"'),
+        ({"bf16": MASTER}, {"grad_accum_dtype": "bf16"}, ""),
+        ({"bf16": MASTER}, {"grad_accum_dtype": "fp32"}, 'since main weights are in 16 bits: set "bf16"'),
+    ],
+)
+def test_types_that_contradict_each_other(blocks: dict[str, object], types: dict[str, object], refused: str) -> None:
+    problems = refusals({**blocks, "data_types": types})
+    assert len(problems) == bool(refused) and all(refused in problem for problem in problems)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", None])
@@ -188,7 +208,7 @@ def test_all_refusals_come_together() -> None:
                 "save_muon_momentum_buffer_in_memory": True,
                 "offload_optimizer": {"device": "cpu", "super_offload": True},
             },
-            "fp16": {"enabled": True, "fp16_master_weights_and_grads": True},
+            "sparse_gradients": True,
             "optimizer": {"type": "AdamW"},
         }
     )
@@ -197,7 +217,7 @@ def test_all_refusals_come_together() -> None:
     assert set(caught.value.problems) == {
         "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false",
         "zero_optimization.offload_optimizer.super_offload: true is not in this version; leave it at false",
-        "fp16.fp16_master_weights_and_grads: true is not in this version; leave it at false",
+        "sparse_gradients: true is not in this version; leave it at false",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "call zeropp.initialize, which makes it, or make it in your code and pass it in",
     }

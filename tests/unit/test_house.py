@@ -413,4 +413,5 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.10"
     needs = [line.replace('"', "'") for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(needs) == ["pydantic>=2.7", "torch>=2.11", "triton>=3.6; platform_system == 'Linux'"]
-    assert sorted(metadata.get_all("Provides-Extra", [])) == ["bench", "checkpoint", "dev", "examples", "gds"]
+    extras = ["bench", "checkpoint", "dev", "examples", "gds", "lightning"]
+    assert sorted(metadata.get_all("Provides-Extra", [])) == extras

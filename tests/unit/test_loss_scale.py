@@ -92,10 +92,10 @@ def test_losses_are_scaled_in_float32() -> None:
 def test_a_backward_without_scale_is_refused() -> None:
     own = scale()
     with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\)"):
-        own.require_applied()
+        own.backward_begins(1, first=True)
     own.apply(torch.tensor(1.0))
-    own.require_applied()
+    own.backward_begins(1, first=True)
     own.backward_ended()
     with pytest.raises(RuntimeError, match="not scaled"):
-        own.require_applied()
-    LossScale(load_config(None).fp16, 1.0).require_applied()
+        own.backward_begins(1, first=True)
+    LossScale(load_config(None).fp16, 1.0).backward_begins(1, first=True)

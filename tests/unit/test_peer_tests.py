@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from bench.peer_tests import __main__ as command
-from bench.peer_tests import outcomes, reasons, report
-from bench.peer_tests.environment import Environment, run_file
+from bench.peer_tests import environment, outcomes, reasons, report
 from bench.peer_tests.outcomes import Outcome
 from bench.peer_tests.reasons import Reason
 
@@ -89,23 +89,26 @@ def test_the_report_counts_and_quotes() -> None:
 
 
 TESTS = """
-import os, pytest
+import os, pytest, time
 
 def test_passes(): pass
 def test_fails(): assert os.environ["LOCAL_SIZE"] == "none"
-def test_hangs(): pytest.exit("Test hanged", returncode=1)
+def test_ends_pytest(): pytest.exit("Test hanged", returncode=1)
+def test_hangs(): time.sleep(60)
 @pytest.mark.skip("of a card")
 def test_skips(): pass
 def test_after(): pass
 """
 
 
-def test_a_file_goes_on_after_one_that_hangs(tmp_path: Path) -> None:
+def test_a_file_goes_on_after_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
-    environment = Environment("here", sys.executable, modules=())
-    found = run_file(environment, tmp_path, "test_it.py", tmp_path, seconds=60)
+    monkeypatch.setattr(environment, "LATE", 0.0)
+    here = environment.Environment("here", sys.executable, seconds=1.0, modules=())
+    found = environment.run_file(here, tmp_path, "test_it.py", tmp_path)
     assert {name.partition("::test_")[2]: outcome.outcome for name, outcome in found.items()} == {
-        "passes": "passed", "fails": "failed", "hangs": "timeout", "skips": "skipped", "after": "passed"
+        "passes": "passed", "fails": "failed", "ends_pytest": "timeout", "hangs": "timeout", "skips": "skipped",
+        "after": "passed",
     }  # fmt: skip
     assert found["test_it.py::test_skips"].why == "Skipped: of a card"
     assert "AssertionError" in found["test_it.py::test_fails"].why
@@ -116,3 +119,15 @@ def test_without_a_checkout_it_says_so(capsys: pytest.CaptureFixture[str]) -> No
     assert "SKIPPED" in capsys.readouterr().out
     with pytest.raises(SystemExit):
         command.main(["--source", "nowhere"])
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(4 * 3600)
+def test_deepspeed_s_own_tests_pass_here_or_have_a_reason() -> None:
+    needed = {"source": "ZEROPP_PEER_SOURCE", "peer": "ZEROPP_PEER_PYTHON", "ours": "ZEROPP_PEER_OURS"}
+    given = {flag: os.environ[name] for flag, name in needed.items() if name in os.environ}
+    if len(given) < len(needed):
+        pytest.skip(
+            f"{', '.join(needed.values())}: DeepSpeed's checkout and two interpreters, as bench.peer_tests says"
+        )
+    assert command.main([f"--{flag}={value}" for flag, value in given.items()]) == 0

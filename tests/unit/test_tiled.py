@@ -32,8 +32,8 @@ def test_a_linear_in_tiles(in_splits: int, out_splits: int, bias: bool) -> None:
 def test_parts_stay_apart_where_they_are_to() -> None:
     tiled = TiledLinear(10, 7, in_splits=3, out_splits=2, input_is_already_split=True, combine_out_splits=False)
     x = torch.randn(2, 10)
-    outputs = tiled(x.split(tiled.in_parts, dim=-1))
-    assert tiled.in_parts == [4, 3, 3] and [each.shape[-1] for each in outputs] == [4, 3]
+    outputs = tiled(x.split((4, 3, 3), dim=-1))
+    assert tiled.in_parts == [0, 4, 7, 10] and [each.shape[-1] for each in outputs] == [4, 3]
     with pytest.raises(RuntimeError, match="of 3 in_splits was given 2 inputs"):
         tiled(x.split(5, dim=-1))
 

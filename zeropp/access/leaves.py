@@ -52,7 +52,7 @@ def set_z3_leaf_modules(
 
     Args:
         model: to look in.
-        leaf_module_classes: classes, or their names.
+        leaf_module_classes: classes, which count those that derive from them; or names of classes, which do not.
         raise_if_not_found: whether it is an error if there is none of them.
 
     Returns:
@@ -124,6 +124,8 @@ def _of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> l
 
 
 def _is_a(module: nn.Module, given: type[nn.Module] | str) -> bool:
+    if isinstance(given, type):
+        return isinstance(module, given)
     cls = type(module)
-    # A class means that very one: of a subclass nobody knows what its forward does.
-    return cls is given or given in (cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")
+    # A name means that very class: whoever writes one sees no others that derive from it.
+    return given in (cls.__name__, cls.__qualname__, f"{cls.__module__}.{cls.__qualname__}")

@@ -101,8 +101,12 @@ def begin(
     trained_only: bool,
     progress: bool,
     completed: Callable[[], None] | None = None,
+    in_window: bool = False,
 ) -> None:
-    """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place."""
+    """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place.
+
+    ``in_window`` saves between two steps, too, without the gradients that have come since the first of them.
+    """
     engine = engine_of(model)
     engine.require_idle("checkpoint.save()")
     how = f"asynchronous={asynchronous}, exclude_frozen_parameters={trained_only}"
@@ -120,7 +124,8 @@ def begin(
         background.meet_anew()
     checks, meeting = Checksums.common(names), Now(engine)
     collect = partial(contents, engine, model, extra=extra or {}, checks=checks, trained_only=trained_only)
-    found, token = _prepare(engine, optimizer, collect, target, file_nbytes)
+    refused = 0 if in_window else engine.window.count
+    found, token = _prepare(engine, optimizer, collect, target, file_nbytes, refused)
     shown = Progress(f"saving {target.name}", progress and meeting.rank == 0)
     attempt = Attempt(target, token, found, checks, file_nbytes, shown, completed)
     if background is None:
@@ -144,15 +149,23 @@ def _wait_for_others(engine: Engine, busy: str) -> None:
 
 
 def _prepare(
-    engine: Engine, optimizer: Optimizer | None, collect: Callable[..., Contents], target: Path, limit: int
+    engine: Engine,
+    optimizer: Optimizer | None,
+    collect: Callable[..., Contents],
+    target: Path,
+    limit: int,
+    waiting: int,
 ) -> tuple[Contents, str]:
-    """What this rank has to write, and the attempt's token; fails on all ranks if it fails on any."""
+    """What this rank has to write, and the attempt's token; fails on all ranks if it fails on any.
+
+    ``waiting`` micro-batches have gradients that would be lost.
+    """
 
     def prepare() -> Contents:
         require_file_nbytes(limit, least=1 << 16)
-        if engine.window.count:
+        if waiting:
             raise CheckpointError(
-                f"gradients of {engine.window.count} micro-batches wait for a step and would be lost; save after "
+                f"gradients of {waiting} micro-batches wait for a step and would be lost; save after "
                 "step(), or discard them with zero_grad(now=True)"
             )
         owner = require_ours(engine, optimizer)

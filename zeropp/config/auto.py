@@ -53,7 +53,7 @@ def _chosen(auto: _Auto, config: Config) -> str:
     # A whole block at "auto" is too long to be shown.
     value = "its defaults" if isinstance(auto.chosen, Block) else value_text(auto.chosen)
     # Only where no 16-bit type was chosen: if the other block is enabled, that answers for this one.
-    own_type = not config.bf16.enabled and not config.fp16.enabled
+    own_type = not config.bf16.enabled and not config.fp16.enabled and config.data_types.param_dtype is None
     match auto.path:
         case ("bf16", "enabled") if own_type:
             return f"{value}, {_OWN_TYPE}; set true or false"

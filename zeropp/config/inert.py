@@ -95,8 +95,9 @@ if TYPE_CHECKING:
 else:
     OutsideKeys = _block(
         "OutsideKeys",
-        "Configurations written for DeepSpeed may carry these keys, so they are accepted whatever their value. They "
-        "have no effect; one warning names those that are not plainly switched off.",
+        "Configurations written for DeepSpeed may carry these keys. What only reports or measures has no effect, and "
+        "one warning names those that are not plainly switched off; what would change the training is refused where it "
+        "is switched on.",
         # Any JSON: nothing here reads the values, so nothing is checked.
         *((key, JsonValue, None, text) for key, text in _OUTSIDE.items()),
     )

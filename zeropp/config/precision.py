@@ -56,8 +56,8 @@ class Fp16Config(Block):
     """The factor below which the dynamic scale is never lowered; an overflow there is an error."""
 
     fp16_master_weights_and_grads: bool = False
-    """Keeps main weights and gradients of the optimizer in fp16 instead of fp32: half the memory, lower
-    precision."""
+    """Keeps main weights, gradients and optimizer states in fp16 instead of fp32: half the memory, lower
+    precision. For optimizers that divide by no second moments, such as SGD and Lion: those of AdamW vanish."""
 
     @model_validator(mode="after")
     def _dynamic_scale_can_move(self) -> Fp16Config:
@@ -86,10 +86,11 @@ class Bf16Config(Block):
 
     bf16_master_weights_and_grads: bool = False
     """Keeps main weights and gradients of the optimizer in bf16 instead of fp32: half the memory, updates
-    that are small beside their weight are lost."""
+    that are small beside their weight are lost. Only together with `bf16_optimizer_states`."""
 
     bf16_optimizer_states: bool = False
-    """Keeps optimizer states in bf16 instead of fp32."""
+    """Keeps optimizer states in bf16 instead of fp32. Only together with `bf16_master_weights_and_grads`:
+    optimizers of torch make states in the type of the weights that they step."""
 
 
 class AutocastConfig(Block):
@@ -110,11 +111,12 @@ class DataTypesConfig(Block):
     """Number formats of what is kept rather than computed with."""
 
     grad_accum_dtype: Dtype | None = None
-    """Type of the gradients summed over micro-batches. `null` and `fp32` both give fp32: sums in 16 bits
-    lose small gradients."""
+    """Type of the gradients summed over micro-batches: fp32, or that of main weights that are kept in 16 bits.
+    `null` is that type, and another one is refused."""
 
     param_dtype: Dtype | None = None
-    """Type of the weights in the computation; `null` follows the `bf16` and `fp16` blocks."""
+    """Type of the weights in the computation, which must not be another than that of a `bf16` or `fp16` block that
+    is enabled; `null` is that, or without one each parameter's own."""
 
     buffer_dtype: Dtype | None = None
     """Type that floating module buffers are converted to; `null` leaves each as it is."""

@@ -45,6 +45,7 @@ class Kind(Enum):
     LIMITED = "only some values are honoured, the others are refused"
     GOVERNED = "read only when another key, which is limited, is set"
     UNREAD = "accepted, without effect, with a warning"
+    OFF = "accepted where it is switched off; elsewhere it would change what is computed, and is refused"
     BLOCK = "a block with entries of its own"
 
 
@@ -98,6 +99,12 @@ _ZERO = {
 
 _TOP = {
     **_all(OutsideKeys, UNREAD),
+    # A run without these would compute something else, or feed ranks what others are to have.
+    **_each(
+        Support(Kind.OFF, remedy="leave it out, or switch it off"),
+        "amp compression_training curriculum_learning data_efficiency elasticity expert_parallel hybrid_engine "
+        "progressive_layer_drop quantize_training sparse_attention tensor_parallel weight_quantization zenflow",
+    ),
     **_each(
         BLOCK,
         "zero_optimization zeropp bf16 fp16 torch_autocast data_types aio checkpoint activation_checkpointing compile",
@@ -137,19 +144,16 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
             "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
         ),
         "auto_cast": NEEDLESS,
-        "fp16_master_weights_and_grads": LATER,
+        "fp16_master_weights_and_grads": EFFECT,
     },
     Bf16Config: {
         "enabled": EFFECT,
         "immediate_grad_update": NEEDLESS,
-        **_each(LATER, "check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
+        **_each(EFFECT, "bf16_master_weights_and_grads bf16_optimizer_states"),
+        "check_grad_overflow": LATER,
     },
     AutocastConfig: _all(AutocastConfig, EFFECT),
-    DataTypesConfig: {
-        "grad_accum_dtype": _only(None, "fp32", remedy='set "fp32"'),
-        "param_dtype": LATER,
-        **_each(EFFECT, "buffer_dtype keep_in_fp32_modules"),
-    },
+    DataTypesConfig: _all(DataTypesConfig, EFFECT),
     ExtensionConfig: {
         **_each(
             EFFECT,
@@ -183,7 +187,7 @@ def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
 
 def require_supported(config: Config) -> None:
     """Raises UnsupportedConfigError with one line for each setting that this version cannot honour."""
-    refused = list(_refused(config, ()))
+    refused = [*_refused(config, ()), *_refused_types(config), *_refused_main(config)]
     if refused:
         raise UnsupportedConfigError(refused)
 
@@ -204,6 +208,42 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
+        elif support.kind is Kind.OFF and _switched_on(value):
+            yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {support.remedy}"
+
+
+def _refused_types(config: Config) -> Iterator[str]:
+    """Types of `data_types` that other blocks contradict."""
+    computed = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else None
+    named, sums = config.data_types.param_dtype, config.data_types.grad_accum_dtype
+    # Either could be meant, and the blocks bring more than a type.
+    if named is not None and computed not in (None, named):
+        yield f'data_types.param_dtype: "{named}" and {computed}.enabled say different things; leave one of them out'
+    if named == "fp16" and computed is None:
+        yield 'data_types.param_dtype: "fp16" needs a loss scale; set fp16.enabled, which has one'
+    made = (computed or named or "fp32") if config.main_in_16_bits else "fp32"
+    if sums not in (None, made):
+        why = "since main weights are in 16 bits" if config.main_in_16_bits else "unless main weights are in 16 bits"
+        yield f'data_types.grad_accum_dtype: "{sums}" is not in this version; sums are {made} {why}: set "{made}"'
+
+
+def _refused_main(config: Config) -> Iterator[str]:
+    """Settings of main weights in 16 bits that do not go with others."""
+    bf16, codec = config.bf16, config.zeropp.weight_codec
+    main, states = bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states
+    # torch's optimizers make states like the weights that they step, and zeropp has none of its own.
+    if main != states:
+        one, other = "bf16_master_weights_and_grads", "bf16_optimizer_states"
+        one, other = (one, other) if main else (other, one)
+        yield f"bf16.{one}: true without bf16.{other} is not in this version; set both, or neither"
+    for block in ("bf16", "fp16"):
+        if getattr(getattr(config, block), f"{block}_master_weights_and_grads") and not getattr(config, block).enabled:
+            yield f"{block}.{block}_master_weights_and_grads: true without {block}.enabled has no meaning; set both"
+    if config.main_in_16_bits and codec in ("delta4", "lossless"):
+        yield (
+            f'zeropp.weight_codec: "{codec}" sends what main weights in fp32 have gained, and these are in 16 bits; '
+            "leave it out"
+        )
 
 
 def warn_without_effect(config: Config, name: str) -> None:
@@ -262,6 +302,26 @@ def _switched_off(value: object) -> bool:
         return not value or value.get("enabled") is False
     # Infinite steps between two messages are none.
     return not value or value == math.inf
+
+
+def _switched_on(value: object) -> bool:
+    """Whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
+    if not isinstance(value, Mapping):
+        return value is True
+    # Two blocks that say it by a size.
+    sizes = [value[key] for key in ("autotp_size", "tp_size", "autoep_size") if key in value]
+    if sizes:
+        return any(isinstance(size, int | float) and size > 1 for size in sizes)
+    said = list(_said(value))
+    return any(each is True for each in said) if said else bool(value)
+
+
+def _said(block: Mapping[object, object]) -> Iterator[object]:
+    for key, value in block.items():
+        if key == "enabled":
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _said(value)
 
 
 def uncovered(model: type[Block]) -> list[str]:

@@ -105,6 +105,11 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
         return self.fp16.model_copy(update={"enabled": True}) if autocast else self.fp16
 
     @property
+    def main_in_16_bits(self) -> bool:
+        """Whether main weights, gradient sums and states have the type that the model computes in."""
+        return self.bf16.bf16_master_weights_and_grads or self.fp16.fp16_master_weights_and_grads
+
+    @property
     def steps_on_host(self) -> bool:
         """Whether the host's cores step what is in the host's memory or in files."""
         block = self.zero.offload_optimizer

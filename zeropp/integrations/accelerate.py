@@ -32,7 +32,7 @@ __all__ = ["prepare"]
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
 
 
-class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
+class _Prepared(AcceleratedOptimizer):
     """Steps at the end of Accelerate's windows, and knows of steps that were skipped."""
 
     @property

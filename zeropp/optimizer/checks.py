@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zeropp.config import Config
 from zeropp.engine.boundary import Verdict
 from zeropp.engine.engine import Engine
 from zeropp.engine.window import Window
@@ -48,12 +49,12 @@ def not_for_torch_s_state_dict(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> None:
     """Refuse what cannot be wrapped.
 
     Raises:
         TypeError: no optimizer, or no model.
-        ValueError: foreign parameters, or already wrapped.
+        ValueError: foreign parameters, already wrapped, or not with this configuration.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}; expected a torch.optim.Optimizer")
@@ -80,6 +81,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         for key, value in group.items():
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise ValueError(f"{key} of group {index} is on the meta device and has no value; make it on the CPU")
+    _check_states(optimizer, config)
 
 
 def check_scale(gradient_scale: object) -> None:
@@ -95,6 +97,21 @@ def check_scale(gradient_scale: object) -> None:
         raise TypeError(f"gradient_scale is {gradient_scale!r}; expected a number, or None for the configured mean")
     if not math.isfinite(gradient_scale):
         raise ValueError(f"gradient_scale is {gradient_scale}; expected a finite number")
+
+
+def _check_states(optimizer: Optimizer, config: Config) -> None:
+    """Refuse states in float16 of an optimizer that divides by them.
+
+    Raises:
+        ValueError: the configuration asks for them.
+    """
+    # Whoever divides by a moment has an eps beside it.
+    if config.fp16.fp16_master_weights_and_grads and any("eps" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"fp16_master_weights_and_grads has {type(optimizer).__name__} keep its states in float16, too, and second "
+            "moments below 6e-8, of gradients below 0.008, are 0 there, by which it divides; leave the key out, use "
+            "bf16 and bf16_master_weights_and_grads, or an optimizer without such moments, as SGD is"
+        )
 
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:

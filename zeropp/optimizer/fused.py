@@ -245,6 +245,9 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
     if any(group.get(name) for group in optimizer.param_groups for name in _BEYOND):
         return None
     kind = next((kind for kind in (Adam, SGD, Adagrad) if _steps_as(optimizer, kind)), None)
+    # torch 2.13's kernel steps 16-bit weights by wrong amounts: 0.6 where it should be 0.1.
+    if kind is SGD and any(p.dtype.itemsize < 4 for group in optimizer.param_groups for p in group["params"]):
+        return None
     if kind is Adagrad:
         # From the defaults, as torch takes it for states that are made late: groups cannot have their own.
         return _Adagrad(float(optimizer.defaults["initial_accumulator_value"]))

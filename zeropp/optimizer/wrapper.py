@@ -98,7 +98,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             loaded = load_config(config)
             require_supported(loaded)
             loaded.resolve_batch(group_size(process_group))
-            check_optimizer(optimizer, model)
+            check_optimizer(optimizer, model, loaded)
             check_elementwise(optimizer)
             check_scale(gradient_scale)
             return loaded
@@ -372,7 +372,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @torch.no_grad()
     def backward_begins(self) -> None:
         """Gradients may have been edited since the last one."""
-        self.engine.reductions.loss_scale.require_applied()
+        window = self.engine.window
+        self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         self._take_edits()
         self.carried.follow(self.grad_scaler)
 

@@ -14,7 +14,7 @@ from zeropp.offload.division import Division
 from zeropp.offload.home import Memory
 from zeropp.offload.homes import Homes
 from zeropp.params.coded_buffer import CodedBuffer
-from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with
+from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
 from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
@@ -59,8 +59,8 @@ def buffer_layouts(
     for name in spec.parameters:
         parameter, dtype = parameters[name]
         own, trainable = own_dtype(parameter), parameter.requires_grad
-        # Trained: float32, or float64 where the model has it. Frozen: never stepped, so as it came and no larger.
-        main = torch.promote_types(dtype, torch.float32) if trainable else own
+        # Frozen: never stepped, so as it came and no larger.
+        main = main_dtype(dtype, config) if trainable else own
         groups.setdefault(BufferKey(dtype, trainable, main, _wire_dtype(dtype, config)), []).append(name)
     for key, names in groups.items():
         rows = [(n, tuple(parameters[n][0].shape), parameters[n][0].stride()) for n in names]
@@ -160,7 +160,7 @@ class BufferMaker:
         # Strides as they are in the buffer: the parameters' own are those of stand-ins while they are released.
         layout = build_layout([(slot.name, slot.shape, slot.strides) for slot in slots], self._comm.world)
         dtype = buffer.compute_dtype
-        main = torch.promote_types(dtype, torch.float32) if trainable else buffer.main_dtype
+        main = main_dtype(dtype, self.config) if trainable else buffer.main_dtype
         key = BufferKey(dtype, trainable, main, _wire_dtype(dtype, self.config))
         parameters = [buffer.parameters[index] for index in indices]
         # What is trained later is the host's, where anything is: the division was of what there was.

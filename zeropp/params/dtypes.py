@@ -8,7 +8,7 @@ from torch import nn
 from zeropp.config import Config
 from zeropp.params.guard import own_dtype
 
-__all__ = ["DTYPES", "ComputedWith", "autocast_dtype", "compute_dtype", "computed_with", "keeps_float32"]
+__all__ = ["DTYPES", "ComputedWith", "autocast_dtype", "compute_dtype", "computed_with", "keeps_float32", "main_dtype"]
 
 ComputedWith = dict[str, tuple[nn.Parameter, torch.dtype]]
 """Parameters by name, each with the dtype it is computed with."""
@@ -24,7 +24,17 @@ def compute_dtype(config: Config) -> torch.dtype | None:
     """The dtype that the configuration has the model computed in; None for the parameters' own."""
     if config.fp16.enabled:
         return torch.float16
-    return torch.bfloat16 if config.bf16.enabled else None
+    if config.bf16.enabled:
+        return torch.bfloat16
+    # Under a block that is enabled it is refused if it says anything else.
+    named = config.data_types.param_dtype
+    return None if named is None else DTYPES[named]
+
+
+def main_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:
+    """The dtype of main weights and gradient sums of trained parameters that are computed with in ``dtype``."""
+    # As computed with, modules that are kept in float32 too.
+    return dtype if config.main_in_16_bits else torch.promote_types(dtype, torch.float32)
 
 
 def autocast_dtype(config: Config) -> torch.dtype:
@@ -35,9 +45,9 @@ def autocast_dtype(config: Config) -> torch.dtype:
 def computed_with(model: nn.Module, config: Config) -> ComputedWith:
     """Every parameter, and the dtype it is computed with.
 
-    That of the ``bf16`` or ``fp16`` block, except for ``keep_in_fp32_modules``; else the parameter's own. Under
-    autocast, weights of modules that would convert them at each use are gathered converted: the bits are the same, and
-    half the bytes travel.
+    That of the ``bf16`` or ``fp16`` block, or of ``param_dtype``, but for ``keep_in_fp32_modules``; else the
+    parameter's own. Under autocast, weights of modules that would convert them at each use are gathered converted: the
+    bits are the same, and half the bytes travel.
 
     Args:
         model: wrapped or not.

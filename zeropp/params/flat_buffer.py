@@ -165,7 +165,7 @@ class FlatBuffer:
 
     @property
     def shard(self) -> Tensor:
-        """[numel / states] main weights (float32, or float64 for float64 models), or frozen values in their own dtype.
+        """[numel / states] main weights (float32, unless see `main_dtype`), or frozen values in their own dtype.
 
         Where they are in a file, this is a mapping of it.
         """

@@ -37,6 +37,8 @@ class LossScale:
     Attributes:
         value: the factor.
         dynamic: whether it moves.
+        divides_plain: whether losses that nobody has divided by the micro-batches of a window are to count for that
+            part, as DeepSpeed's engine has it; else they count whole, as in plain torch.
         iterations: steps so far, skipped ones included; of a dynamic scale.
     """
 
@@ -48,6 +50,9 @@ class LossScale:
         if config.enabled:
             self.value = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
         self.iterations = 0
+        self.divides_plain = False
+        self._share = 1.0  # of a micro-batch in its window, where its loss was not divided
+        self._applied = False  # to the loss whose backward comes next
         self._announced = not config.enabled
         self._last_overflow = -1
         self._left = config.hysteresis  # overflows until the scale is halved, that one included
@@ -56,6 +61,7 @@ class LossScale:
 
     def apply(self, loss: Tensor) -> Tensor:
         """The loss times the scale; a backward of it may follow."""
+        self._applied = True
         if not self._config.enabled:
             # The very tensor: a product with 1 would be a node in every graph.
             return loss
@@ -68,14 +74,32 @@ class LossScale:
     @property
     def factor(self) -> float:
         """By which sums of gradients over ranks are multiplied, which takes the scale out."""
-        return self._factor / self.value
+        return self._factor * self._share / self.value
 
-    def require_applied(self) -> None:
-        """Refuse a backward of a loss that was not scaled: its gradients would be divided all the same.
+    def backward_begins(self, steps: int, first: bool) -> None:
+        """Look at how the loss came to its backward.
+
+        Args:
+            steps: micro-batches of a window.
+            first: whether this backward is the first of one.
 
         Raises:
-            RuntimeError: so it is.
+            RuntimeError: it was not scaled, and float16 needs it; or losses of one window were divided in two ways.
         """
+        self._require_applied()
+        if not self.divides_plain:
+            return
+        share = 1.0 if self._applied else 1 / steps
+        # Gradients that are held back are multiplied once, all of a window together.
+        if not first and share != self._share:
+            raise RuntimeError(
+                "of this window some losses went through engine.backward(loss) and others through loss.backward(); "
+                "take one of the two for all micro-batches between two steps"
+            )
+        self._share = share
+
+    def _require_applied(self) -> None:
+        # Its gradients would be divided by the scale all the same.
         if not self._announced:
             raise RuntimeError(
                 "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
@@ -84,6 +108,7 @@ class LossScale:
 
     def backward_ended(self) -> None:
         """Losses of the next backward are to be scaled anew."""
+        self._applied = False
         self._announced = not self._config.enabled
 
     def update(self, *, overflow: bool) -> None:

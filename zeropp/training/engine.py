@@ -72,6 +72,8 @@ class Engine(Saving, Accessors, nn.Module):
         self.loaded_config, self.config = loaded, given
         # Held here: without an optimizer nobody else would.
         self.core, self.device = core, core.device
+        # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
+        core.reductions.loss_scale.divides_plain = True
         # Ranks of the group; whatever else runs in the job has no part in this model.
         self.global_rank, self.world_size, self.local_rank = core.comm.rank, core.comm.world, local_rank
         self.dp_world_size = core.comm.world
@@ -121,10 +123,15 @@ class Engine(Saving, Accessors, nn.Module):
         # For logs: without the scale of float16, which nobody wants to read there.
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
-    def scale(self, loss: Tensor) -> Tensor:
-        """The loss as :meth:`backward` would take it, for ``engine.scale(loss).backward()``: divided, and scaled."""
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """The loss as :meth:`backward` would take it, for ``engine.scale(loss).backward()``: divided, and scaled.
+
+        Args:
+            loss: scalar.
+            scale_wrt_gas: False if the loss has been divided already.
+        """
         self._micro_since_step += 1
-        return self._trained("scale").scale(loss)
+        return self._trained("scale").scale(loss, scale_wrt_gas=scale_wrt_gas)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Step the optimizer at the end of a window; before, count.

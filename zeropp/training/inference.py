@@ -29,9 +29,6 @@ class _Nobody:
         """There was none."""
 
 
-# One for all: the engine keeps its listener weakly, and this one has nothing to remember.
-_NOBODY = _Nobody()
-
 
 def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Engine:
     """Partition a model that is not going to be trained; all its parameters are frozen. Collective.
@@ -53,4 +50,5 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
         )
     # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
     model.requires_grad_(False)
-    return build_engine(model, config, group, _NOBODY, None, device, lambda: ["inference"], lambda: 0)
+    # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
+    return build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0)

@@ -48,7 +48,8 @@ def initialize(
     Arguments and results are those of ``deepspeed.initialize``.
 
     Args:
-        args: a namespace or dict; of it ``deepspeed_config``, in place of ``config``, and ``local_rank``.
+        args: a namespace or dict; of it ``deepspeed_config``, in place of ``config``, and ``device_rank``, the GPU's
+            number on its node; negative for where the model is.
         model: to partition in place; rank 0's values become everyone's. It goes to this rank's GPU, if there is one.
         optimizer: elementwise, over parameters of the model; or what makes one of parameters. None for that of the
             configuration, or for inference if there is none there, either.
@@ -146,14 +147,15 @@ def _group(mpu: Any) -> Group:
 
 
 def _device(args: Any) -> torch.device | None:
-    """This rank's GPU; None for where the model is."""
+    """This rank's GPU; None for where the model is, as with a negative ``device_rank``."""
     if not torch.cuda.is_available():
         return None
     # Lightning says so by this name; launchers by the variable.
     number = _argument(args, "device_rank")
     if number is None:
         number = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
-    return torch.device("cuda", int(number))
+    # A trainer may be told to stay on the CPU of a machine that has GPUs.
+    return torch.device("cuda", int(number)) if int(number) >= 0 else None
 
 
 def _make_optimizer(

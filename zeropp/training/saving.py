@@ -44,6 +44,9 @@ class Saving:
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        weights_only: bool = False,
+        in_window: bool = False,
     ) -> bool:
         """Save model, optimizer, scheduler, counters and ``client_state`` as ``save_dir/tag``. Collective.
 
@@ -58,6 +61,9 @@ class Saving:
             save_latest: name it in ``save_dir/latest``, for loads without a tag.
             exclude_frozen_parameters: leave out parameters that are not trained, as around adapters; whoever loads the
                 checkpoint has them from elsewhere.
+            weights_only: leave out states of the optimizer.
+            in_window: also between two steps, without the gradients that have come since the first of them; otherwise
+                refused there.
 
         Returns:
             True.
@@ -79,8 +85,9 @@ class Saving:
                 write_synced(root / _LATEST, name.encode())
 
         begin(
-            root / name, self.module, self.optimizer, extra, asynchronous=False, busy="wait",
+            root / name, self.module, None if weights_only else self.optimizer, extra, asynchronous=False, busy="wait",
             file_nbytes=FILE_NBYTES, trained_only=exclude_frozen_parameters, progress=False, completed=completed,
+            in_window=in_window,
         )  # fmt: skip
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -48,15 +49,17 @@ class TiledLinear(nn.Module):
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        self.in_parts = _parts(in_features, in_splits, "in")
-        self.out_parts = _parts(out_features, out_splits, "out")
+        self._columns = _sizes(in_features, in_splits, "in")
+        self._rows = _sizes(out_features, out_splits, "out")
+        # Where each begins, and the last ends: what DeepSpeed's has by these names.
+        self.in_parts, self.out_parts = ([0, *accumulate(sizes)] for sizes in (self._columns, self._rows))
         # The bias is added once: by the last tile of each row.
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(columns, rows, bias=bias and number == in_splits - 1, **kwargs)
-                for number, columns in enumerate(self.in_parts)
+                for number, columns in enumerate(self._columns)
             )
-            for rows in self.out_parts
+            for rows in self._rows
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
@@ -72,7 +75,7 @@ class TiledLinear(nn.Module):
         else:
             assert isinstance(input_, Tensor)
             # Views: a copy of the input would cost what tiles save.
-            inputs = input_.split(self.in_parts, dim=-1)
+            inputs = input_.split(self._columns, dim=-1)
         if len(inputs) != self.in_splits:
             raise RuntimeError(f"TiledLinear of {self.in_splits} in_splits was given {len(inputs)} inputs")
         outputs = []
@@ -96,10 +99,10 @@ class TiledLinear(nn.Module):
                 f"{other} does not fit a TiledLinear of in_features={self.in_features}, "
                 f"out_features={self.out_features}, bias={self.use_bias}"
             )
-        bias = other.bias.split(self.out_parts) if other.bias is not None else ()
-        for number, (row, weights) in enumerate(zip(self.linears, other.weight.split(self.out_parts), strict=True)):
+        bias = other.bias.split(self._rows) if other.bias is not None else ()
+        for number, (row, weights) in enumerate(zip(self.linears, other.weight.split(self._rows), strict=True)):
             assert isinstance(row, nn.ModuleList)
-            for tile, weight in zip(row, weights.split(self.in_parts, dim=1), strict=True):
+            for tile, weight in zip(row, weights.split(self._columns, dim=1), strict=True):
                 _tensor(tile, "weight").copy_(weight)
             if bias:
                 _tensor(row[-1], "bias").copy_(bias[number])
@@ -110,7 +113,7 @@ def _tensor(tile: nn.Module, name: str) -> Tensor:
     return found
 
 
-def _parts(features: int, splits: int, which: str) -> list[int]:
+def _sizes(features: int, splits: int, which: str) -> list[int]:
     if not 1 <= splits <= features:
         raise RuntimeError(f"{which}_splits is {splits}; expected 1 to {features}, the {which}_features")
     # As DeepSpeed deals them out, so that tiles of its checkpoints have the same shapes.

@@ -56,8 +56,13 @@ class _Place:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """A parameter's whole main weights, in float32 if it is trained; None if zeropp does not manage it."""
-    if (place := _begin(param, "safe_get_full_fp32_param")) is None:
+    """A parameter's whole main weights, in float32; None if zeropp does not manage it, or it is not trained.
+
+    In 16 bits where they are kept so.
+    """
+    place = _begin(param, "safe_get_full_fp32_param")
+    # As the other calls, and DeepSpeed's: a frozen parameter has no main weights beside the ones it computes with.
+    if place is None or not place.buffer.trainable:
         return None
     # A view would keep all of the buffer that has been gathered.
     return gather_main(place.engine, place.buffer)[place.index].clone()

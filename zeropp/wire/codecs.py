@@ -116,7 +116,7 @@ class Codec(Protocol):
         self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
         report: Report | None = None,
     ) -> None:  # fmt: skip
-        """``out`` [numel], float32 or float64, becomes, or gains, ``scale`` times the messages' sum.
+        """``out`` [numel], any floating dtype, becomes, or gains, ``scale`` times the messages' sum.
 
         The report, if there is one, then tells of ``out``.
         """
@@ -307,17 +307,17 @@ class BlockCodec:
         report: Report | None = None,
     ) -> None:  # fmt: skip
         """See :class:`Codec`."""
-        # A float64 model's codes are summed in float32: they carry 8 bits at most, and the kernels know no other.
+        # Codes are summed in float32 whatever ``out`` is: they carry 8 bits at most, and the kernels know no other.
         single = out.dtype == torch.float32
         target = out if single else torch.empty(out.shape, dtype=torch.float32, device=out.device)
         measures = report is not None and summed_by_kernels(out)
         kernels.reduce_(
             adjacent(messages), target, count=len(messages), bits=self.bits, rotate=self.rotate, scale=scale,
-            # With a float32 copy in between, the addition to ``out`` has to come after it, in float64.
+            # With a float32 copy in between, the addition to ``out`` has to come after it.
             accumulate=accumulate and single, **(report.outputs() if report is not None and measures else {}),
         )  # fmt: skip
         if not single:
-            out.add_(target) if accumulate else out.copy_(target)
+            out.add_(target.to(out.dtype)) if accumulate else out.copy_(target)
         if report is not None and not measures:
             report.measure(out)
 
@@ -347,8 +347,8 @@ class BlockCodec:
 
 
 def _sum(source: Codec, parts: Sequence[Tensor], numel: int, scale: float, dtype: torch.dtype) -> Tensor:
-    # In the main dtype, so that a hop rounds once, when its sum is encoded, and not at each addition.
-    total = torch.empty(numel, dtype=dtype, device=parts[0].device)
+    # In at least float32, so that a hop rounds once, when its sum is encoded, and not at each addition.
+    total = torch.empty(numel, dtype=torch.promote_types(dtype, torch.float32), device=parts[0].device)
     source.decode_sum_(parts, total, scale=scale)
     return total
 

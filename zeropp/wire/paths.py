@@ -273,7 +273,7 @@ class ReducePath:
         Args:
             message: this rank's slice at the path's first level, from :meth:`encode_`; the caller keeps it to the end.
             numel: of that slice.
-            out: float32 or float64, this rank's slice at the last one.
+            out: in the main dtype, this rank's slice at the last one.
             scale: applied once, in the last sum.
             accumulate: asked at the end, whether to add to ``out``.
             unit: for the ledger.

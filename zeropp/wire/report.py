@@ -36,14 +36,14 @@ class Report:
     """Statistics of one gradient shard, left by the last sum into it, or taken in a pass of their own.
 
     Attributes:
-        norms: [numel / 256] of the blocks, in the main dtype: sums of squares by a kernel, else their roots.
+        norms: [numel / 256] of the blocks, float32 or float64: sums of squares by a kernel, else their roots.
         flag: int32 [1], 1 if a value is Inf or NaN.
     """
 
     def __init__(self, shard: Tensor, device: torch.device | None = None) -> None:
         # On the device that sums, which need not be where the shard is.
         device = shard.device if device is None else device
-        self.norms = torch.zeros(shard.numel() // BLOCK, dtype=shard.dtype, device=device)
+        self.norms = torch.zeros(shard.numel() // BLOCK, dtype=_measured_in(shard.dtype), device=device)
         self.flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._squares: Tensor | None = None  # float64, where no kernel has measured
         self._rooted = False  # whether ``norms`` are roots
@@ -64,14 +64,14 @@ class Report:
         """Read all of a shard, twice; one that is elsewhere comes by and by, and leaves again."""
         self.flag.zero_()
         for start in range(0, values.numel(), _AT_ONCE):
-            self.measure_part(values[start : start + _AT_ONCE].to(self.norms), start)
+            self.measure_part(values[start : start + _AT_ONCE].to(self.norms.device), start)
         self.add_up()
 
     def measure_part(self, values: Tensor, start: int) -> None:
         """Read whole blocks of a shard from an element on; the first part comes after ``flag.zero_()``."""
         # In blocks: faster than float64 throughout, within 1e-8 of it, and the same however units are cut.
         norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
-        torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, out=norms)
+        torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=norms.dtype, out=norms)
         self._rooted = True
         # By the extremes, which show any Inf or NaN: the squares of large finite values overflow float32, too. The
         # answer stays on the device, so that the host need not wait for it.
@@ -116,4 +116,9 @@ class Report:
 
 def report_nbytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes of the report on a shard of [numel]."""
-    return numel // BLOCK * dtype.itemsize + torch.int32.itemsize
+    return numel // BLOCK * _measured_in(dtype).itemsize + torch.int32.itemsize
+
+
+def _measured_in(dtype: torch.dtype) -> torch.dtype:
+    # Norms of gradients in 16 bits would have three digits, and clipping by them no more.
+    return torch.promote_types(dtype, torch.float32)

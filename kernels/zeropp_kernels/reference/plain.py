@@ -34,16 +34,23 @@ def pack_(destinations: Sequence[Tensor], sources: Sequence[Tensor | None]) -> N
 def sum_messages_(
     messages: Tensor | Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False
 ) -> None:
-    """``out = scale * sum(messages)``, or ``out += ...``, summed in ``out``'s dtype in message order.
+    """``out = scale * sum(messages)``, or ``out += ...``, summed in ``out``'s dtype, or float32, in message order.
 
     The scale multiplies the finished sum, once, so that a mean over ranks is rounded once.
 
     Args:
         messages: [n, numel], or n tensors of [numel], the wire dtype.
-        out: [numel], float32 or float64.
+        out: [numel], floating; one of 16 bits gets the sum rounded to it.
         scale: factor applied to the sum.
         accumulate: add to ``out`` in place of overwriting it.
     """
+    if out.dtype.itemsize < 4:
+        # Each addition in 16 bits would round, the more of them the more ranks there are.
+        total = torch.empty_like(out, dtype=torch.float32)
+        sum_messages_(messages, total, scale=scale)
+        # Rounded first, as where the sum goes elsewhere to be added: no placement gives other bits.
+        out.add_(total.to(out.dtype)) if accumulate else out.copy_(total)
+        return
     count = len(messages)
     if accumulate:
         # A message that is in that dtype already would be its own copy, and be added to below.
@@ -73,10 +80,14 @@ def squared_norm(tensors: Sequence[Tensor]) -> Tensor:
     within 1e-8 of it, and the same whatever tensors the blocks are spread over.
 
     Args:
-        tensors: one or more, float32 or float64, each of a multiple of 256 elements.
+        tensors: one or more, floating, each of a multiple of 256 elements.
     """
     if tensors[0].device.type == "cpu":
-        blocks = [torch.linalg.vector_norm(tensor.view(-1, _NORM_BLOCK), dim=1) for tensor in tensors]
+        wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+        blocks = [
+            torch.linalg.vector_norm(tensor.view(-1, _NORM_BLOCK), dim=1, dtype=dtype)
+            for tensor, dtype in zip(tensors, wide, strict=True)
+        ]
         total = torch.cat(blocks).to(torch.float64).square().sum()
         if total.isfinite():
             return total

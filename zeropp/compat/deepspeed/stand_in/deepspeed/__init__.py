@@ -19,13 +19,14 @@ except RuntimeError as error:
 RefusingFinder.stand()
 
 from zeropp.training import Engine as DeepSpeedEngine  # noqa: E402  (the checks above come first)
-from zeropp.training import OnDevice, initialize  # noqa: E402
+from zeropp.training import OnDevice  # noqa: E402
 
 from . import checkpoint, comm, launcher, ops, runtime, utils  # noqa: E402
 from .accelerator import get_accelerator  # noqa: E402
 from .arguments import add_config_arguments  # noqa: E402
 from .comm import init_distributed  # noqa: E402
 from .git_version_info import git_branch, git_hash, version  # noqa: E402
+from .initialization import initialize  # noqa: E402
 from .pipe import PipelineModule  # noqa: E402
 from .runtime import lr_schedules, zero  # noqa: E402
 from .runtime.activation_checkpointing import checkpointing  # noqa: E402

@@ -77,8 +77,10 @@ class DeepSpeedAccelerator:
 
     def device_count(self) -> int:
         """Devices of this host; on CPUs, ranks of it."""
-        # Scripts size their jobs by it, and each rank on a CPU is a device to them.
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._name == "cpu" else int(self._module.device_count())
+        if self._name != "cpu":
+            return int(self._module.device_count())
+        # Scripts size their jobs by it, and each rank on a CPU is a device to them; the first name is DeepSpeed's.
+        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or "1")
 
     def is_available(self) -> bool:
         """Whether there is one."""

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["clone_tensors_for_torch_save"]
+from zeropp.compat.deepspeed.refusals import refused
+
+__all__ = ["clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"]
+
+get_model_ckpt_name_for_rank = refused(
+    "checkpoint.utils.get_model_ckpt_name_for_rank",
+    "checkpoints of zeropp have other files; deepspeed.utils.zero_to_fp32 reads them",
+)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -27,6 +27,7 @@ from zeropp.zero import (
 )
 
 from . import groups, zero_to_fp32
+from .gradients import safe_update_full_grad_vectorized
 from .logging import log_dist, logger
 from .nvtx import instrument_w_nvtx
 
@@ -50,6 +51,7 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",

@@ -1,0 +1,7 @@
+"""``python -m deepspeed``: the launcher, which zeropp has not."""
+
+import sys
+
+from .launcher.runner import main
+
+sys.exit(main())

@@ -1,0 +1,5 @@
+"""What DeepSpeed derives its configuration's blocks from."""
+
+from zeropp.config.base import Block as DeepSpeedConfigModel
+
+__all__ = ["DeepSpeedConfigModel"]

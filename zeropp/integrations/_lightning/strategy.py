@@ -1,0 +1,240 @@
+"""``TrainerStrategyParts``: a Trainer's strategy over :func:`zeropp.initialize`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeropp.integrations._lightning.arguments import TrainerArguments
+from zeropp.integrations._lightning.common import StrategyParts
+from zeropp.integrations._lightning.configuration import for_inference, for_training, with_precision
+from zeropp.integrations._lightning.owners import claim, current_engine
+from zeropp.integrations._lightning.saving import TAG, local_folder, pack, require_folder, unpack
+from zeropp.training import Engine, initialize
+
+__all__ = ["TrainerStrategyParts"]
+
+
+class TrainerStrategyParts(StrategyParts, TrainerArguments):
+    """What Lightning's Trainer calls, in the order in which it does.
+
+    Lightning divides losses, says where windows end, and steps schedulers; the engine partitions, reduces, clips and
+    steps. The model stays partitioned when a Trainer is done with it, and the next one takes it over.
+
+    Attributes:
+        own_engine: that this strategy made; None before, and once another one has wrapped the model.
+    """
+
+    strategy_name = "zeropp"
+    own_engine: Engine | None = None
+    optimizers: list[Any]
+    lr_scheduler_configs: list[Any]
+    # Of parameters that are frozen for as long as a model is evaluated that nobody trains.
+    _trained: tuple[nn.Parameter, ...] = ()
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine of the model, whichever strategy made it; None before ``setup``."""
+        if self.own_engine is not None or self.lightning_module is None:
+            return self.own_engine
+        return current_engine(self.lightning_module)
+
+    @property
+    def precision_plugin(self) -> Any:
+        """A ``ZeroPrecision``, whatever was given."""
+        return self._precision_plugin if self._precision_plugin is not None else self.precision_class()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = self._plugin(plugin)
+
+    # Before training.
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: what is built inside is partitioned as it comes, in stage 3."""
+        with self._building(self._config()):
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """Partition the model; with its optimizer to fit, and without one for the rest."""
+        self.accelerator.setup(trainer)
+        model = self.lightning_module
+        fitting = trainer.state.fn == "fit"
+        if fitting and self._layer_sync is not None:
+            model = self._layer_sync.apply(model)
+        self.precision_plugin.convert_module(model)
+        self._place(model)
+        if fitting:
+            self._wrap_to_train(model)
+        elif self.engine is None:
+            self._wrap_to_evaluate(model)
+        self.model = self.engine
+        self.barrier()
+
+    def _config(self) -> dict[str, Any]:
+        """The strategy's configuration and what the Trainer says."""
+        trainer, model = self.lightning_module.trainer, self.lightning_module
+        config = with_precision(self.config, self.precision_plugin.precision, self._given)
+        if trainer.state.fn != "fit":
+            return for_inference(config)
+        # Lightning's enumeration of algorithms is one of strings.
+        if trainer.gradient_clip_algorithm == "value":
+            raise self.packages.misuse(
+                "gradient_clip_algorithm is 'value'; zeropp clips by the norm of all gradients, 'norm'"
+            )
+        overridden = self.packages.find("pytorch", "utilities.model_helpers.is_overridden")
+        # A hook of the user's may clip otherwise each time, and asks the precision plugin for it.
+        clip = None if overridden("configure_gradient_clipping", model) else trainer.gradient_clip_val
+        return for_training(config, steps=trainer.accumulate_grad_batches, clip=clip)
+
+    def _wrap_to_train(self, model: Any) -> None:
+        claim(model, self)
+        config, optimizer = self._config(), None
+        if "optimizer" not in config:
+            super().setup_optimizers(model.trainer)
+            optimizer = self._require_one(self.optimizers, "configure_optimizers")
+        if self.lr_scheduler_configs and "scheduler" in config:
+            raise self.packages.misuse(
+                "there is a scheduler in the strategy's config, and one of configure_optimizers; leave one of them out"
+            )
+        engine, wrapped, _, scheduler = initialize(
+            {"device_rank": self._device_rank}, model=model, optimizer=optimizer, config=config
+        )
+        if scheduler is not None:
+            made = self.packages.find("pytorch", "utilities.types.LRSchedulerConfig")
+            self.lr_scheduler_configs = [made(scheduler, interval="step")]
+            # Lightning steps it from here on.
+            engine.lr_scheduler = None
+        self.own_engine, self.optimizers = engine, [wrapped]
+
+    def _wrap_to_evaluate(self, model: Any) -> None:
+        claim(model, self)
+        trained = tuple(each for each in model.parameters() if each.requires_grad)
+        self.own_engine = initialize({"device_rank": self._device_rank}, model=model, config=self._config())[0]
+        self._trained = trained
+
+    def release(self) -> None:
+        """Forget the engine, its optimizer and its schedulers; the model keeps its weights."""
+        self.own_engine, self.model = None, None
+        self.optimizers, self.lr_scheduler_configs = [], []
+
+    # While it trains.
+
+    def on_train_start(self) -> None:
+        """Tell the engine what a micro-batch has, for its counters, unless the configuration says so."""
+        engine = self.engine
+        assert engine is not None  # of setup
+        if engine.train_micro_batch_size_per_gpu() is None:
+            sampler = getattr(self.lightning_module.trainer.train_dataloader, "batch_sampler", None)
+            size = getattr(sampler, "batch_size", None)
+            engine.set_train_micro_batch_size(size if isinstance(size, int) else 1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Follow a callback that changes ``accumulate_grad_batches`` between two windows."""
+        engine, steps = self.engine, self.lightning_module.trainer.accumulate_grad_batches
+        assert engine is not None  # of setup
+        if steps != engine.gradient_accumulation_steps() and not engine.core.window.count:
+            micro = engine.train_micro_batch_size_per_gpu() or 1
+            engine.set_train_batch_size(micro * steps * engine.dp_world_size)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, inside a forward of the whole model; with manual optimization it calls the model by itself."""
+        module = self.lightning_module
+        if module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        # It runs backward and steps, which are no part of a forward.
+        with self.precision_plugin.train_step_context():
+            return module.training_step(*args, **kwargs)
+
+    # Checkpoints.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: weights are loaded into partitions."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: the engine loads the optimizer's states with the weights; a single file has none that fit."""
+        if self._given["load_full_weights"] and self.lightning_module.trainer.state.fn == "fit":
+            warn = self.packages.find("fabric", "utilities.rank_zero.rank_zero_warn")
+            warn("load_full_weights loads weights alone from a single file; the optimizer's states begin anew")
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: each rank saves its own part, in :meth:`save_checkpoint`."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing, likewise."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Make the folder ``filepath`` a checkpoint; each rank writes its own part. Collective.
+
+        In the middle of a window too: gradients of its micro-batches are left out, as they are by Lightning.
+
+        Raises:
+            TypeError: with ``storage_options``; CheckpointError, RuntimeError: it cannot be saved.
+        """
+        if storage_options is not None:
+            raise TypeError("storage_options are not used: ranks write parts of a folder, without a CheckpointIO")
+        engine = self.engine
+        assert engine is not None  # Lightning has asked for a model
+        rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        engine.save_checkpoint(
+            local_folder(self.broadcast(filepath)), TAG, pack(rest), in_window=True,
+            exclude_frozen_parameters=self._given["exclude_frozen_parameters"],
+            weights_only="optimizer_states" not in checkpoint,
+        )  # fmt: skip
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder into the partitions, or read a single file with ``load_full_weights``. Collective.
+
+        Args:
+            checkpoint_path: as saved, or by DeepSpeed; of that, weights and states alone.
+            weights_only: False to load objects of any class besides; otherwise those that torch knows to be harmless.
+
+        Raises:
+            CheckpointError: there is no checkpoint of this kind, or it does not fit.
+        """
+        path = local_folder(self.broadcast(checkpoint_path))
+        if self._given["load_full_weights"] and path.is_file():
+            # Mapped: ranks of a node share its pages, and read what they have a part of.
+            found: dict[str, Any] = torch.load(
+                path, map_location="cpu", mmap=True, weights_only=weights_only is not False
+            )
+            return found
+        require_folder(path)
+        engine, model = self.engine, self.lightning_module
+        assert engine is not None  # of setup
+        _, state = engine.load_checkpoint(
+            path, load_module_strict=model.strict_loading, load_lr_scheduler_states=False,
+            load_optimizer_states=model.trainer.state.fn == "fit",
+        )  # fmt: skip
+        return unpack(state or {}, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights of a single file; those of a folder have been loaded."""
+        engine = self.engine
+        if engine is not None and "state_dict" in checkpoint:
+            engine.load_module_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: see :attr:`lightning_restore_optimizer`."""
+
+    # The end.
+
+    def teardown(self) -> None:
+        """Leave the model as it is, partitioned, with its engine: it may be saved, tested and fitted again."""
+        self.model = None
+        for parameter in self._trained:
+            parameter.requires_grad_(True)
+        self._trained = ()
+        for part in (self.precision_plugin, self.accelerator, self.cluster_environment, self.checkpoint_io):
+            part.teardown()

@@ -1,0 +1,22 @@
+"""The strategies of :mod:`zeropp.integrations.lightning` for ``import pytorch_lightning`` and ``lightning_fabric``.
+
+The two packages have the same code and classes of their own: a Trainer of one refuses a strategy of the other.
+"""
+
+from __future__ import annotations
+
+from zeropp.integrations._lightning.classes import make_classes
+from zeropp.integrations._lightning.single_file import convert_zero_checkpoint_to_fp32_state_dict
+
+__all__ = [
+    "FabricZeroPrecision",
+    "FabricZeroStrategy",
+    "ZeroPrecision",
+    "ZeroStrategy",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+]
+
+_made = make_classes(__name__, "pytorch_lightning", "lightning_fabric")
+ZeroStrategy, ZeroPrecision = _made.strategy, _made.precision
+FabricZeroStrategy, FabricZeroPrecision = _made.fabric_strategy, _made.fabric_precision
+_made.register()
