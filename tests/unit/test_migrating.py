@@ -31,7 +31,7 @@ ACTS = {"same", "better", "differs"}
 # What a key's verdict on the page may be, by what becomes of it. `initialize` makes what the wrapper has to refuse.
 FITTING = {
     Kind.EFFECT: ACTS, Kind.NEEDLESS: {"nothing to do"}, Kind.UNREAD: {"no effect"},
-    Kind.LIMITED: {"refused"}, Kind.GOVERNED: {"refused"}, Kind.BLOCK: ACTS,
+    Kind.LIMITED: {"refused"}, Kind.GOVERNED: {"refused"}, Kind.OFF: {"refused"}, Kind.BLOCK: ACTS,
 }  # fmt: skip
 MADE = {"optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"}
 # Packages by the names under which scripts reach them.
