@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import zeropp
 from zeropp.integrations.lightning import ZeroStrategy
-
-__all__ = ["TRAINING", "Data", "Module", "built", "distance", "loader", "plain", "strategy", "trained", "trainer"]
+from zeropp.params.piece import piece_of
 
 WIDTH, SAMPLES = 8, 20
 # Five batches of two on each of two ranks: windows of two leave one batch over.
@@ -111,7 +110,7 @@ def trainer(chosen: Any, folder: Any = None, **more: Any) -> Any:
 
 
 def loader(batch: int = 2) -> DataLoader[Tensor]:
-    """Of this rank's samples: batches of all ranks together are those of one process with as many times their size."""
+    """Gives this rank's samples; what all ranks get together is what one process gets in larger batches."""
     data = Data()
     # Lightning's own would shuffle for training.
     world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
@@ -136,6 +135,21 @@ def trained(chosen: Any, module: Module | None = None, path: Any = None, **more:
     run = trainer(chosen, **{**TRAINING, **more})
     run.fit(module, **loaders(), ckpt_path=path)
     return run, module
+
+
+def built_late(stage: int) -> tuple[int | None, float]:
+    """Elements that this rank has of a weight when a model is built, before it is wrapped; the sum of trained ones."""
+    chosen, rows = strategy(stage=stage), []
+    setup = chosen.setup
+
+    def look(run: Any) -> None:
+        piece = piece_of(run.lightning_module.wide.weight)
+        rows.append(None if piece is None or piece.row is None else piece.row.numel())
+        setup(run)
+
+    chosen.setup = look
+    module = trained(chosen, built(Wide, late=True), max_epochs=1)[1]
+    return rows[0], sum(float(value.double().sum()) for value in zeropp.full_state(module).values())
 
 
 def distance(module: nn.Module, wanted: dict[str, Tensor]) -> float:
@@ -177,10 +191,60 @@ class Manual(Module):
             scheduler.step()
 
 
+# For modules that step by themselves.
+OWN: dict[str, Any] = {"gradient_clip_val": None, "accumulate_grad_batches": 1}
 # A module, and what its Trainer is told besides; callbacks are made where they are used, since they keep a state.
 HOOKS: dict[str, tuple[type[Module], dict[str, Any]]] = {
     "clips by hand": (ClipsByHand, {"gradient_clip_val": None}),
     "backward by hand": (BackwardByHand, {}),
-    "manual": (Manual, {"gradient_clip_val": None, "accumulate_grad_batches": 1}),
+    "manual": (Manual, OWN),
     "windows that grow": (Module, {"accumulate_grad_batches": 1, "callbacks": True}),
 }
+
+
+class Wide(Module):
+    """Has a layer that is large enough to be built in pieces."""
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            super().configure_model()
+            self.wide = nn.Linear(WIDTH, 9000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.wide(x).mean(-1, keepdim=True)
+
+
+class Skips(Module):
+    """Gives no loss."""
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        return None
+
+
+class Fails(Module):
+    """One rank fails in its third step."""
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor:
+        if index == 2 and dist.get_rank() == 1:
+            raise ZeroDivisionError("the third batch")
+        return super().training_step(batch, index)
+
+
+class TwoOptimizers(Module):
+    """Has one for each half."""
+
+    def __init__(self, count: int = 2) -> None:
+        super().__init__()
+        self.count, self.automatic_optimization = count, False
+
+    def configure_optimizers(self) -> Any:
+        kinds = (torch.optim.SGD, torch.optim.Adam)[: self.count]
+        return [kind(list(self.net[i].parameters()), lr=0.1) for i, kind in enumerate(kinds)] or None
+
+
+class Remembers(Module):
+    """Has hyperparameters, of which one is a class."""
+
+    def __init__(self, size: int = 1, unit: type = str) -> None:
+        super().__init__()
+        self.save_hyperparameters()

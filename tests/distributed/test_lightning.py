@@ -44,7 +44,7 @@ def test_stages_equal_a_trainer_in_one_process() -> None:
     Windows of two of five batches, clipping, a scheduler of steps, validation; ranks begin with other weights.
     """
     (wanted,) = run_ranks(1, alone)
-    first, second = run_ranks(2, stages, wanted, env=LAUNCHED)
+    first, second = run_ranks(2, stages, wanted, env=LAUNCHED, timeout=100)
     for stage in (0, 1, 2, 3):
         for distance, own, rates, *_ in (first[stage], second[stage]):
             assert distance < 1e-5 and rates == wanted["rates"] and len(set(rates)) == 3
@@ -101,4 +101,4 @@ def interrupted(folder: Path) -> list[float]:
 
 def test_resuming_is_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """Bit for bit on the same ranks. A save inside a window changes nothing; another stage loads what was saved."""
-    assert run_ranks(2, interrupted, tmp_path, env=LAUNCHED) == [[0.0, 0.0, 0.0]] * 2
+    assert run_ranks(2, interrupted, tmp_path, env=LAUNCHED, timeout=100) == [[0.0, 0.0, 0.0]] * 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-import logging
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import zeropp
-from tests.distributed.harness import run_ranks
+from tests.distributed.harness import RankFailure, run_ranks
+from zeropp.checkpoint.metadata import Metadata
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
 PRECISIONS = {
@@ -25,7 +27,10 @@ PRECISIONS = {
 CONFIG: dict[str, Any] = {
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"}},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"},
+    },
     "zeropp": {"unit_min_blocks": 0},
 }
 
@@ -64,7 +69,7 @@ def precisions() -> list[str]:
 
 
 def test_every_precision_trains() -> None:
-    assert run_ranks(2, precisions, env=LAUNCHED) == [[], []]
+    assert run_ranks(2, precisions, env=LAUNCHED, timeout=100) == [[], []]
 
 
 def hooked(wanted: dict[str, Any]) -> dict[str, float]:
@@ -78,7 +83,7 @@ def hooked(wanted: dict[str, Any]) -> dict[str, float]:
         kind, more = cases.HOOKS[name]
         if more.get("callbacks"):
             more = {**more, "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})]}
-        run, module = cases.trained(cases.strategy(stage=3), cases.built(kind), **more)
+        module = cases.trained(cases.strategy(stage=3), cases.built(kind), **more)[1]
         found[name] = cases.distance(module, state)
     return found
 
@@ -103,5 +108,143 @@ def test_hooks_act_as_in_one_process() -> None:
     states = [state["net.1.weight"] for state, _ in wanted.values()]
     # Each hook does something: no two end alike.
     assert all(float((a - b).abs().max()) > 1e-3 for i, a in enumerate(states) for b in states[:i])
-    for found in run_ranks(2, hooked, wanted, env=LAUNCHED):
+    for found in run_ranks(2, hooked, wanted, env=LAUNCHED, timeout=100):
         assert max(found.values()) < 1e-5, found
+
+
+def configured(folder: Path) -> list[str]:
+    """What is wrong with a configuration that is given as a dict, as a file, or by the environment."""
+    from tests.distributed import lightning_cases as cases
+
+    wrong, given = [], copy.deepcopy(CONFIG)
+    path = folder / f"{dist.get_rank()}.json"
+    path.write_text("// as in DeepSpeed's own examples\n" + json.dumps(CONFIG))
+    states = []
+    for source in (given, path, str(path), None):
+        if source is None:
+            os.environ["PL_DEEPSPEED_CONFIG_PATH"] = str(path)
+        # Whatever else is given: a configuration is all that counts.
+        run, module = cases.trained(cases.strategy(config=source, stage=1, loss_scale=7.0))
+        if not source and run.strategy.engine.zero_optimization_stage() != 3:
+            wrong.append("the environment's was not read")
+        states.append(zeropp.full_state(module))
+        # By Lightning, once a step; the engine would have done it a second time.
+        if module.seen["rates"] != pytest.approx([0, 0, 0.0125, 0.025, 0.0375, 0.05]):
+            wrong.append(f"{source}: rates were {module.seen['rates']}")
+        wrong += [f"{source}: {name}" for name, value in states[-1].items() if not torch.equal(value, states[0][name])]
+    if given != CONFIG:
+        wrong.append(f"the user's dict is {given} now")
+    return wrong
+
+
+def test_configurations(tmp_path: Path) -> None:
+    assert run_ranks(2, configured, tmp_path, env=LAUNCHED, timeout=100) == [[], []]
+
+
+def models(folder: Path) -> list[Any]:
+    """What a checkpoint of a model with frozen weights has, and its distance; of one built late, its pieces."""
+    from tests.distributed import lightning_cases as cases
+
+    run, module = cases.trained(cases.strategy(stage=3, exclude_frozen_parameters=True), cases.built(frozen=True))
+    run.save_checkpoint(folder / "some.ckpt")
+    saved = Metadata.read(folder / "some.ckpt" / "checkpoint").tensors
+    frozen = {name for name in saved if name.startswith("model.net.0")}
+    state = zeropp.full_state(module)
+    again = cases.trained(cases.strategy(stage=2), cases.built(frozen=True), folder / "some.ckpt")[1]
+    moved = float((zeropp.full_state(again)["net.1.weight"] - state["net.1.weight"]).abs().max())
+    (cut, sum_cut), (whole, sum_whole) = cases.built_late(3), cases.built_late(2)
+    return [frozen, state["net.0.weight"], moved, cut, whole, sum_cut == pytest.approx(sum_whole)]
+
+
+def test_frozen_and_late_models(tmp_path: Path) -> None:
+    """Weights that are built in pieces are those that the same code gives rank 0 without."""
+    begins = run_ranks(1, frozen_begins)[0]
+    first, second = run_ranks(2, models, tmp_path, env=LAUNCHED, timeout=100)
+    for found in (first, second):
+        assert found[0] == set() and torch.equal(found[1], begins)
+        assert found[2:] == [0.0, 9000 * 8 // 2, None, True]
+
+
+def frozen_begins() -> torch.Tensor:
+    from tests.distributed import lightning_cases as cases
+
+    weight: torch.Tensor = cases.built().net[0].weight.detach()
+    return weight
+
+
+def refused(folder: Path) -> dict[str, str]:
+    """Messages of what is refused."""
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from tests.distributed import lightning_cases as cases
+    from zeropp.integrations.lightning import ZeroPrecision
+
+    class Other(ZeroPrecision.__mro__[2]):  # type: ignore[misc]
+        """A plugin of the user's."""
+
+    (folder / "file.ckpt").write_bytes(b"")
+    (folder / "folder.ckpt").mkdir(exist_ok=True)
+    once = {"max_epochs": 1}
+    calls: dict[str, Any] = {
+        "two optimizers": lambda: cases.trained(cases.strategy(), cases.TwoOptimizers(), **cases.OWN),
+        "no optimizer": lambda: cases.trained(cases.strategy(), cases.TwoOptimizers(0), **cases.OWN),
+        "by value": lambda: cases.trained(cases.strategy(), gradient_clip_algorithm="value"),
+        "windows twice": lambda: cases.trained(cases.strategy(config={"gradient_accumulation_steps": 2})),
+        "clipped twice": lambda: cases.trained(cases.strategy(config={"gradient_clipping": 2.0})),
+        "schedulers twice": lambda: cases.trained(cases.strategy(config={"scheduler": CONFIG["scheduler"]})),
+        "no loss": lambda: cases.trained(cases.strategy(), cases.built(cases.Skips)),
+        "no such file": lambda: cases.strategy(config=folder / "missing.json"),
+        "a number": lambda: cases.strategy(config=3),
+        "double": lambda: cases.trainer(cases.strategy(), precision="64-true"),
+        "plugin": lambda: cases.strategy(precision_plugin=Other()),
+        "a file": lambda: cases.trained(cases.strategy(), path=folder / "file.ckpt", **once),
+        "a folder": lambda: cases.trained(cases.strategy(), path=folder / "folder.ckpt", **once),
+        "a URL": lambda: cases.trained(cases.strategy(), **once)[0].save_checkpoint("s3://bucket/x.ckpt"),
+        "options": lambda: cases.trained(cases.strategy(), **once)[0].save_checkpoint(folder / "x", storage_options=1),
+    }
+    assert not issubclass(DDPStrategy, type(cases.strategy()))
+    found = {}
+    for name, call in calls.items():
+        try:
+            call()
+            found[name] = "nothing"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+REFUSED = {
+    "two optimizers": "configure_optimizers gave 2 optimizers (SGD, Adam)",
+    "no optimizer": "configure_optimizers gave no optimizer with parameters",
+    "by value": "gradient_clip_algorithm is 'value'",
+    "windows twice": "gradient_accumulation_steps is in the strategy's config",
+    "clipped twice": "gradient_clipping is 2.0 in the strategy's config, and Trainer(gradient_clip_val=0.5)",
+    "schedulers twice": "there is a scheduler in the strategy's config, and one of configure_optimizers",
+    "no loss": "returning None in distributed training is not supported",
+    "no such file": "missing.json', and no such file is there",
+    "a number": "config is a int; expected a dict or the path",
+    "double": "precision is '64-true'; with zeropp it is one of 32-true, 16-mixed",
+    "plugin": "the precision plugin is a refused.<locals>.Other",
+    "a file": "is a single file; give the strategy load_full_weights=True",
+    "a folder": "is no checkpoint of a Trainer with this strategy",
+    "a URL": "'s3://bucket/x.ckpt' is a URL",
+    "options": "storage_options are not used",
+}
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for found in run_ranks(2, refused, tmp_path, env=LAUNCHED, timeout=100):
+        assert found.keys() == REFUSED.keys()
+        assert {name: told for name, told in found.items() if REFUSED[name] not in told} == {}
+
+
+def fails_on_one() -> None:
+    from tests.distributed import lightning_cases as cases
+
+    cases.trained(cases.strategy(stage=3), cases.built(cases.Fails))
+
+
+def test_an_error_on_one_rank_ends_the_others() -> None:
+    first, second = run_ranks(2, fails_on_one, env=LAUNCHED, catch=True, timeout=60)
+    assert isinstance(second, RankFailure) and second.type_name == "ZeroDivisionError"
+    assert isinstance(first, RankFailure), first

@@ -1,4 +1,4 @@
-"""More of what projects do with ``deepspeed``'s names, besides training to the same weights (`test_stand_in_replays`)."""
+"""More of what projects do with ``deepspeed``'s names (`test_stand_in_replays`): calls besides training."""
 
 from __future__ import annotations
 
@@ -73,6 +73,8 @@ def transformers_loads_under_init() -> float:
                 dist.broadcast(value, src=0)
                 buffer.copy_(value)
         assert model.lin.weight.numel() == 120_000, "logical sizes, whatever a rank has"
+        # Accelerate, LLaMA-Factory and axolotl name experts here, when the model is in pieces already.
+        assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == [model.lin]
         engine, *_ = deepspeed.initialize(model=model, config=config)
         return distance(zeropp.full_state(engine.module), saved)
 

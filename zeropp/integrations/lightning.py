@@ -16,6 +16,7 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
 ]
 
+# Not by a class statement: the same parts go onto another package's classes, too.
 _made = make_classes(__name__, "lightning.pytorch", "lightning.fabric")
 ZeroStrategy, ZeroPrecision = _made.strategy, _made.precision
 FabricZeroStrategy, FabricZeroPrecision = _made.fabric_strategy, _made.fabric_precision

@@ -16,6 +16,7 @@ __all__ = [
     "convert_zero_checkpoint_to_fp32_state_dict",
 ]
 
+# Its registries are its own, too: the same names lead to these classes there.
 _made = make_classes(__name__, "pytorch_lightning", "lightning_fabric")
 ZeroStrategy, ZeroPrecision = _made.strategy, _made.precision
 FabricZeroStrategy, FabricZeroPrecision = _made.fabric_strategy, _made.fabric_precision

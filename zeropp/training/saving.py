@@ -26,6 +26,10 @@ _LATEST, _UNIVERSAL = "latest", "latest_universal"
 _COUNTS = ("micro_steps", "global_steps", "global_samples")
 
 
+class TagError(CheckpointError, AssertionError):
+    """Ranks gave a checkpoint different tags; DeepSpeed raises an AssertionError then."""
+
+
 class Saving:
     """A part of :class:`zeropp.training.Engine`."""
 
@@ -69,9 +73,13 @@ class Saving:
             True.
 
         Raises:
+            ValueError: ``save_dir`` is empty.
             CheckpointError, RuntimeError: it cannot be saved, or ranks gave other directories, or other tags where
                 ``tag_validation`` is "FAIL"; on every rank.
         """
+        # Path("") would be the working directory, which nobody means.
+        if not save_dir:
+            raise ValueError(f"save_checkpoint() got save_dir={save_dir!r}; give a directory that all ranks see")
         root = Path(save_dir).absolute()
         name = self._agreed_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         # Three names of our own, so that a client's keys cannot be taken for counters.
@@ -194,6 +202,13 @@ class Saving:
             )
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int = 0) -> str:
+        """Where the optimizer's states of a checkpoint are; by DeepSpeed's name, which subclasses look at.
+
+        There is no file of one rank's states alone: it is the checkpoint's directory.
+        """
+        return str(Path(checkpoints_path) / tag)
+
     def _counts(self) -> dict[str, int]:
         # Skipped steps are the optimizer's, which saves them itself.
         return {name: getattr(self, name) for name in _COUNTS}
@@ -209,7 +224,7 @@ class Saving:
         text = f"ranks gave save_checkpoint() different tags: rank 0 {names[0]!r}, and rank {other} {names[other]!r}"
         how = self.loaded_config.checkpoint.tag_validation
         if how == "FAIL":
-            raise CheckpointError(f"{text}; give the same one on every rank, as one that has a time of day is not")
+            raise TagError(f"{text}; give the same one on every rank, as one that has a time of day is not")
         # One warning is enough; a rank of many would say it of names that nobody sees any more.
         if how == "WARN" and engine.comm.rank == 0:
             notify(f"{text}; the checkpoint is saved under the first rank's")

@@ -24,6 +24,7 @@ __all__ = ["FabricArguments", "TrainerArguments"]
 Config = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
+# One by one in both classes: signatures are what LightningCLI, editors and readers look at.
 class TrainerArguments(_Base):
     """Arguments of a Trainer's strategy.
 

@@ -13,6 +13,7 @@ from zeropp.integrations._lightning.strategy import TrainerStrategyParts
 
 __all__ = ["NAMES", "Made", "make_classes"]
 
+# The same words that follow "deepspeed" in Lightning's own names, so that a script changes one of them.
 _OFFLOADED = {"offload_optimizer": True, "offload_parameters": True}
 NAMES: dict[str, dict[str, Any]] = {
     "zeropp": {},
@@ -47,13 +48,16 @@ class Made:
 
     def register(self) -> None:
         """Let ``Trainer(strategy=name)`` and ``Fabric(strategy=name)`` find them. Twice is no harm."""
+        # No entry point of Lightning's is read for strategies: whoever imports the module has the names.
         for half, made in (("pytorch", self.strategy), ("fabric", self.fabric_strategy)):
             registry = self.packages.find(half, "strategies.StrategyRegistry" if half == "pytorch" else _FABRIC)
             for name, given in NAMES.items():
                 told = ", ".join(f"{key}={value!r}" for key, value in given.items())
+                # Overriding: a module that is reloaded, as in a notebook, registers again.
                 registry.register(name, made, description=f"zeropp, {told or 'stage 2'}", override=True, **given)
 
 
+# Another name than the Trainer's has.
 _FABRIC = "strategies.STRATEGY_REGISTRY"
 
 
@@ -70,11 +74,13 @@ def make_classes(module: str, pytorch: str, fabric: str) -> Made:
     packages = Packages.named(pytorch, fabric)
 
     def make(name: str, parts: type, base: str, half: str, **attributes: Any) -> Any:
+        # As if it stood there in a class statement: pickles and messages name it by its place.
         attributes |= {"__module__": module, "__doc__": parts.__doc__, "packages": packages}
         return types.new_class(name, (parts, packages.find(half, base)), exec_body=lambda body: body.update(attributes))
 
     precision = make("ZeroPrecision", TrainerPrecisionParts, "plugins.precision.Precision", "pytorch")
     fabric_precision = make("FabricZeroPrecision", FabricPrecisionParts, "plugins.precision.Precision", "fabric")
+    # Fabric asks whether it is one of these; that its name has an underscore is Lightning's choice.
     control = make("NoSyncControl", NoSync, "strategies.strategy._BackwardSyncControl", "fabric")
     return Made(
         packages=packages,

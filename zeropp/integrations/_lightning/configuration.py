@@ -42,6 +42,7 @@ def choose_config(given: Mapping[str, Any]) -> dict[str, Any]:
         config = os.environ.get(ENVIRONMENT)
     if config is None:
         return _from_arguments(given)
+    # Not in part: Lightning's page says that all other defaults are ignored then.
     if isinstance(config, Mapping):
         # Ours to add to: a Trainer's settings go into it.
         return copy.deepcopy(dict(config))
@@ -50,6 +51,7 @@ def choose_config(given: Mapping[str, Any]) -> dict[str, Any]:
     path = Path(config)
     if not path.is_file():
         raise ConfigError(f"config is {str(path)!r}, and no such file is there; give the path of one, or a dict")
+    # With comments and trailing commas, as DeepSpeed's examples have them.
     found = parse(path.read_text(encoding="utf-8-sig"), str(path))
     if not isinstance(found, dict):
         raise ConfigError(f"{str(path)!r} has a {type(found).__name__}; expected a JSON object at the top level")
@@ -76,6 +78,7 @@ def _zero_block(given: Mapping[str, Any]) -> dict[str, Any]:
         return {"stage": 0}
     zero = {name: given[name] for name in _ZERO}
     shared = {"nvme_path": given["nvme_path"], "pin_memory": given["pin_memory"]}
+    # The block alone switches it on; without it these values go nowhere.
     if given["offload_optimizer"]:
         zero["offload_optimizer"] = {
             "device": given["offload_optimizer_device"], "buffer_count": given["optimizer_buffer_count"], **shared,
@@ -97,6 +100,7 @@ def with_precision(config: Mapping[str, Any], precision: str, given: Mapping[str
         given: arguments of the strategy, of which those of the loss scale are read.
     """
     found = copy.deepcopy(dict(config))
+    # A block that is there stays, also one that says no: the file knows better than a Trainer's default.
     if precision.startswith("16-"):
         found.setdefault("fp16", {"enabled": True, **{name: given[name] for name in _SCALING}})
     elif precision.startswith("bf16-"):
@@ -119,6 +123,7 @@ def for_training(config: Mapping[str, Any], *, steps: int, clip: float | None) -
         raise ConfigError(
             f"{_STEPS} is in the strategy's config; leave it out, and give Trainer(accumulate_grad_batches=...)"
         )
+    # DeepSpeed's strategy lets the file win in silence; two norms are one too many.
     own = config.get("gradient_clipping", 0.0)
     if clip and own and clip != own:
         raise ConfigError(
@@ -138,6 +143,7 @@ def for_inference(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler", "gradient_clipping")}
     zero = found.get("zero_optimization")
     if isinstance(zero, Mapping):
+        # The placement stays: a model that is fitted next need not move.
         found["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
     return found
 

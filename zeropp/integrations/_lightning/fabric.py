@@ -41,7 +41,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
 
     @functools.cached_property
     def _engines(self) -> weakref.WeakSet[Engine]:
-        # For a backward without a model, and a step of an optimizer: each is one engine's.
+        # For a backward without a model, and a step of an optimizer. Weakly, since models are the user's to keep.
         return weakref.WeakSet()
 
     @property
@@ -73,6 +73,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
     def module_init_context(self, empty_init: bool | None = None) -> contextlib.ExitStack:
         """Lightning's, and inside it that of pieces."""
         stack = contextlib.ExitStack()
+        # First the device and the dtype: parameters are cut as they come.
         stack.enter_context(super().module_init_context(empty_init=empty_init))
         stack.enter_context(self.module_sharded_context())
         return stack
@@ -95,6 +96,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
             config=self._config(),
         )  # fmt: skip
         self._engines.add(engine)
+        # Of the engine's making if the configuration names one.
         return engine, [wrapped], scheduler
 
     def setup_module(self, module: nn.Module) -> Engine:
@@ -117,6 +119,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
             ValueError: there are several models, and none is given.
         """
         if module is None:
+            # Whatever else is set up, a frozen teacher say, has no backward.
             trained = [each for each in self._engines if each.optimizer is not None]
             if len(trained) != 1:
                 raise ValueError(
@@ -143,6 +146,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         Raises:
             NotImplementedError: another norm than the Euclidean; RuntimeError: it is not finite, and that is an error.
         """
+        # What ranks agree on before a step is a sum of squares.
         if float(norm_type) != 2.0:
             raise NotImplementedError(f"norm_type is {norm_type}; zeropp clips by the Euclidean norm, 2.0")
         norm: Tensor = optimizer.clip_grad_norm_(max_norm, now=True)
@@ -160,6 +164,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
 
     def _engine_of(self, optimizer: Any) -> Engine:
         for engine in self._engines:
+            # Fabric has taken its own wrapper off by now.
             if engine.optimizer is optimizer:
                 return engine
         raise ValueError(f"this {type(optimizer).__name__} was not set up with its model by fabric.setup()")
@@ -193,6 +198,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
             TypeError: with ``storage_options`` or ``filter``; ValueError: there is no model, or another one.
         """
         for name, given in (("storage_options", storage_options), ("filter", filter)):
+            # Not in silence: what a filter was to leave out would be in the files.
             if given:
                 raise TypeError(f"{name} is not in zeropp, where ranks write parts of a folder; leave it out")
         engine = _only_engine(state)
@@ -215,6 +221,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
             CheckpointError: it does not fit; ValueError: there is no model in ``state``, or another one; KeyError.
         """
         path = local_folder(self.broadcast(path))
+        # A bare object is Fabric's load_raw, which is of single files.
         if isinstance(state, (nn.Module, Optimizer)) or (self._given["load_full_weights"] and path.is_file()):
             found: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only is not False)
             return found
@@ -231,6 +238,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         for key in asked:
             if key not in rest:
                 continue
+            # Into the caller's own object, where it has a state, as a sampler or a loader has.
             if hasattr(state[key], "load_state_dict"):
                 state[key].load_state_dict(rest.pop(key))
             else:

@@ -36,6 +36,7 @@ def claim(model: nn.Module, owner: Owner) -> None:
     """Let ``owner`` be the one who wraps a model next; whoever has had it lets go of it."""
     former = _owner(model)
     for each in (former, owner):
+        # One optimizer at a time: zeropp refuses a second one while the first lives.
         if each is not None:
             each.release()
     _owners[model] = weakref.ref(owner)
@@ -55,6 +56,7 @@ def core_of(model: nn.Module) -> Core | None:
 
 def current_engine(model: nn.Module) -> Engine | None:
     """The engine by which a model is partitioned, whichever strategy made it; None if it has none in use."""
+    # A model that was wrapped by hand meanwhile has an engine that no strategy knows.
     owner = _owner(model)
     engine = None if owner is None else owner.engine
     return None if engine is None or engine.module is not model or engine.core.closed else engine

@@ -28,6 +28,7 @@ class Packages:
         Raises:
             ImportError: one is not installed.
         """
+        # Both: a Trainer's strategies raise Fabric's errors.
         return cls(importlib.import_module(pytorch), importlib.import_module(fabric))
 
     def find(self, half: str, name: str) -> Any:

@@ -68,12 +68,14 @@ class _Parts(_Base):
         return self._convert(data, self._dtype)
 
     def _convert(self, data: Any, dtype: torch.dtype) -> Any:
+        # Through whatever a batch is made of: dicts, lists, named tuples.
         apply = self.packages.find("fabric", "utilities.apply_func.apply_to_collection")
         return apply(data, Tensor, lambda each: each.to(dtype) if each.is_floating_point() else each)
 
     @contextlib.contextmanager
     def tensor_init_context(self) -> Iterator[None]:
         """Tensors that are made inside have the model's dtype, with true precision."""
+        # Not by Lightning's own context, whose name is private.
         before = torch.get_default_dtype()
         if self.precision.endswith("-true"):
             torch.set_default_dtype(self._dtype)
@@ -96,21 +98,10 @@ class TrainerPrecisionParts(_Parts):
         model.backward(_engine(model).scale(tensor, scale_wrt_gas=False), *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the micro-batch that ends a window, clip, and step.
-
-        Raises:
-            MisconfigurationException: ``training_step`` gave no loss, or the optimizer evaluates a closure often.
-        """
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise self.packages.misuse("LBFGS needs whole parameters, and a rank has parts of them; use AdamW")
+        """Run the micro-batch that ends a window, clip, and step."""
+        # Not handed to the step, which asks ranks for their agreement first.
         result = closure()
         self._after_closure(model, optimizer)
-        # On a rank alone it would leave the others waiting for its gradients.
-        if model.automatic_optimization and result is None:
-            raise self.packages.misuse(
-                "training_step returned None, which skips a backward that other ranks run; return a loss on every "
-                "rank, times 0 where it is not to count"
-            )
         _engine(model).step(**kwargs)
         return result
 
@@ -127,7 +118,9 @@ class TrainerPrecisionParts(_Parts):
             raise self.packages.misuse(
                 f"gradient_clip_algorithm is {str(gradient_clip_algorithm)!r}; zeropp clips by norm, 'norm'"
             )
+        # A user's hook hands over Lightning's wrapper around the optimizer.
         wrapped = getattr(optimizer, "_optimizer", optimizer)
+        # The step does it by itself then, in the same pass over the gradients.
         if wrapped.config.gradient_clipping != clip_val:
             wrapped.clip_grad_norm_(clip_val, now=True)
 
@@ -137,6 +130,7 @@ class FabricPrecisionParts(_Parts):
 
     def convert_output(self, data: Any) -> Any:
         """What the model gave, floating tensors in torch's default dtype."""
+        # Losses and metrics of Fabric's loops are computed outside of the model.
         return self._convert(data, torch.get_default_dtype())
 
     def backward(self, tensor: Tensor, model: Engine, *args: Any, **kwargs: Any) -> None:

@@ -71,6 +71,7 @@ def local_folder(path: Any) -> Path:
     Raises:
         CheckpointError: it is a URL.
     """
+    # As a path it would become a directory named "s3:" below this one.
     if "://" in str(path):
         raise CheckpointError(f"{str(path)!r} is a URL; give a directory that all ranks see, for their parts")
     return Path(path)
@@ -82,6 +83,7 @@ def require_folder(path: Path) -> None:
     Raises:
         CheckpointError: it is a file, or nothing.
     """
+    # Asked first: what is given most often by mistake is a file of another strategy.
     if path.is_file():
         raise CheckpointError(
             f"{str(path)!r} is a single file; give the strategy load_full_weights=True to load its weights, or the "

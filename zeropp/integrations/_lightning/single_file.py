@@ -43,9 +43,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     root = Path(checkpoint_dir).absolute()
     if tag is None:
         require_folder(root)
+        # The name is in a file, since other programs' folders have several checkpoints.
         tag = (root / "latest").read_text().strip()
     found: dict[str, Any] = {}
     folder = root / tag
+    # Of DeepSpeed's, whose files would have to be unpickled, no more than tensors are read.
     if (folder / METADATA).is_file():
         source = Source(folder, Metadata.read(folder), "all")
         extra = decode(source.metadata.values.get("extra", {}), source.tensor)

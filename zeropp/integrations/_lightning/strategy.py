@@ -65,6 +65,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         self.accelerator.setup(trainer)
         model = self.lightning_module
         fitting = trainer.state.fn == "fit"
+        # Before anything is cut: it puts other modules in the place of batch norms.
         if fitting and self._layer_sync is not None:
             model = self._layer_sync.apply(model)
         self.precision_plugin.convert_module(model)
@@ -114,6 +115,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     def _wrap_to_evaluate(self, model: Any) -> None:
         claim(model, self)
+        # They are frozen as long as nobody trains; teardown gives it back.
         trained = tuple(each for each in model.parameters() if each.requires_grad)
         self.own_engine = initialize({"device_rank": self._device_rank}, model=model, config=self._config())[0]
         self._trained = trained
@@ -130,6 +132,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         engine = self.engine
         assert engine is not None  # of setup
         if engine.train_micro_batch_size_per_gpu() is None:
+            # Not asked for earlier, as DeepSpeed's does: that would build the user's loader twice.
             sampler = getattr(self.lightning_module.trainer.train_dataloader, "batch_sampler", None)
             size = getattr(sampler, "batch_size", None)
             engine.set_train_micro_batch_size(size if isinstance(size, int) else 1)
@@ -186,6 +189,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
             raise TypeError("storage_options are not used: ranks write parts of a folder, without a CheckpointIO")
         engine = self.engine
         assert engine is not None  # Lightning has asked for a model
+        # What ranks write by themselves, of which there are empty places here.
         rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
         engine.save_checkpoint(
             local_folder(self.broadcast(filepath)), TAG, pack(rest), in_window=True,
@@ -232,6 +236,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
 
     def teardown(self) -> None:
         """Leave the model as it is, partitioned, with its engine: it may be saved, tested and fitted again."""
+        # Not moved to the CPU, as Lightning does: partitions stay where they are.
         self.model = None
         for parameter in self._trained:
             parameter.requires_grad_(True)

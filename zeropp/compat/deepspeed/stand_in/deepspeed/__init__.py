@@ -75,6 +75,7 @@ __all__ = [
 ]
 
 __version__ = VERSION
+__git_hash__, __git_branch__ = git_hash, git_branch
 # Scripts compare these as numbers.
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in VERSION.split("."))
 
