@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import zeropp
-from zeropp.access import attributes
 from zeropp.compat.deepspeed.place import STAND_IN
 from zeropp.compat.deepspeed.refusals import MODULES
 from zeropp.config import Config
@@ -23,6 +22,7 @@ from zeropp.config.describe import blocks, nested_block
 from zeropp.config.support import SUPPORT, Kind
 from zeropp.config.zero import ZeroConfig
 from zeropp.engine.hooks import EXTERNAL_AS
+from zeropp.params import carried
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "migrating.md"
@@ -189,7 +189,7 @@ def test_no_other_calls_are_named() -> None:
 
 ENGINE = inspect.getsource(zeropp.training.Engine)
 WRAPPING = (ROOT / "zeropp" / "training" / "initialize.py").read_text()
-CARRIED = inspect.getsource(attributes)
+CARRIED = inspect.getsource(carried)
 OWNERS = {
     "engine": lambda name: hasattr(zeropp.training.Engine, name) or re.search(rf"self\.{name}\b", ENGINE),
     "optimizer": lambda name: hasattr(zeropp.ZeroOptimizer, name) or re.search(rf"\.{name} = ", WRAPPING),
