@@ -185,6 +185,7 @@ else:
         ("memory_breakdown", bool, False, "Reports memory use."),
         ("dump_state", bool, False, "Prints the configuration and the engine's state at the start."),
         ("log_level", str | None, None, "Level of the library's log messages."),
+        ("disable_python_gc", bool, False, "Collects Python's garbage at chosen times alone."),
     )  # fmt: skip
 
     LaterTop = _block(

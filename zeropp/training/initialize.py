@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -80,11 +80,11 @@ def initialize(
     loaded, given = _read_config(_chosen_config(args, config, config_params))
     # Before anything is asked of ranks; a wrong file is an error without them.
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    local_rank = _align_local_rank(args)
     group = _group(mpu)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
     wrapped, core = _wrap(loaded, model, inner, group, args)
     scheduler = _make_scheduler(loaded, wrapped, lr_scheduler)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     engine = Engine(model, wrapped, scheduler, loaded, given, core=core, local_rank=local_rank, collate_fn=collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -136,6 +136,28 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     if len(found) > 1:
         raise ConfigError(f"initialize() got a configuration as {' and as '.join(found)}; give one of them")
     return next(iter(found.values()))
+
+
+def _align_local_rank(args: Any) -> int:
+    """This process's number on its node, which ``args`` has afterwards, too.
+
+    Raises:
+        ValueError: ``args`` has another one than the launcher's variable.
+    """
+    given = _argument(args, "local_rank")
+    known = os.environ.get("LOCAL_RANK")
+    if known is None:
+        return given if isinstance(given, int) and given >= 0 else 0
+    if isinstance(given, int) and given >= 0 and given != int(known):
+        raise ValueError(
+            f"args.local_rank is {given}, and LOCAL_RANK in the environment {known}; leave one of them out"
+        )
+    # Scripts ask it for the first rank of a node, and torchrun passes no such argument.
+    if isinstance(args, MutableMapping) and "local_rank" in args:
+        args["local_rank"] = int(known)
+    elif hasattr(args, "local_rank"):
+        args.local_rank = int(known)
+    return int(known)
 
 
 def _argument(args: Any, name: str) -> Any:
