@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests.distributed.deepspeed_files import write_deepspeed
 from tests.distributed.harness import run_ranks
 from zeropp.integrations._lightning.classes import NAMES
 
@@ -109,6 +112,38 @@ def test_the_other_package() -> None:
     """In float32, in which the order of additions differs: 1e-5, of weights of about 1."""
     for distance, place, _ in run_ranks(2, in_the_other_package, env=LAUNCHED, timeout=100):
         assert distance < 1e-5 and place == "zeropp.integrations.pytorch_lightning"
+
+
+def written_by_deepspeed(folder: Path) -> dict[str, torch.Tensor]:
+    """Weights of a plain module that has been trained, as DeepSpeed's strategy would save them."""
+    from tests.distributed import lightning_cases as cases
+
+    module = cases.plain(1)
+    write_deepspeed(folder / "theirs.ckpt", module, module.trainer.optimizers[0], 3, 3, tag="checkpoint")
+    return module.state_dict()
+
+
+def read_by_us(folder: Path, wanted: dict[str, torch.Tensor]) -> tuple[float, int, int, int]:
+    """How far weights are, also of a file; steps of the Trainer and of the optimizer's states; a file's epoch."""
+    from tests.distributed import lightning_cases as cases
+    from zeropp.integrations.lightning import convert_zero_checkpoint_to_fp32_state_dict
+
+    with pytest.warns(UserWarning, match="position begins anew") if dist.get_rank() == 0 else nullcontext():
+        run, module = cases.trained(cases.strategy(stage=2), path=folder / "theirs.ckpt", max_epochs=0)
+    steps = {int(state["step"]) for state in run.strategy.engine.optimizer.state.values()}
+    file = folder / f"{run.global_rank}.ckpt"
+    made = convert_zero_checkpoint_to_fp32_state_dict(folder / "theirs.ckpt", file)
+    gap = max(float((made["state_dict"][name] - value).abs().max()) for name, value in wanted.items())
+    again = cases.Remembers.load_from_checkpoint(file)
+    gap = max(gap, float((again.net[1].weight - wanted["net.1.weight"]).abs().max()))
+    return max(gap, cases.distance(module, wanted)), run.global_step, max(steps), made["epoch"]
+
+
+def test_a_folder_of_deepspeed_s_strategy(tmp_path: Path) -> None:
+    (wanted,) = run_ranks(1, written_by_deepspeed, tmp_path, timeout=100)
+    for found in run_ranks(2, read_by_us, tmp_path, wanted, env=LAUNCHED, timeout=100):
+        # Ten batches of two on one rank in each of two epochs; Lightning's own position is not read.
+        assert found == (0.0, 0, 10, 0)
 
 
 def test_importing_zeropp_imports_no_trainer() -> None:
