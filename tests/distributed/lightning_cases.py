@@ -137,19 +137,25 @@ def trained(chosen: Any, module: Module | None = None, path: Any = None, **more:
     return run, module
 
 
-def built_late(stage: int) -> tuple[int | None, float]:
-    """Elements that this rank has of a weight when a model is built, before it is wrapped; the sum of trained ones."""
-    chosen, rows = strategy(stage=stage), []
+def built_late(stage: int, folder: Any = None, **given: Any) -> tuple[int | None, float, int]:
+    """What becomes of a model that is built in ``configure_model``.
+
+    Returns:
+        Elements that this rank has of a weight before the model is wrapped; the sum of trained weights; files in a
+        folder before it is.
+    """
+    chosen, rows, files = strategy(stage=stage, **given), [], []
     setup = chosen.setup
 
     def look(run: Any) -> None:
         piece = piece_of(run.lightning_module.wide.weight)
         rows.append(None if piece is None or piece.row is None else piece.row.numel())
+        files.append(0 if folder is None else sum(each.is_file() for each in folder.rglob("*")))
         setup(run)
 
     chosen.setup = look
     module = trained(chosen, built(Wide, late=True), max_epochs=1)[1]
-    return rows[0], sum(float(value.double().sum()) for value in zeropp.full_state(module).values())
+    return rows[0], sum(float(value.double().sum()) for value in zeropp.full_state(module).values()), files[0]
 
 
 def distance(module: nn.Module, wanted: dict[str, Tensor]) -> float:

@@ -17,10 +17,13 @@ from torch import Tensor
 from zeropp.checkpoint import CheckpointError
 from zeropp.checkpoint.values import encode
 
-__all__ = ["TAG", "local_folder", "pack", "require_folder", "unpack"]
+__all__ = ["FOREIGN", "TAG", "local_folder", "pack", "require_folder", "unpack"]
 
 TAG = "checkpoint"
 """Name of the checkpoint inside the folder that Lightning names; the one that its DeepSpeedStrategy uses."""
+
+FOREIGN: dict[str, Any] = {"pytorch-lightning_version": "2.0.0", "epoch": 0, "global_step": 0, "lr_schedulers": []}
+"""The least that a Trainer wants of a checkpoint, for folders of which tensors alone are read."""
 
 _VALUES, _PICKLED = "lightning", "lightning_pickled"
 

@@ -12,7 +12,7 @@ from zeropp.checkpoint.metadata import METADATA, Metadata
 from zeropp.checkpoint.source import Source
 from zeropp.checkpoint.values import decode
 from zeropp.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from zeropp.integrations._lightning.saving import require_folder, unpack
+from zeropp.integrations._lightning.saving import FOREIGN, require_folder, unpack
 
 __all__ = ["convert_zero_checkpoint_to_fp32_state_dict"]
 
@@ -45,7 +45,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         require_folder(root)
         # The name is in a file, since other programs' folders have several checkpoints.
         tag = (root / "latest").read_text().strip()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = dict(FOREIGN)
     folder = root / tag
     # Of DeepSpeed's, whose files would have to be unpickled, no more than tensors are read.
     if (folder / METADATA).is_file():

@@ -13,7 +13,7 @@ from zeropp.integrations._lightning.arguments import TrainerArguments
 from zeropp.integrations._lightning.common import StrategyParts
 from zeropp.integrations._lightning.configuration import for_inference, for_training, with_precision
 from zeropp.integrations._lightning.owners import claim, current_engine
-from zeropp.integrations._lightning.saving import TAG, local_folder, pack, require_folder, unpack
+from zeropp.integrations._lightning.saving import FOREIGN, TAG, local_folder, pack, require_folder, unpack
 from zeropp.training import Engine, initialize
 
 __all__ = ["TrainerStrategyParts"]
@@ -221,7 +221,11 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
             path, load_module_strict=model.strict_loading, load_lr_scheduler_states=False,
             load_optimizer_states=model.trainer.state.fn == "fit",
         )  # fmt: skip
-        return unpack(state or {}, weights_only)
+        found = unpack(state or {}, weights_only)
+        if not found:
+            warn = self.packages.find("fabric", "utilities.rank_zero.rank_zero_warn")
+            warn(f"{str(path)!r} gave weights and states of the optimizer; the Trainer's own position begins anew")
+        return found or dict(FOREIGN)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load whole weights of a single file; those of a folder have been loaded."""
