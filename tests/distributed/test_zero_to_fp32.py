@@ -100,7 +100,9 @@ def test_a_series_of_zeropp_and_what_was_trained(tmp_path: Path) -> None:
 
 
 def engine_saved(path: Path) -> dict[str, Tensor]:
-    engine, *_ = zeropp.initialize(model=Model(), config={"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD"}})
+    engine, *_ = zeropp.initialize(
+        model=Model(), config={"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD"}}
+    )
     engine.save_checkpoint(path, tag="first")
     engine.save_checkpoint(path, tag="second")
     return zeropp.full_state(engine.module)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeropp import checkpoint
 from zeropp.access.state import engine_of
+from zeropp.checkpoint.deepspeed_values import RunValues, read_run_values
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
@@ -139,7 +140,7 @@ class Saving:
         # What has no metadata of ours is another program's, or nothing; the error names which.
         if not (path / METADATA).is_file():
             checkpoint.load_foreign(path, self.module, optimizer, strict=load_module_strict)
-            return str(path), {}
+            return str(path), self._take_run_values(path, not load_module_only, load_lr_scheduler_states)
         extra = {}
         if load_lr_scheduler_states and not load_module_only and hasattr(self.lr_scheduler, "load_state_dict"):
             extra["lr_scheduler"] = self.lr_scheduler
@@ -150,6 +151,29 @@ class Saving:
             for name, count in found.extra.get("engine", {}).items():
                 setattr(self, name, count)
         return str(path), dict(found.extra.get("client_state", {}))
+
+    def _take_run_values(self, path: Path, counts: bool, schedule: bool) -> dict[str, Any]:
+        """Go on where a run of DeepSpeed's has stopped; returns its ``client_state``."""
+        engine = engine_of(self.module)
+        # The first rank's: others may see the files later, and all are to count alike.
+        own: RunValues | CheckpointError | None = None
+        try:
+            own = read_run_values(path) if path.is_dir() and engine.comm.rank == 0 else None
+        except CheckpointError as error:
+            # Told to the others, who would wait for what does not come.
+            own = error
+        found = engine.agreement.exchange_objects(own, "reading the counters of a checkpoint")[0]
+        if isinstance(found, CheckpointError):
+            raise found
+        if found is None:
+            return {}
+        for name, count in found.counts.items() if counts else ():
+            setattr(self, name, count)
+        if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(found.lr_scheduler)
+        if found.left_out:
+            notify(f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}")
+        return dict(found.client)
 
     def save_16bit_model(
         self,
