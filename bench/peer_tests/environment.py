@@ -87,7 +87,9 @@ class Environment:
         return found
 
 
-def run_file(environment: Environment, tests: Path, file: str, folder: Path) -> dict[str, Outcome]:
+def run_file(
+    environment: Environment, tests: Path, file: str, folder: Path, wanted: Path | None = None
+) -> dict[str, Outcome]:
     """Test id -> outcome, of one file.
 
     A test that hangs ends pytest, which is then started for the others: where a rank fails by what is no Exception to
@@ -98,6 +100,7 @@ def run_file(environment: Environment, tests: Path, file: str, folder: Path) -> 
         tests: the copied folder ``tests``.
         file: below it.
         folder: for records and logs.
+        wanted: a JSON list of the tests to run; None for all.
     """
     name = f"{environment.name}-{file.replace('/', '.')}"
     record = folder / f"{name}.jsonl"
@@ -105,6 +108,8 @@ def run_file(environment: Environment, tests: Path, file: str, folder: Path) -> 
     options = ("-q", "-p", "peer_record", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
     command = environment.command("-m", "pytest", file, *options)
     variables = environment.variables() | {"PEER_RECORD": str(record)}
+    if wanted is not None:
+        variables["PEER_WANTED"] = str(wanted)
     hung, before = 0, -1
     while hung > before:
         with (folder / f"{name}.log").open("a") as log:

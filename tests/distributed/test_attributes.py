@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
+from tests.distributed.built import limits
 from tests.distributed.harness import run_ranks
 from tests.distributed.lent import PLACED, Stack, data, lent
 from tests.distributed.shapes import make_config, worst
@@ -143,3 +144,54 @@ def closed() -> list[bool]:
 
 def test_closing_takes_them_off_modules() -> None:
     assert not any(run_ranks(1, closed)[0])
+
+
+class Built(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.lin = nn.Embedding(30, 10), nn.Linear(10, 7)
+
+
+def built(stage: int, small: int) -> dict[str, Any]:
+    """What a script finds between ``zero.Init`` and wrapping, and what of it is the same, or there, after it."""
+    torch.manual_seed(dist.get_rank())
+    with limits(small, small), zeropp.zero.Init():
+        model = Built()
+    torch.manual_seed(0)
+    plain = Built()
+    named = list(model.named_parameters())
+    assert all(hasattr(p, "ds_id") and p.ds_shape == p.shape and p.ds_numel == p.numel() for _, p in named)
+    statuses = {parameter.ds_status.name for _, parameter in named}
+    parts = {}
+    for name, parameter in named:
+        part = parameter.ds_tensor
+        assert part.data.numel() == part.ds_numel == parameter.partition_numel() and part.dtype == torch.float32
+        part.data = part.data.clone()
+        with pytest.raises(RuntimeError, match="other values than it has"):
+            part.data = part.data + 1
+        parts[name] = part.data.clone()
+    with GatheredParameters(model.parameters()):
+        assert {parameter.ds_status.name for _, parameter in named} == {"AVAILABLE"}
+    found = {name: whole_of(parameter) for name, parameter in named}
+    numbers = [parameter.ds_id for _, parameter in named]
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeropp.ZeroOptimizer(inner, model, make_config(stage=stage))
+    return {
+        "far": worst(found, dict(plain.state_dict())),
+        "statuses": statuses,
+        "parts": parts,
+        "left": [name for name in vars(model.lin.weight) if name.startswith("ds_")],
+        "kept": stage < 3 or numbers == [parameter.ds_id for parameter in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize(("stage", "small"), [(3, 0), (3, 1 << 16), (1, 0)])
+def test_what_is_built_in_pieces_carries_them_before_it_is_wrapped(stage: int, small: int) -> None:
+    torch.manual_seed(0)
+    first, second = run_ranks(2, built, stage, small)
+    for found in (first, second):
+        # Small ones stay whole.
+        assert found["far"] == 0 and found["kept"] and found["statuses"] == {"AVAILABLE" if small else "NOT_AVAILABLE"}
+        assert bool(found["left"]) == (stage == 3)
+    for name, value in Built().state_dict().items():
+        assert torch.equal(torch.cat([first["parts"][name], second["parts"][name]]), value.flatten())

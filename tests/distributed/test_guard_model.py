@@ -46,6 +46,14 @@ def described(p: nn.Parameter) -> dict[str, object]:
         "layout": p.layout,
         "dim": (p.dim(), p.ndim, p.ndimension()),
         "stride": p.stride(),
+        "alike": [
+            (each.shape, each.stride(), each.dtype, each.device) for each in (torch.empty_like(p), torch.rand_like(p))
+        ],
+        "filled alike": [
+            torch.full_like(p, 2, dtype=torch.int8).sum(),
+            torch.zeros_like(p).sum(),
+            torch.ones_like(p).sum(),
+        ],
         "len": len(p),
         "requires_grad": p.requires_grad,
         "is_leaf": p.is_leaf,

@@ -1,4 +1,4 @@
-"""More of what projects do with ``deepspeed``'s names, besides training to the same weights (`test_stand_in_replays`)."""
+"""More of what projects do with ``deepspeed``'s names (`test_stand_in_replays`): calls besides training."""
 
 from __future__ import annotations
 
@@ -73,6 +73,8 @@ def transformers_loads_under_init() -> float:
                 dist.broadcast(value, src=0)
                 buffer.copy_(value)
         assert model.lin.weight.numel() == 120_000, "logical sizes, whatever a rank has"
+        # Accelerate, LLaMA-Factory and axolotl name experts here, when the model is in pieces already.
+        assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == [model.lin]
         engine, *_ = deepspeed.initialize(model=model, config=config)
         return distance(zeropp.full_state(engine.module), saved)
 
@@ -203,6 +205,12 @@ def refused_by_name() -> list[str]:
                 said.append(str(error))
         assert not isinstance(Net(), deepspeed.PipelineModule)
         assert not hasattr(deepspeed.utils.groups, "_get_sequence_parallel_group")
+        # As attributes, too: what is there without an import of its own, and what is not, with the reason.
+        assert deepspeed.runtime.utils.see_memory_usage and deepspeed.comm.comm is deepspeed.comm
+        try:
+            deepspeed.monitor  # noqa: B018
+        except AttributeError as error:
+            said.append(str(error))
         assert deepspeed.utils.groups._get_data_parallel_world_size() == 2
         return said
 
@@ -221,7 +229,7 @@ def test_others_end_as_they_should(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused_with_a_reason() -> None:
     for said in run_ranks(2, refused_by_name):
-        assert len(said) == 10 and all("zeropp" in each for each in said)
+        assert len(said) == 11 and all("zeropp" in each for each in said)
         assert "Ulysses" in said[0] and "checkpoints" in said[1] and "mixtures" in said[2] and "pipelines" in said[4]
         assert "no script" in said[5] and "tp_model_init" in said[6]
 

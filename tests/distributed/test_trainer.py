@@ -27,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 EXACT = 2e-6  # float32, relative: sums over ranks are in another order
 
 
-def both(folder: Path, kinds: list[str]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def both(folder: Path, kinds: list[str], job: str = "trainer_job") -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What one process found, and each of two ranks."""
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "HF_HUB_OFFLINE": "1"}
-    job = ["-m", "tests.distributed.trainer_job", str(folder), *kinds]
-    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *job]
-    commands = [[sys.executable, *job], [sys.executable, "-m", "zeropp.compat.deepspeed", sys.executable, *ranks]]
+    module = ["-m", f"tests.distributed.{job}", str(folder), *kinds]
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *module]
+    commands = [[sys.executable, *module], [sys.executable, "-m", "zeropp.compat.deepspeed", sys.executable, *ranks]]
     logs = [(folder / name).open("w+") for name in ("plain.log", "ranks.log")]
     running = [
         subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
@@ -111,3 +111,14 @@ def test_bfloat16(tmp_path: Path) -> None:
     plain, ranks = both(tmp_path, ["encoder:bf16", "vision:bf16"])
     for kind, wanted in plain.items():
         assert ranks[0][kind]["loss"] == pytest.approx(wanted["loss"], rel=0.02)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_trl(tmp_path: Path) -> None:
+    """TRL's own trainers, where it is installed: it is none of the packages that the tests set up."""
+    pytest.importorskip("trl", reason="trl is not installed")
+    plain, ranks = both(tmp_path, [], job="trl_job")
+    for kind in ("sft", "dpo"):
+        assert ranks[0][kind] == pytest.approx(plain[kind], rel=2e-4) and plain[kind][-1] < plain[kind][0]
+    assert len(ranks[0]["grpo"]) == 6 and all(0 < reward <= 1 for reward in ranks[0]["grpo"])

@@ -88,12 +88,15 @@ def given_otherwise(how: str, folder: Path) -> list[float]:
         if dist.get_rank() == 0:
             path.write_text(json.dumps(config))
         dist.barrier()
-        given = {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=0)}
+        given = {"args": argparse.Namespace(deepspeed_config=str(path), local_rank=-1)}
     elif how == "base64 in a dict":
         given = {"args": {"deepspeed_config": base64.urlsafe_b64encode(json.dumps(config).encode()).decode()}}
     else:
         given = {"config_params": config, "model_parameters": model.parameters()}
     engine, _, _, scheduler = zeropp.initialize(model=model, **given)
+    if how == "path in args":
+        # Scripts ask it for the first rank of a node, and torchrun passes none.
+        assert given["args"].local_rank == engine.local_rank == dist.get_rank()
     assert engine.config["zero_optimization"]["stage"] == 3 and type(engine.config) is dict
     assert scheduler is engine.lr_scheduler is not None
     # One without parameters, as libraries make them, is no harm.

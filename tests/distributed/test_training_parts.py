@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import zeropp
 from tests.distributed.engines import batch, model_of, settings, train
@@ -49,6 +49,34 @@ def test_data_are_dealt_out(drop_last: bool) -> None:
 def test_an_empty_loader_does_not_repeat_for_ever() -> None:
     with pytest.raises(RuntimeError, match="the loader gives nothing"):
         next(RepeatingLoader([]))
+
+
+class Counted(Sampler[int]):
+    """One sample, which is the number of the epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.epoch
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_epochs_go_on_from_where_a_sampler_is() -> None:
+    """A run that is resumed has set it; so has one whose sampler is behind a sampler of batches."""
+    data, sampler = TensorDataset(torch.arange(20)), Counted(5)
+    for loader in (
+        DataLoader(data, 1, sampler=sampler),
+        DataLoader(data, batch_sampler=BatchSampler(sampler, 1, False)),
+    ):
+        sampler.set_epoch(5)
+        repeating = RepeatingLoader(loader)
+        assert [int(next(repeating)[0]) for _ in range(3)] == [5, 6, 7]
 
 
 def inferred(zero: dict[str, Any], path: str) -> tuple[float, list[str]]:

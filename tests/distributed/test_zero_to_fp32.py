@@ -12,11 +12,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+import zeropp
 from tests.distributed.checkpoints import saves, wrap
 from tests.distributed.deepspeed_files import write_deepspeed
 from tests.distributed.foreign_jobs import Other, other, plain
 from tests.distributed.harness import run_ranks
 from tests.distributed.quantized import Model
+from tests.distributed.stand_in import standing_in
 from zeropp import checkpoint
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.zero_to_fp32 import (
@@ -95,6 +97,25 @@ def test_a_series_of_zeropp_and_what_was_trained(tmp_path: Path) -> None:
     assert changed <= trained.keys() < newest.keys()
     with pytest.raises(ValueError, match=r"load into it with zeropp\.checkpoint\.load"):
         load_state_dict_from_zero_checkpoint(model, tmp_path)
+
+
+def engine_saved(path: Path) -> dict[str, Tensor]:
+    engine, *_ = zeropp.initialize(
+        model=Model(), config={"zero_optimization": {"stage": 3}, "optimizer": {"type": "SGD"}}
+    )
+    engine.save_checkpoint(path, tag="first")
+    engine.save_checkpoint(path, tag="second")
+    return zeropp.full_state(engine.module)
+
+
+def test_what_a_training_engine_names_its_latest(tmp_path: Path) -> None:
+    """Also by the command of DeepSpeed's name."""
+    state = run_ranks(2, engine_saved, tmp_path)[0]
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+    with standing_in() as deepspeed:
+        deepspeed.utils.zero_to_fp32.main([str(tmp_path), str(tmp_path / "out"), "--safe_serialization", "-t", "first"])
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
 
 
 def test_names_and_defaults_are_deepspeed_s() -> None:

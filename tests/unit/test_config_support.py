@@ -22,7 +22,7 @@ FIELDS = [(path, model, name) for path, model in blocks(Config) for name in mode
 LIMITED = [
     (path, model, name)
     for path, model, name in FIELDS
-    if SUPPORT[model][name].kind is Kind.LIMITED and name not in ("elastic_checkpoint", "legacy_stage1")
+    if SUPPORT[model][name].kind is Kind.LIMITED and name != "legacy_stage1"
 ]
 
 

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 import zeropp
-from zeropp.access import attributes
 from zeropp.compat.deepspeed.place import STAND_IN
 from zeropp.compat.deepspeed.refusals import MODULES
 from zeropp.config import Config
 from zeropp.config.base import spellings
 from zeropp.config.describe import blocks, nested_block
 from zeropp.config.support import SUPPORT, Kind
+from zeropp.config.zero import ZeroConfig
+from zeropp.engine.hooks import EXTERNAL_AS
+from zeropp.params import carried
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "migrating.md"
@@ -27,7 +31,7 @@ ACTS = {"same", "better", "differs"}
 # What a key's verdict on the page may be, by what becomes of it. `initialize` makes what the wrapper has to refuse.
 FITTING = {
     Kind.EFFECT: ACTS, Kind.NEEDLESS: {"nothing to do"}, Kind.UNREAD: {"no effect"},
-    Kind.LIMITED: {"refused"}, Kind.GOVERNED: {"refused"}, Kind.BLOCK: ACTS,
+    Kind.LIMITED: {"refused"}, Kind.GOVERNED: {"refused"}, Kind.OFF: {"refused"}, Kind.BLOCK: ACTS,
 }  # fmt: skip
 MADE = {"optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params"}
 # Packages by the names under which scripts reach them.
@@ -59,16 +63,22 @@ def half(which: int) -> list[tuple[str, str, list[str]]]:
 
 
 def fields() -> Iterator[tuple[str, list[str], Kind]]:
-    """(block, spellings, kind) of each field; what is below `zero_optimization` is named as if it were at the top."""
+    """(block, spellings, kind) of each field that is no block."""
     for path, model in blocks(Config):
-        where = ".".join(part for part in path if part != "zero_optimization")
+        where = ".".join(path)
         for name, field in model.model_fields.items():
             if nested_block(field) is None:
                 yield where, spellings(name, field), SUPPORT[model][name].kind
 
 
 def keys() -> dict[str, str]:
-    return {name: verdict for _, verdict, names in half(1) for name in names}
+    """Keys on the page, spelt out -> verdicts. Two sections leave `zero_optimization` out."""
+    below = {"zero_optimization": "", "Offload": "offload_"}
+    return {
+        f"zero_optimization.{name}" if name.startswith(below.get(section, " ")) else name: verdict
+        for section, verdict, names in half(1)
+        for name in names
+    }
 
 
 def test_every_key_is_named_with_what_becomes_of_it() -> None:
@@ -84,32 +94,34 @@ def test_every_key_is_named_with_what_becomes_of_it() -> None:
 
 def test_no_other_keys_are_named() -> None:
     there = {f"{block}.{name}" if block else name for block, names, _ in fields() for name in names}
-    there |= {f"{block}.*" for block, _, _ in fields()} | {key for model in SUPPORT for key in model.retired}
-    there |= {"zero_optimization"}
+    there |= {f"{block}.*" for block, _, _ in fields()} | {"zero_optimization"}
+    there |= {f"zero_optimization.{key}" for key in ZeroConfig.retired}
     assert sorted(keys().keys() - there) == []
 
 
-# The stand-in's modules are read, and not imported: here DeepSpeed itself may be installed.
+# Modules of the stand-in and of other people's trainers are read, and not imported: DeepSpeed itself may be installed.
+STAND_IN_ROOT, INTEGRATIONS = Path(STAND_IN, "deepspeed"), ROOT / "zeropp" / "integrations"
 
 
-def tree_of(module: str) -> ast.Module | None:
-    base = Path(STAND_IN, "deepspeed", *module.split(".")) if module else Path(STAND_IN, "deepspeed")
+def file_of(folder: Path, module: str) -> Path | None:
+    base = folder.joinpath(*module.split(".")) if module else folder
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
-    return ast.parse(path.read_text()) if path.is_file() else None
+    return path if path.is_file() else None
 
 
-def defined(module: str) -> dict[str, ast.AST]:
-    """What a module has at its top: names, and what made them."""
+@cache
+def defined(module: str, folder: Path = STAND_IN_ROOT) -> dict[str, ast.AST]:
+    """What a module has at its top: names, and what made them; nothing of one that is not there."""
     found: dict[str, ast.AST] = {}
-    tree = tree_of(module)
-    for node in [] if tree is None else tree.body:
+    path = file_of(folder, module)
+    for node in [] if path is None else ast.parse(path.read_text()).body:
         if isinstance(node, ast.ImportFrom | ast.Import):
             found |= {(alias.asname or alias.name): node for alias in node.names}
         elif isinstance(node, ast.ClassDef | ast.FunctionDef):
             found[node.name] = node
-        elif isinstance(node, ast.Assign):
-            for target in node.targets:
-                found |= {each.id: node for each in ast.walk(target) if isinstance(each, ast.Name)}
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {each.id: node for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
     return found
 
 
@@ -120,21 +132,26 @@ def full_name(name: str) -> str:
 
 def is_there(name: str) -> bool:
     module, _, last = full_name(name).rpartition(".")
-    return tree_of(full_name(name)) is not None or last in defined(module)
+    return file_of(STAND_IN_ROOT, full_name(name)) is not None or last in defined(module)
 
 
 def is_refused(name: str) -> bool:
-    if any(f"deepspeed.{full_name(name)}.".startswith(f"{module}.") for module in MODULES):
+    """By the import of its module, or of one above it; or as a class in its place."""
+    full = full_name(name)
+    if f"deepspeed.{full}" in MODULES:
         return True
-    module, _, last = full_name(name).rpartition(".")
+    if not is_there(full):
+        return any(f"deepspeed.{full}.".startswith(f"{module}.") for module in MODULES)
+    module, _, last = full.rpartition(".")
     made = defined(module).get(last)
+    if isinstance(made, ast.ImportFrom) and made.level == 1 and made.module:
+        return is_refused(f"{module}.{made.module}.{last}".lstrip("."))
     return made is not None and "refused(" in ast.unparse(made)
 
 
 def public() -> Iterator[str]:
-    folder = Path(STAND_IN, "deepspeed")
-    for path in sorted(folder.rglob("*.py")):
-        module = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    for path in sorted(STAND_IN_ROOT.rglob("*.py")):
+        module = ".".join(path.relative_to(STAND_IN_ROOT).with_suffix("").parts).removesuffix("__init__").rstrip(".")
         made = defined(module).get("__all__")
         if isinstance(made, ast.Assign):
             yield from (f"{module}.{name}".lstrip(".") for name in ast.literal_eval(made.value))
@@ -172,12 +189,12 @@ def test_no_other_calls_are_named() -> None:
 
 ENGINE = inspect.getsource(zeropp.training.Engine)
 WRAPPING = (ROOT / "zeropp" / "training" / "initialize.py").read_text()
-CARRIED = inspect.getsource(attributes)
+CARRIED = inspect.getsource(carried)
 OWNERS = {
     "engine": lambda name: hasattr(zeropp.training.Engine, name) or re.search(rf"self\.{name}\b", ENGINE),
     "optimizer": lambda name: hasattr(zeropp.ZeroOptimizer, name) or re.search(rf"\.{name} = ", WRAPPING),
-    "p": lambda name: re.search(rf"\b{name}\b", CARRIED),
-    "module": lambda name: re.search(rf"\b{name}\b", CARRIED),
+    "p": lambda name: re.search(rf"\b{name}=", CARRIED),
+    "module": lambda name: name == EXTERNAL_AS,
 }  # fmt: skip
 
 
@@ -196,16 +213,14 @@ def test_attributes_are_where_the_page_says() -> None:
 
 def resolves(dotted: str) -> bool:
     parts = dotted.split(".")
+    if parts[:2] == ["zeropp", "integrations"]:
+        return file_of(INTEGRATIONS, parts[2]) is not None and set(parts[3:]) <= defined(parts[2], INTEGRATIONS).keys()
     for cut in range(len(parts), 0, -1):
-        try:
-            found = importlib.import_module(".".join(parts[:cut]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[cut:]:
-            if not hasattr(found, part):
-                return False
-            found = getattr(found, part)
-        return True
+        with contextlib.suppress(ModuleNotFoundError):
+            found: object = importlib.import_module(".".join(parts[:cut]))
+            for part in parts[cut:]:
+                found = getattr(found, part, None)
+            return found is not None
     return False
 
 

@@ -98,14 +98,18 @@ def test_hangs(): time.sleep(60)
 @pytest.mark.skip("of a card")
 def test_skips(): pass
 def test_after(): pass
+def test_nobody_wants(): pass
 """
+NAMES = ("passes", "fails", "ends_pytest", "hangs", "skips", "after")
 
 
 def test_a_file_goes_on_after_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     monkeypatch.setattr(environment, "LATE", 0.0)
     here = environment.Environment("here", sys.executable, seconds=1.0, modules=())
-    found = environment.run_file(here, tmp_path, "test_it.py", tmp_path)
+    wanted = tmp_path / "wanted.json"
+    wanted.write_text(json.dumps([f"test_it.py::test_{name}" for name in (*NAMES, "gone")]))
+    found = environment.run_file(here, tmp_path, "test_it.py", tmp_path, wanted)
     assert {name.partition("::test_")[2]: outcome.outcome for name, outcome in found.items()} == {
         "passes": "passed", "fails": "failed", "ends_pytest": "timeout", "hangs": "timeout", "skips": "skipped",
         "after": "passed",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from typing import Any
 
@@ -13,27 +12,17 @@ from zeropp.access.external import external_parameters
 from zeropp.access.refusals import restorer
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import EXTERNAL_AS
+from zeropp.params.carried import CarriedPart, carry
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.status import ZeroParamStatus
 from zeropp.partition.layout import Fragment
 from zeropp_kernels.wire import BLOCK
 
 __all__ = ["LocalPart", "carry_attributes"]
 
-_ids = itertools.count()
 
-
-class LocalPart:
-    """A parameter's ``ds_tensor``: this rank's elements of its main weights, in the order of memory; maybe none.
-
-    Whatever a tensor has is asked of :attr:`data`.
-
-    Attributes:
-        status: that of the part, which is always there.
-    """
-
-    status = ZeroParamStatus.AVAILABLE
+class LocalPart(CarriedPart):
+    """A parameter's part of its main weights."""
 
     def __init__(self, engine: Engine, parameter: nn.Parameter) -> None:
         # Weakly, both: a parameter must keep no engine alive, nor itself. See [Note: ownership].
@@ -41,24 +30,12 @@ class LocalPart:
 
     @property
     def ds_numel(self) -> int:
-        """How many elements."""
+        """See :class:`CarriedPart`."""
         _, own = self._place()
         return 0 if own is None else own.stop - own.start
 
-    def partition_numel(self) -> int:
-        """:attr:`ds_numel`, by the name of the parameter's method."""
-        return self.ds_numel
-
-    @property
-    def data(self) -> Tensor:
-        """The part itself, [ds_numel]; of frozen weights in codes, those, uint8 [blocks, 256].
-
-        Given a tensor, nothing changes: the part stays where it is, and memory is given back by
-        ``optimizer.offload_states()``.
-
-        Raises:
-            RuntimeError: its model is gone; or other values are given, which main weights elsewhere would not have.
-        """
+    def values(self) -> Tensor:
+        """See :class:`CarriedPart`; of frozen weights in codes, those, uint8 [blocks, 256]."""
         buffer, own = self._place()
         if own is None:
             return torch.empty(0, dtype=buffer.main_dtype, device=buffer.device)
@@ -66,15 +43,6 @@ class LocalPart:
             first, codes = own.offset // BLOCK, buffer.blocks()[0]
             return codes[first : first - (own.start - own.stop) // BLOCK]
         return buffer.shard[own.offset : own.offset + own.stop - own.start]
-
-    @data.setter
-    def data(self, given: Tensor) -> None:
-        now = self.data
-        if given.shape != now.shape or not torch.equal(given.to(now.device, now.dtype), now):
-            raise RuntimeError(
-                "ds_tensor.data was given other values than it has; edit whole weights in "
-                "zeropp.zero.GatheredParameters(parameters, modifier_rank=0)"
-            )
 
     def _place(self) -> tuple[FlatBuffer, Fragment | None]:
         """The buffer that the parameter is in by now, and the range of it that is here."""
@@ -86,10 +54,6 @@ class LocalPart:
         buffer, index = engine.unit_of[id(parameter)].place_of(parameter)
         # At most one: a rank's slice is one range, and so is a parameter.
         return buffer, next((found for found in buffer.fragments() if found.slot == index), None)
-
-    # Last: only what this class has not is a tensor's.
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.data, name)
 
 
 class _External:
@@ -118,13 +82,7 @@ def carry_attributes(model: nn.Module, engine: Engine) -> None:
     """
     for unit in engine.units:
         for parameter in unit.parameters:
-            part = LocalPart(engine, parameter)
-            # While it is released its class answers NOT_AVAILABLE in place of this; see `zeropp.params.guard`.
-            parameter.__dict__.update(
-                ds_id=next(_ids), ds_shape=parameter.shape, ds_numel=parameter.numel(), ds_tensor=part,
-                ds_status=ZeroParamStatus.AVAILABLE, ds_persist=unit.persistent, ds_active_sub_modules=set(),
-                partition_numel=part.partition_numel,
-            )  # fmt: skip
+            carry(parameter, LocalPart(engine, parameter), persistent=unit.persistent)
     for module in model.modules():
         module.__dict__[EXTERNAL_AS] = _External(module)
         engine.on_close(restorer(module, EXTERNAL_AS))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from zeropp.engine.engine import Engine
 from zeropp.params.guard import handler_of
 from zeropp.partition.units import LEAF_AS
 
@@ -22,7 +23,8 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         RuntimeError: it is wrapped already, and cut into units.
     """
     # Units do not change any more; a mark that nobody reads would be taken for one that acts.
-    if any(handler_of(parameter) is not None for parameter in model.parameters()):
+    # Models that were built in zero.Init are in pieces, and not in units yet.
+    if any(isinstance(handler_of(parameter), Engine) for parameter in model.parameters()):
         raise RuntimeError(
             f"a {type(model).__name__} was made a leaf module after the model was wrapped, when it had been cut into "
             "units; do it before, or name it in zero_optimization.leaf_module"

@@ -23,7 +23,7 @@ from zeropp.checkpoint.pickles import Record, Stored
 from zeropp.checkpoint.torch_files import read_torch_file
 from zeropp.checkpoint.torch_state import entry_of
 
-__all__ = ["ZeroFolder", "zero_folder"]
+__all__ = ["ZeroFolder", "is_known", "model_files", "zero_folder"]
 
 _LATEST = "latest"
 _OPTIM = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -72,7 +72,13 @@ def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     return [path for _, path in sorted(found.items())]
 
 
-def _is_known(module: str, name: str) -> bool:
+def model_files(folder: Path) -> list[Path]:
+    """Files ``*_model_states.pt`` of a checkpoint, by rank."""
+    return _numbered(folder, _MODEL)
+
+
+def is_known(module: str, name: str) -> bool:
+    """Whether a class that a pickle names is one of those that stand in DeepSpeed's files."""
     # Its loss scaler, its number of a stage and the like; and what numpy leaves in the states of users.
     return module.split(".")[0] in ("deepspeed", "numpy")
 
@@ -107,7 +113,7 @@ class ZeroFolder:
         self.named = Named()
         self.frozen: set[str] = set()
         self._optims = [(self._add(path), self._read(path)) for path in _numbered(folder, _OPTIM)]
-        paths = _numbered(folder, _MODEL)
+        paths = model_files(folder)
         if any(folder.glob("*expert_*")):
             raise CheckpointError(f"{str(folder)!r} has experts in files of their own, which are not read here")
         if not self._optims or not paths:
@@ -129,7 +135,7 @@ class ZeroFolder:
         return len(self.files) - 1
 
     def _read(self, path: Path) -> Any:
-        found = read_torch_file(path, _is_known)
+        found = read_torch_file(path, is_known)
         if not isinstance(found, Mapping):
             raise CheckpointError(f"{str(path)!r} holds a {type(found).__name__}, expected a dict")
         return found

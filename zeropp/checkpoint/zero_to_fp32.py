@@ -104,10 +104,12 @@ def _lazy(root: Path, tag: str | None, trained_only: bool) -> dict[str, LazyTens
 def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[Source, set[str]]:
     """A checkpoint, and names of tensors that are not wanted of it."""
     folder = root if tag is None else root / tag
-    # Folders of DeepSpeed's have a ``latest``, too, and no steps of a series.
+    # A training engine names its newest in ``latest``, as DeepSpeed does in folders of its own; a series has steps.
     series = Series(root)
     if tag is None and series.steps():
         folder = series.path(series.latest() or 0)
+    elif tag is None and (root / "latest").is_file():
+        folder = root / (root / "latest").read_text().strip()
     if (folder / METADATA).is_file():
         metadata = Metadata.read(folder)
         return Source(folder, metadata, "all"), _untrained(folder, metadata) if trained_only else set()

@@ -144,6 +144,9 @@ else:
         ("parameter_alignment", bool, False,
          "Asks that each parameter begins at a multiple of 16 bytes in a flat buffer, by padding between them. Nothing "
          "is left to do: each begins on a block of 256 elements, which is such a place in any dtype."),
+        ("elastic_checkpoint", bool, False,
+         "Asks for checkpoints that load at another world size. Nothing is left to do: they hold true shapes, and load "
+         "at any."),
     )  # fmt: skip
 
     LaterZero = _block(
@@ -153,9 +156,6 @@ else:
          "Stepping part of the states on the host while the next micro-batches run (ZenFlow)."),
         ("save_muon_momentum_buffer_in_memory", bool, False,
          "Keeps the momentum of the Muon optimizer in memory while its other states are swapped."),
-        ("elastic_checkpoint", bool, False,
-         "An old checkpoint format for a changing world size. True is an error: checkpoints hold true shapes and "
-         "load at any world size."),
         ("legacy_stage1", bool, False, "An old implementation of stage 1. True is an error."),
     )  # fmt: skip
 
@@ -185,6 +185,7 @@ else:
         ("memory_breakdown", bool, False, "Reports memory use."),
         ("dump_state", bool, False, "Prints the configuration and the engine's state at the start."),
         ("log_level", str | None, None, "Level of the library's log messages."),
+        ("disable_python_gc", bool, False, "Collects Python's garbage at chosen times alone."),
     )  # fmt: skip
 
     LaterTop = _block(

@@ -88,3 +88,8 @@ class OffloadOptimizerConfig(_OffloadBlock):
 
     cpuadam_cores_perc: Annotated[NonNegative, Le(1)] = 0.8
     """Fraction of the host's cores, from 0 to 1, that step states under `super_offload`."""
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether files are read or written beside the step."""
+        return self.pipeline_read or self.pipeline_write

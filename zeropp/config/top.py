@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from zeropp.config.base import Count, NonNegative, Positive, alias, notify
 from zeropp.config.batch import Triple, resolve_batch
@@ -19,6 +19,10 @@ from zeropp.config.runtime import (
     SchedulerConfig,
 )
 from zeropp.config.zero import ZeroConfig
+
+
+def _small(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 # Those keys stand at the top level of a file, so they are inherited and not a block.
@@ -69,7 +73,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     """Type in which plain gradients travel; `null` is the compute type. Sums are in fp32, unless
     `zeropp.reduce_scatter` leaves them to the backend."""
 
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_small)] = "mean"
     """Whether gradients are averaged or added up over ranks."""
 
     optimizer: OptimizerConfig | None = None

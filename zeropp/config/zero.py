@@ -22,7 +22,6 @@ ShardSize = Annotated[Integer, Ge(-1)]
 
 
 _GONE = {
-    "elastic_checkpoint": "checkpoints load at any world size without it",
     "legacy_stage1": "each stage has one implementation",
 }
 

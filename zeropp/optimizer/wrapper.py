@@ -149,8 +149,10 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         return not_for_torch_s_state_dict(self.inner).state
 
     def __getattr__(self, name: str) -> Any:
-        """Public attributes of the wrapped optimizer, to read; its ``train`` and ``eval``, which change weights."""
+        """The wrapped ``optimizer``, its public attributes to read; ``train`` and ``eval``, which change weights."""
         inner = self.__dict__.get("inner")
+        if name == "optimizer" and inner is not None:
+            return inner  # what DeepSpeed's optimizers call theirs
         if inner is None or name.startswith("_") or not hasattr(inner, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return partial(switch_mode, self.engine, inner, name) if name in ("train", "eval") else getattr(inner, name)

@@ -60,6 +60,10 @@ def _metadata_functions() -> frozenset[object]:
 METADATA = _metadata_functions()
 # Not among the metadata: the stand-in is one element with strides of 0.
 LAYOUT = (torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.storage_offset)
+# New tensors of the same shape: averages and gradients made by hand begin so, and read no value.
+ALIKE = (
+    torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like,
+)  # fmt: skip
 _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
@@ -248,6 +252,8 @@ def _intercept(
             tag = parameter.__dict__["_zeropp_tag"]
             if func in LAYOUT:
                 return func(tag.layout, *args[1:], **kwargs)
+            if func in ALIKE and args and args[0] is parameter:
+                return func(tag.layout, *args[1:], **{"device": parameter.device, **kwargs})
             handler = tag.handler()
             if handler is None:
                 raise RuntimeError(

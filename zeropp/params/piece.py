@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zeropp.params.carried import CarriedPart, carry, drop
 from zeropp.params.guard import GuardHandler, guard, nothing, register, unguard, unregister
 from zeropp.partition.layout import dense_strides
 
@@ -16,6 +18,7 @@ __all__ = ["Fetcher", "Piece", "dense_row", "piece_of"]
 class Fetcher(Protocol):
     """Who brings the pieces of a parameter together: `zeropp.params.spread`, seen from here."""
 
+    rank: int
     world: int
 
     def touch(self, parameter: nn.Parameter, piece: Piece) -> None:
@@ -52,10 +55,17 @@ class Piece(GuardHandler):
     def tie(self, parameter: nn.Parameter) -> None:
         """Let a parameter own this; nothing else does, so it goes with the parameter."""
         parameter._zeropp_piece = self  # type: ignore[attr-defined]
+        # What has no values has no part of them; and a weak reference would keep it from being given memory.
+        if not self.awaited:
+            self._carry(parameter)
 
     def untie(self, parameter: nn.Parameter) -> None:
         """Its values are somebody else's from now on."""
         del parameter._zeropp_piece  # type: ignore[attr-defined]
+        drop(parameter)
+
+    def _carry(self, parameter: nn.Parameter) -> None:
+        carry(parameter, LocalPiece(self, parameter), persistent=False)
 
     def count(self, numel: int) -> int:
         """Elements of a rank's piece, padding included."""
@@ -66,6 +76,8 @@ class Piece(GuardHandler):
         self.row = row
         self.strides = dense_strides(tuple(parameter.shape), parameter.stride())
         # On the device it was built on, where random numbers are drawn if it is initialised once more.
+        # It may have got another shape since it was begun.
+        self._carry(parameter)
         stand_in = nothing(parameter.dtype, parameter.device).expand(parameter.shape)
         register(parameter, self.name, self, self.strides, parameter.dtype)
         parameter.data = stand_in
@@ -110,6 +122,32 @@ class Piece(GuardHandler):
 
     def take_loaded(self, parameter: nn.Parameter, values: Tensor) -> bool:
         return False
+
+
+class LocalPiece(CarriedPart):
+    """A built parameter's part: of its row, or of what its values would give."""
+
+    def __init__(self, piece: Piece, parameter: nn.Parameter) -> None:
+        # Weakly: the parameter owns all of it.
+        self._piece, self._parameter = weakref.ref(piece), weakref.ref(parameter)
+
+    @property
+    def ds_numel(self) -> int:
+        """See :class:`CarriedPart`."""
+        return self.values().numel()
+
+    def values(self) -> Tensor:
+        """See :class:`CarriedPart`."""
+        piece, parameter = self._piece(), self._parameter()
+        if piece is None or parameter is None:
+            raise RuntimeError("what this ds_tensor was a part of is gone: ask the parameter for the one it has now")
+        count, numel = piece.count(parameter.numel()), parameter.numel()
+        start = min(piece.fetcher.rank * count, numel)
+        own = min(count, numel - start)
+        # Lent values are somebody's to edit, and the row is what there is until they are given back.
+        if piece.row is not None:
+            return piece.row[:own]
+        return dense_row(parameter.data)[0][start : start + own]
 
 
 def piece_of(parameter: Tensor) -> Piece | None:

@@ -73,7 +73,7 @@ class Spread:
     ) -> None:
         """Begin with nothing; ``keep`` brings a row to where pieces lie, and may return it as it is."""
         self.carrier = carrier
-        self.world = carrier.world
+        self.rank, self.world = carrier.rank, carrier.world
         self.cuts = cuts
         self._keep = keep
         self.trains_on = trains_on

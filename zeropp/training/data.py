@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 class RepeatingLoader(Generic[_T]):
     """Begins again where a loader ends, for loops that count steps.
 
-    Each round is another epoch to a sampler that has ``set_epoch``, so that its order changes.
+    Each round is another epoch to a loader, or its sampler, that has ``set_epoch``, so that its order changes: the one
+    after that which the sampler is at.
 
     Args:
         loader: to iterate over; each ``iter()`` of it begins anew.
@@ -34,11 +35,7 @@ class RepeatingLoader(Generic[_T]):
         try:
             return next(self.data_iter)
         except StopIteration:
-            # A sampler that is not told gives the same order again, to all ranks alike.
-            self._epoch += 1
-            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(self._epoch)
+            self._next_epoch()
             self.data_iter = iter(self.loader)
         try:
             return next(self.data_iter)
@@ -46,6 +43,17 @@ class RepeatingLoader(Generic[_T]):
             raise RuntimeError(
                 "the loader gives nothing; RepeatingLoader would look for a first batch for ever"
             ) from None
+
+    def _next_epoch(self) -> None:
+        # A sampler that is not told gives the same order again, to all ranks alike. A loader knows its own samplers;
+        # of a DataLoader with a batch sampler ``sampler`` is a stand-in.
+        batches = getattr(self.loader, "batch_sampler", None)
+        places = (self.loader, getattr(self.loader, "sampler", None), batches, getattr(batches, "sampler", None))
+        told = next((each for each in places if hasattr(each, "set_epoch")), None)
+        if told is not None:
+            # From where it is: whoever resumes has set it, and a count of our own would go back.
+            self._epoch = getattr(told, "epoch", self._epoch) + 1
+            told.set_epoch(self._epoch)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # raises as the loader's own would

@@ -29,7 +29,6 @@ class _Nobody:
         """There was none."""
 
 
-
 def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Engine:
     """Partition a model that is not going to be trained; all its parameters are frozen. Collective.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from zeropp.access.leaves import set_z3_leaf_modules, set_z3_leaf_modules_by_name, set_z3_leaf_modules_by_suffix
 from zeropp.comm.members import Group
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.params.guard import handler_of
 from zeropp.setup.built import built_for
 from zeropp.training.distributed import init_distributed, require_no_model_parallelism
 from zeropp.training.engine import Engine
@@ -78,11 +80,11 @@ def initialize(
     loaded, given = _read_config(_chosen_config(args, config, config_params))
     # Before anything is asked of ranks; a wrong file is an error without them.
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    local_rank = _align_local_rank(args)
     group = _group(mpu)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
     wrapped, core = _wrap(loaded, model, inner, group, args)
     scheduler = _make_scheduler(loaded, wrapped, lr_scheduler)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     engine = Engine(model, wrapped, scheduler, loaded, given, core=core, local_rank=local_rank, collate_fn=collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -93,6 +95,7 @@ def _wrap(
     loaded: Config, model: nn.Module, inner: Optimizer | None, group: Group, args: Any
 ) -> tuple[ZeroOptimizer | None, Core]:
     """Partition the model; its optimizer, unless it is for inference, and what gathers and reduces."""
+    _mark_leaves(model, loaded)
     # The engine has made what these name; whoever wraps the model refuses what it cannot make.
     rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
     # A model that was built in pieces knows where it is going to train.
@@ -103,6 +106,17 @@ def _wrap(
     # By an attribute, and not of the class: only scripts written for DeepSpeed ask for it.
     wrapped.parameter_offload = ParameterOffload(model)  # type: ignore[attr-defined]
     return wrapped, wrapped.engine
+
+
+def _mark_leaves(model: nn.Module, loaded: Config) -> None:
+    """Let ``z3_leaf_module`` say of modules that the JSON names what it says of those that a call does."""
+    leaf = loaded.zero.leaf_module
+    if loaded.zero.stage < 3 or any(isinstance(handler_of(each), Core) for each in model.parameters()):
+        # One that is wrapped is refused in a moment, with a reason.
+        return
+    set_z3_leaf_modules(model, leaf.classes, raise_if_not_found=False)
+    set_z3_leaf_modules_by_name(model, leaf.names, raise_if_not_found=False)
+    set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes, raise_if_not_found=False)
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -122,6 +136,28 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     if len(found) > 1:
         raise ConfigError(f"initialize() got a configuration as {' and as '.join(found)}; give one of them")
     return next(iter(found.values()))
+
+
+def _align_local_rank(args: Any) -> int:
+    """This process's number on its node, which ``args`` has afterwards, too.
+
+    Raises:
+        ValueError: ``args`` has another one than the launcher's variable.
+    """
+    given = _argument(args, "local_rank")
+    known = os.environ.get("LOCAL_RANK")
+    if known is None:
+        return given if isinstance(given, int) and given >= 0 else 0
+    if isinstance(given, int) and given >= 0 and given != int(known):
+        raise ValueError(
+            f"args.local_rank is {given}, and LOCAL_RANK in the environment {known}; leave one of them out"
+        )
+    # Scripts ask it for the first rank of a node, and torchrun passes no such argument.
+    if isinstance(args, MutableMapping) and "local_rank" in args:
+        args["local_rank"] = int(known)
+    elif hasattr(args, "local_rank"):
+        args.local_rank = int(known)
+    return int(known)
 
 
 def _argument(args: Any, name: str) -> Any:

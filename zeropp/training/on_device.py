@@ -8,7 +8,9 @@ __all__ = ["OnDevice"]
 
 
 class OnDevice:
-    """Inside ``with``, what is made without a device is made on this one, and floating tensors in this dtype.
+    """Inside ``with``, tensors made without a device are on this one, and floating ones without a dtype in this dtype.
+
+    Those that name a dtype keep it, as tables of positions in float32; DeepSpeed would cast them.
 
     Args:
         dtype: floating.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from zeropp import checkpoint
 from zeropp.access.state import engine_of
+from zeropp.checkpoint.deepspeed_values import RunValues, read_run_values
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
@@ -24,6 +25,10 @@ __all__ = ["Saving"]
 
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
 _COUNTS = ("micro_steps", "global_steps", "global_samples")
+
+
+class TagError(CheckpointError, AssertionError):
+    """Ranks gave a checkpoint different tags; DeepSpeed raises an AssertionError then."""
 
 
 class Saving:
@@ -69,9 +74,13 @@ class Saving:
             True.
 
         Raises:
+            ValueError: ``save_dir`` is empty.
             CheckpointError, RuntimeError: it cannot be saved, or ranks gave other directories, or other tags where
                 ``tag_validation`` is "FAIL"; on every rank.
         """
+        # Path("") would be the working directory, which nobody means.
+        if not save_dir:
+            raise ValueError(f"save_checkpoint() got save_dir={save_dir!r}; give a directory that all ranks see")
         root = Path(save_dir).absolute()
         name = self._agreed_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
         # Three names of our own, so that a client's keys cannot be taken for counters.
@@ -131,7 +140,7 @@ class Saving:
         # What has no metadata of ours is another program's, or nothing; the error names which.
         if not (path / METADATA).is_file():
             checkpoint.load_foreign(path, self.module, optimizer, strict=load_module_strict)
-            return str(path), {}
+            return str(path), self._take_run_values(path, not load_module_only, load_lr_scheduler_states)
         extra = {}
         if load_lr_scheduler_states and not load_module_only and hasattr(self.lr_scheduler, "load_state_dict"):
             extra["lr_scheduler"] = self.lr_scheduler
@@ -142,6 +151,29 @@ class Saving:
             for name, count in found.extra.get("engine", {}).items():
                 setattr(self, name, count)
         return str(path), dict(found.extra.get("client_state", {}))
+
+    def _take_run_values(self, path: Path, counts: bool, schedule: bool) -> dict[str, Any]:
+        """Go on where a run of DeepSpeed's has stopped; returns its ``client_state``."""
+        engine = engine_of(self.module)
+        # The first rank's: others may see the files later, and all are to count alike.
+        own: RunValues | CheckpointError | None = None
+        try:
+            own = read_run_values(path) if path.is_dir() and engine.comm.rank == 0 else None
+        except CheckpointError as error:
+            # Told to the others, who would wait for what does not come.
+            own = error
+        found = engine.agreement.exchange_objects(own, "reading the counters of a checkpoint")[0]
+        if isinstance(found, CheckpointError):
+            raise found
+        if found is None:
+            return {}
+        for name, count in found.counts.items() if counts else ():
+            setattr(self, name, count)
+        if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
+            self.lr_scheduler.load_state_dict(found.lr_scheduler)
+        if found.left_out:
+            notify(f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}")
+        return dict(found.client)
 
     def save_16bit_model(
         self,
@@ -194,6 +226,13 @@ class Saving:
             )
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int = 0) -> str:
+        """Where the optimizer's states of a checkpoint are; by DeepSpeed's name, which subclasses look at.
+
+        There is no file of one rank's states alone: it is the checkpoint's directory.
+        """
+        return str(Path(checkpoints_path) / tag)
+
     def _counts(self) -> dict[str, int]:
         # Skipped steps are the optimizer's, which saves them itself.
         return {name: getattr(self, name) for name in _COUNTS}
@@ -209,7 +248,7 @@ class Saving:
         text = f"ranks gave save_checkpoint() different tags: rank 0 {names[0]!r}, and rank {other} {names[other]!r}"
         how = self.loaded_config.checkpoint.tag_validation
         if how == "FAIL":
-            raise CheckpointError(f"{text}; give the same one on every rank, as one that has a time of day is not")
+            raise TagError(f"{text}; give the same one on every rank, as one that has a time of day is not")
         # One warning is enough; a rank of many would say it of names that nobody sees any more.
         if how == "WARN" and engine.comm.rank == 0:
             notify(f"{text}; the checkpoint is saved under the first rank's")

@@ -4,6 +4,7 @@ It needs nothing but pytest, for the environment of the peer has no zeropp. Its 
 
 ``PEER_RECORD``: the file to append to, a JSON object a line: ``{"id": ..., "outcome": "started" | "passed" | "failed" |
 "skipped", "why": ..., "seconds": ...}``.
+``PEER_WANTED``: a file with a JSON list of test ids; others are left out. Unset: all of them are run.
 ``PEER_PRELOAD``: modules that the server of processes imports once, rather than every rank of every test.
 """
 
@@ -31,12 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what an earlier process of the same file has recorded."""
-    done = set()
+    """Leave out what an earlier process of the same file has recorded, and what nobody wants to know of."""
+    wanted = {item.nodeid for item in items}
+    if "PEER_WANTED" in os.environ:
+        wanted &= set(json.loads(Path(os.environ["PEER_WANTED"]).read_text()))
     if RECORD.exists():
-        done = {json.loads(line)["id"] for line in RECORD.read_text().splitlines()}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
-    items[:] = [item for item in items if item.nodeid not in done]
+        wanted -= {json.loads(line)["id"] for line in RECORD.read_text().splitlines()}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in wanted])
+    items[:] = [item for item in items if item.nodeid in wanted]
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -7,8 +7,16 @@ Attributes:
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from zeropp.compat.deepspeed.place import VERSION, require_alone
-from zeropp.compat.deepspeed.refusals import NO_KERNELS, NO_PIPELINES, RefusingFinder, refused
+from zeropp.compat.deepspeed.refusals import (
+    NO_KERNELS,
+    NO_PIPELINES,
+    RefusingFinder,
+    refuse_attribute,
+    refused,
+)
 
 try:
     require_alone()
@@ -21,7 +29,7 @@ RefusingFinder.stand()
 from zeropp.training import Engine as DeepSpeedEngine  # noqa: E402  (the checks above come first)
 from zeropp.training import OnDevice  # noqa: E402
 
-from . import checkpoint, comm, launcher, ops, runtime, utils  # noqa: E402
+from . import aliases, checkpoint, comm, launcher, moe, ops, pipe, runtime, utils  # noqa: E402, F401
 from .accelerator import get_accelerator  # noqa: E402
 from .arguments import add_config_arguments  # noqa: E402
 from .comm import init_distributed  # noqa: E402
@@ -74,7 +82,15 @@ __all__ = [
     "zero",
 ]
 
+aliases.stand()
+
+
+def __getattr__(name: str) -> NoReturn:
+    refuse_attribute("deepspeed", name)
+
+
 __version__ = VERSION
+__git_hash__, __git_branch__ = git_hash, git_branch
 # Scripts compare these as numbers.
 __version_major__, __version_minor__, __version_patch__ = (int(part) for part in VERSION.split("."))
 

@@ -1,18 +1,29 @@
-"""``deepspeed.initialize``: zeropp's, with a word where DeepSpeed of this version has another default."""
+"""``deepspeed.initialize``: zeropp's, where DeepSpeed of this version does something else that scripts rely on."""
 
 from __future__ import annotations
 
+import inspect
 from functools import wraps
 from typing import Any
 
+from torch import nn
+
 from zeropp.config.base import notify
+from zeropp.engine.engine import Engine as Core
+from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.params.guard import handler_of
 from zeropp.training import initialize as zeropp_initialize
 
 __all__ = ["initialize"]
 
+_SIGNATURE = inspect.signature(zeropp_initialize)
+
 
 @wraps(zeropp_initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
+    model = _SIGNATURE.bind_partial(*args, **kwargs).arguments.get("model")
+    if isinstance(model, nn.Module):
+        _let_go(model)
     made = zeropp_initialize(*args, **kwargs)
     engine = made[0]
     # Only where something is trained: nothing else is clipped.
@@ -22,3 +33,14 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
             "before. Set 1.0 or 0.0"
         )
     return made
+
+
+def _let_go(model: nn.Module) -> None:
+    """End the engine that has a model: given once more, it is the newer one's, with the weights that it has."""
+    cores = {id(core): core for core in map(handler_of, model.parameters()) if isinstance(core, Core)}
+    for core in cores.values():
+        owner = core.listener
+        # It waits for a step that the host is at; an engine for inference has none.
+        if isinstance(owner, ZeroOptimizer):
+            owner.close()
+        core.close()

@@ -35,9 +35,14 @@ def init_distributed(
 ) -> None:
     """See :func:`zeropp.init_distributed`. A process that nobody launched gets a group of its own here.
 
+    ``DEEPSPEED_TIMEOUT`` in the environment is the timeout in minutes, where none is given.
+
     Raises:
         RuntimeError: there is no group and none is to be made; or a launcher says too little.
     """
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
+    if timeout is None and minutes is not None:
+        timeout = timedelta(minutes=int(minutes))
     join(
         dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method, dist_init_required, config,
         rank, world_size,

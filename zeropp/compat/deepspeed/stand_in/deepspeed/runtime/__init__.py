@@ -1,5 +1,14 @@
 """The engine, its configuration, its schedules, ZeRO."""
 
-from . import config, dataloader, engine, lr_schedules, zero
+from . import activation_checkpointing, base_optimizer, config, dataloader, engine, lr_schedules, utils, zero
 
-__all__ = ["config", "dataloader", "engine", "lr_schedules", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "base_optimizer",
+    "config",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "utils",
+    "zero",
+]

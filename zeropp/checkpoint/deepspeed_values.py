@@ -1,0 +1,80 @@
+"""What DeepSpeed's folders say of a run besides its tensors: counters, the schedule's place, the script's values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeropp.checkpoint.deepspeed_folder import is_known, model_files
+from zeropp.checkpoint.pickles import Record, Stored
+from zeropp.checkpoint.torch_files import read_torch_file
+
+__all__ = ["RunValues", "read_run_values"]
+
+_COUNTS = ("global_steps", "global_samples", "micro_steps")
+# Its own, which are read elsewhere, or say nothing to another engine.
+_OWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
+    "shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps",
+    "dp_world_size", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_metadata", *_COUNTS,
+}  # fmt: skip
+
+
+@dataclass
+class RunValues:
+    """Plain values of the first rank's file.
+
+    Attributes:
+        counts: ``global_steps`` and its like, as far as they are there.
+        lr_scheduler: its ``state_dict()``, or None.
+        client: what the script gave.
+        left_out: names of the script's values that hold tensors or objects, which are not read.
+    """
+
+    counts: dict[str, int] = field(default_factory=dict)
+    lr_scheduler: dict[str, Any] | None = None
+    client: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+def read_run_values(folder: Path) -> RunValues:
+    """Read them.
+
+    Args:
+        folder: of one checkpoint.
+
+    Raises:
+        CheckpointError: the file is damaged, or names what is not known.
+    """
+    files = model_files(folder)
+    found = RunValues()
+    if not files:
+        return found
+    saved = read_torch_file(files[0], is_known)
+    if not isinstance(saved, Mapping):
+        return found
+    found.counts = {name: saved[name] for name in _COUNTS if isinstance(saved.get(name), int)}
+    schedule = saved.get("lr_scheduler")
+    # Of a schedule that is an object of the user's, the state may be anything.
+    if isinstance(schedule, dict) and _is_plain(schedule):
+        found.lr_scheduler = schedule
+    elif schedule is not None:
+        found.left_out.append("lr_scheduler")
+    for name, value in saved.items():
+        if name in _OWN:
+            continue
+        if _is_plain(value):
+            found.client[name] = value
+        else:
+            found.left_out.append(str(name))
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return not isinstance(value, Stored | Record) and (value is None or isinstance(value, str | bytes | int | float))
