@@ -31,7 +31,9 @@ def stages(wanted: dict[str, Any]) -> dict[int, list[Any]]:
         given = {"stage": stage} if stage else {"zero_optimization": False}
         run, module = cases.trained(cases.strategy(**given))
         engine = run.strategy.engine
-        assert engine.zero_optimization_stage() == stage and run.global_step == 6
+        assert engine.zero_optimization_stage() == stage and run.global_step == engine.global_steps == 6
+        assert engine.config["gradient_accumulation_steps"] == 2 and engine.train_batch_size() == 8
+        assert engine.global_samples == 40
         own = sum(buffer.shard.numel() for buffer in engine.core.trainable_buffers)
         seen = [module.seen[key] for key in ("rates", "losses", "val")]
         found[stage] = [cases.distance(module, wanted["state"]), own, *seen]
