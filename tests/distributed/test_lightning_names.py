@@ -68,9 +68,10 @@ def on_disk(folder: Path) -> list[Any]:
 
 def test_names_and_what_they_stand_for(tmp_path: Path) -> None:
     assert run_ranks(2, registered, env=LAUNCHED, timeout=100) == [[], []]
-    assert run_ranks(2, on_disk, tmp_path, env=LAUNCHED, timeout=100) == [
-        [36000, True, True, logging.ERROR, logging.WARNING]
-    ] * 2
+    assert (
+        run_ranks(2, on_disk, tmp_path, env=LAUNCHED, timeout=100)
+        == [[36000, True, True, logging.ERROR, logging.WARNING]] * 2
+    )
 
 
 def in_the_other_package() -> tuple[float, str, str]:
