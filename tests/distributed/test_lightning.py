@@ -84,13 +84,13 @@ def interrupted(folder: Path) -> list[float]:
         for until in epochs:
             run, module = cases.trained(
                 cases.strategy(stage=3), max_epochs=until, callbacks=callbacks(folder, name, kept), path="last",
-                logger=CSVLogger(folder / name, version=until), enable_checkpointing=True,
+                logger=CSVLogger(folder / name, version=until), enable_checkpointing=True, log_every_n_steps=1,
             )  # fmt: skip
         found.append((zeropp.full_state(module), module.seen["val"][-5:], module.seen["rates"][-3:], run.global_step))
     (whole, *others), (parts, *again) = found
     assert others == again and others[-1] == 9
     assert (folder / "parts" / "last.ckpt" / "checkpoint").is_dir()
-    assert "lr-ZeroOptimizer" in (folder / "whole" / "lightning_logs" / "version_3" / "metrics.csv").read_text()
+    assert "lr-AdamW" in (folder / "whole" / "lightning_logs" / "version_3" / "metrics.csv").read_text()
     distances = [max(float((whole[name] - parts[name]).abs().max()) for name in whole)]
     for path, wanted in ((folder / "parts" / "last.ckpt", parts), (folder / "middle.ckpt", kept)):
         # Nothing is left to do but load.

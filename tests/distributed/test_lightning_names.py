@@ -15,6 +15,7 @@ from torch import nn
 from tests.distributed.deepspeed_files import write_deepspeed
 from tests.distributed.harness import run_ranks
 from zeropp.integrations._lightning.classes import NAMES
+from zeropp.training import checkpointing
 
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "tests"}
 
@@ -56,7 +57,10 @@ def on_disk(folder: Path) -> list[Any]:
         "remote_device": "nvme", "offload_parameters": True, "offload_params_device": "nvme", "nvme_path": str(folder),
         "offload_optimizer": True, "logging_level": logging.ERROR,
     }  # fmt: skip
-    cut, trained, files = cases.built_late(3, folder, **given)
+    was = checkpointing.is_configured()
+    cut, trained, files = cases.built_late(3, folder, **given, cpu_checkpointing=True)
+    assert not was and checkpointing._process.block.cpu_checkpointing
+    checkpointing._process.__init__()  # type: ignore[misc]
     level = logging.getLogger("zeropp").level
     other = folder / "other"
     other.mkdir(exist_ok=True)

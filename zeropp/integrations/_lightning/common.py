@@ -12,6 +12,7 @@ from torch import nn
 from zeropp.integrations._lightning.configuration import stage_of
 from zeropp.integrations._lightning.owners import core_of
 from zeropp.integrations._lightning.packages import Packages
+from zeropp.training import checkpointing
 from zeropp.zero import Init
 
 # Lightning's classes are nobody's types: those of two packages take their place.
@@ -88,6 +89,13 @@ class StrategyParts(_Base):
         # Init builds for a GPU where there is one, and a Trainer may have been told to stay away from it.
         cuts = stage_of(config) == 3 and (self.root_device.type == "cuda" or not torch.cuda.is_available())
         return Init(enabled=cuts, remote_device=self._given["remote_device"], config_dict_or_path=config)
+
+    def _configure_recomputation(self, config: Mapping[str, Any]) -> None:
+        """Let ``zeropp.training.checkpointing`` do what the configuration says, if it says anything."""
+        block = config.get("activation_checkpointing")
+        # It is one for the process: a script that has configured it by itself keeps that.
+        if isinstance(block, Mapping) and any(block.values()):
+            checkpointing.configure(None, config)
 
     def _require_one(self, optimizers: list[Any], what: str) -> Any:
         """The only optimizer.

@@ -96,6 +96,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
             config=self._config(),
         )  # fmt: skip
         self._engines.add(engine)
+        self._configure_recomputation(self._config())
         # Of the engine's making if the configuration names one.
         return engine, [wrapped], scheduler
 

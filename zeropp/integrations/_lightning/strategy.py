@@ -112,6 +112,7 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
             # Lightning steps it from here on.
             engine.lr_scheduler = None
         self.own_engine, self.optimizers = engine, [wrapped]
+        self._configure_recomputation(config)
 
     def _wrap_to_evaluate(self, model: Any) -> None:
         claim(model, self)
