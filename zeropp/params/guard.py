@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from zeropp._compat import unguarded
+from zeropp.params.shown import ShownWeights, is_read, show
 from zeropp.params.status import ZeroParamStatus
 
 __all__ = [
@@ -71,7 +72,13 @@ _COPY = torch.Tensor.copy_
 
 
 class GuardHandler(Protocol):
-    """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece."""
+    """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece.
+
+    Attributes:
+        resting: finds whole values of a parameter between passes, for who lets them be read; or None.
+    """
+
+    resting: Callable[[nn.Parameter], torch.Tensor | None] | None = None
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """Make the values present if the model is running; False otherwise."""
@@ -218,6 +225,11 @@ def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
     # Reading them leaves the parameter with its own class, and so with that class's way to be copied; holding them,
     # with its values.
     values = parameter.data
+    if isinstance(values, ShownWeights):
+        # It is released still: only its values have been looked at.
+        made = parameter.__class__._zeropp_own_class(values.clone(), parameter.requires_grad)  # type: ignore[attr-defined]
+        memo[id(parameter)] = made
+        return made  # type: ignore[no-any-return]
     copied: nn.Parameter = type(parameter).__deepcopy__(parameter, memo)
     del values
     return copied
@@ -248,6 +260,7 @@ def _intercept(
         if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         touched: list[GuardHandler] = []
+        resting: dict[int, torch.Tensor] = {}
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
             if func in LAYOUT:
@@ -273,10 +286,18 @@ def _intercept(
             loads = func is _COPY and parameter is args[0] and not is_guarded(args[1])
             if loads and handler.take_loaded(parameter, args[1]):
                 return parameter
-            if not handler.fetch_touched(parameter):
+            if handler.fetch_touched(parameter):
+                touched.append(handler)
+                continue
+            values = None
+            if handler.resting is not None and is_read(func, parameter.requires_grad):
+                values = handler.resting(parameter)
+            if values is None:
                 # Outside a pass no other rank knows of this use, and a gather would wait for them.
                 raise _refusal(func, tag.name, parameter)
-            touched.append(handler)
+            resting[id(parameter)] = values.as_subclass(ShownWeights)
+        if resting:
+            return show(func, _replaced(args, resting), _replaced(kwargs, resting))
         # Every released argument has been fetched, and has its own class and values by now.
         try:
             result = func(*args, **kwargs)
@@ -287,6 +308,15 @@ def _intercept(
         finally:
             for handler in touched:
                 handler.use_ended()
+
+
+def _replaced(value: Any, resting: dict[int, torch.Tensor]) -> Any:
+    """Arguments with values in place of released parameters."""
+    if isinstance(value, dict):
+        return {key: _replaced(each, resting) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(each, resting) for each in value)
+    return resting.get(id(value), value)
 
 
 def _gradient_access(

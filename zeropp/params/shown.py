@@ -1,0 +1,86 @@
+"""Whole weights between passes, to be read alone: what a look at a released parameter gives where they are cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp._compat import storage_id, unguarded
+
+__all__ = ["ShownWeights", "is_read", "show"]
+
+# Those whose names do not end as those of other functions in place.
+_WRITING = {
+    "__setitem__", "__set__", "__delete__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__",
+    "__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}  # fmt: skip
+_UNTRACKED = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
+
+
+class ShownWeights(torch.Tensor):
+    """A view of weights that every rank caches. Its views are such, too; what is computed of it is a plain tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return show(func, args, kwargs or {})
+
+
+def is_read(func: Callable[..., Any], trained: bool) -> bool:
+    """Whether a function of a released parameter would read, and nothing else.
+
+    Args:
+        func: as ``__torch_function__`` is given it.
+        trained: whether the parameter requires grad: outside of a pass nothing would come of a graph.
+    """
+    return not _writes(func) and (not trained or not torch.is_grad_enabled() or func in _UNTRACKED)
+
+
+def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The function of shown weights.
+
+    Raises:
+        RuntimeError: it would write to them.
+    """
+    written = [*args[:1], kwargs.get("self"), kwargs.get("input")] if _writes(func) else []
+    shown = list(_shown((args, list(kwargs.values()))))
+    if list(_shown([*written, kwargs.get("out")])):
+        name = getattr(func, "__name__", str(func))
+        raise RuntimeError(
+            f"{name} on weights that are shown to be read: the edit would reach neither the main weights nor other "
+            "ranks. Edit them in zeropp.zero.GatheredParameters(parameters, modifier_rank=0), or in a copy, .clone()"
+        )
+    # All of it: to ask shown weights for their storage is a function of theirs, too.
+    with unguarded():
+        return _marked(func(*args, **kwargs), {storage_id(each) for each in shown})
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+
+def _shown(values: object) -> Iterable[Tensor]:
+    if isinstance(values, ShownWeights):
+        yield values
+    elif isinstance(values, list | tuple):
+        for each in values:
+            yield from _shown(each)
+
+
+def _marked(result: Any, places: set[int]) -> Any:
+    """The result, with views of the weights among it shown as they are."""
+    if isinstance(result, Tensor):
+        # Also what an operation hands through as it is, as contiguous() does.
+        return result.as_subclass(ShownWeights) if storage_id(result) in places else result
+    if isinstance(result, list | tuple) and not hasattr(result, "_fields"):
+        return type(result)(_marked(each, places) for each in result)
+    return result
