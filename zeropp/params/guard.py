@@ -289,13 +289,7 @@ def _intercept(
             if handler.fetch_touched(parameter):
                 touched.append(handler)
                 continue
-            values = None
-            if handler.resting is not None and is_read(func, parameter.requires_grad):
-                values = handler.resting(parameter)
-            if values is None:
-                # Outside a pass no other rank knows of this use, and a gather would wait for them.
-                raise _refusal(func, tag.name, parameter)
-            resting[id(parameter)] = values.as_subclass(ShownWeights)
+            resting[id(parameter)] = _resting_values(func, tag.name, parameter, handler)
         if resting:
             return show(func, _replaced(args, resting), _replaced(kwargs, resting))
         # Every released argument has been fetched, and has its own class and values by now.
@@ -308,6 +302,23 @@ def _intercept(
         finally:
             for handler in touched:
                 handler.use_ended()
+
+
+def _resting_values(
+    func: Callable[..., Any], name: str, parameter: nn.Parameter, handler: GuardHandler
+) -> ShownWeights:
+    """Whole values between passes, to be read.
+
+    Raises:
+        RuntimeError: they are not here, or would not only be read.
+    """
+    values = None
+    if handler.resting is not None and is_read(func, parameter.requires_grad):
+        values = handler.resting(parameter)
+    if values is None:
+        # Outside a pass no other rank knows of this use, and a gather would wait for them.
+        raise _refusal(func, name, parameter)
+    return values.as_subclass(ShownWeights)
 
 
 def _replaced(value: Any, resting: dict[int, torch.Tensor]) -> Any:
