@@ -78,6 +78,7 @@ def test_systems_that_clipped_nothing_are_not_reported() -> None:
     ]
 
 
+@pytest.mark.campaign
 def test_peers_run(tmp_path: Path) -> None:
     """In turns losses agree, to the bit where only places differ; alone there is memory, and files hold all states."""
     script = (
