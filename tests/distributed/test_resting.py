@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import weakref
 from typing import Any
 
@@ -89,6 +90,12 @@ def edited(zero: dict[str, Any]) -> list[str]:
     # Copies are anybody's, and so is what is computed.
     weight.data.clone().mul_(2)
     (weight.data + 1).mul_(2)
+    copy.deepcopy(weight.data).mul_(2)
+    file = io.BytesIO()
+    torch.save({"weight": weight.data.cpu(), "bias": bias.detach()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert type(loaded["weight"]) is torch.Tensor and torch.equal(loaded["weight"], weight.data)
     # A graph that begins here would reach no gradient.
     with pytest.raises(RuntimeError, match="Outside forward and backward"):
         weight.square().sum()

@@ -33,6 +33,17 @@ class ShownWeights(torch.Tensor):
     ) -> Any:
         return show(func, args, kwargs or {})
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain copy, whose memory is its own."""
+        copied = self.clone()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain tensor: a file that names this class could not be read without zeropp."""
+        with unguarded():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
 
 def is_read(func: Callable[..., Any], trained: bool) -> bool:
     """Whether a function of a released parameter would read, and nothing else.
