@@ -228,6 +228,7 @@ def test_the_device_carries_what_the_ledger_says(tcp: str | None, busy: bool) ->
     check_the_device(tcp, busy, ranks=2, local=2, dtype="fp32")
 
 
+@pytest.mark.campaign
 @pytest.mark.root
 @pytest.mark.parametrize(("tcp", "busy"), UNDER)
 def test_the_device_carries_what_the_ledger_says_of_two_nodes(tcp: str | None, busy: bool) -> None:

@@ -130,6 +130,7 @@ def follow_width(tree: Path) -> None:
     replace(tree / "zeropp/config/extension.py", "Bits = Annotated[Literal[", "Bits = Annotated[Literal[2, ")
 
 
+@pytest.mark.campaign
 def test_a_codec_a_width_and_a_placement_by_their_recipes(tree: Path) -> None:
     """No other file changes than the recipes name; :mod:`tests.distributed.followed` trains with what they give."""
     follow_codec(tree)

@@ -100,6 +100,7 @@ def until(what: Callable[[], object], why: str, seconds: float = 90.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("hold", "told"),

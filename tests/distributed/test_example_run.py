@@ -168,6 +168,7 @@ def usual_fsdp2() -> str:
     return printed.getvalue()
 
 
+@pytest.mark.campaign
 def test_the_fsdp2_example(tmp_path: Path) -> None:
     """Quantized it learns like FSDP2 as it is, and says what it has sent."""
     plain_output, _ = run_ranks(2, usual_fsdp2, init=False)

@@ -31,6 +31,7 @@ def loss_of(output: str, step: int) -> float:
     return float(loss)
 
 
+@pytest.mark.campaign
 def test_the_example_under_torchrun(tmp_path: Path) -> None:
     """16 batches of 8 windows on each of two ranks, two of them a step; a random model has a loss of ln 256, 5.5."""
     output = run([*TORCHRUN, EXAMPLE, "--folder", "out"], tmp_path)

@@ -100,6 +100,7 @@ def all_rounds(settings: dict[str, object]) -> dict[str, tuple[list[Calls], list
     return {" ".join(names): rounds(settings, names) for names in (*([name] for name in PASSES), list(PASSES))}
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("placement", [p if p == "hpz" else campaign(p) for p in PLACED])
 def test_no_more_gathers_than_each_pass_alone(placement: str) -> None:
     world, local, settings = PLACED[placement]

@@ -157,6 +157,7 @@ def test_quantized_messages_with_feedback() -> None:
     check_delays(4, 2, recipe, [(places, [0, 1, 2, 3], 2), (places, [0], 3)])
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("codec", "zero"),
     [

@@ -80,6 +80,7 @@ LARGER: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.campaign
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", some(LARGER, 8))
 def test_more_ranks_than_two_by_two(name: str) -> None:

@@ -27,6 +27,7 @@ def test_sessions(first: int) -> None:
     check(range(first, first + 12), 2)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize("first", [100, pytest.param(105, marks=pytest.mark.campaign)])
 def test_sessions_on_two_nodes(first: int) -> None:
     check(range(first, first + 5), 4)

@@ -82,6 +82,7 @@ def test_a_dry_run(tmp_path: Path) -> None:
     started_again_it_goes_on_where_it_was(dry)
 
 
+@pytest.mark.campaign
 def test_a_dry_run_of_some_parts(tmp_path: Path) -> None:
     """Those that have no planted result below in the default suite."""
     parts = ("kernels", "reasons")
@@ -168,6 +169,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+@pytest.mark.campaign
 @pytest.mark.every(2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("part", "step", "said"), PLANTED)

@@ -57,6 +57,7 @@ def test_it_is_the_one_that_runs(oldest: Path) -> None:
     assert run_under(oldest, "-c", program, interpret="0").split() == [declared()] * 2
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_some_settings_on_sm_90(oldest: Path) -> None:
     """Only of the kernels that quantize; a campaign has every kernel on every target."""

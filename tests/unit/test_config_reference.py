@@ -44,6 +44,7 @@ def test_check_notices_an_old_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["--check", str(copy)]) == 0
 
 
+@pytest.mark.campaign
 def test_it_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "docs.configuration", "--check"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = replace(convergence.QUICK, steps=7, layers=1, d_model=32, sample=3, validate_every=3)
 
 
+@pytest.mark.campaign
 def test_quick_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["convergence.py", "--quick", f"--runs={tmp_path}"])
     convergence.main()
