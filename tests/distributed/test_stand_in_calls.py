@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from packaging.version import Version
@@ -176,6 +177,21 @@ def open_instruct_resumes(folder: Path) -> float:
         return distance(zeropp.full_state(again.module), plain(3))
 
 
+def a_model_is_given_twice() -> float:
+    """Of two engines of one model the newer has it, with the weights of then; the older one says that it is over."""
+    with standing_in() as deepspeed:
+        first = engine_of(deepspeed)
+        steps(first, 0, 2)
+        before = zeropp.full_state(first.module)
+        second, *_ = deepspeed.initialize(model=first.module, config=zero3(optimizer=ADAMW))
+        wanted = Net()
+        wanted.load_state_dict(before)
+        steps(second, 0, 3)
+        with pytest.raises(RuntimeError, match=r"after close\(\)"):
+            first.step()
+        return distance(zeropp.full_state(second.module), plain(3, model=wanted))
+
+
 def refused_by_name() -> list[str]:
     """What is not here: imports fail as those of an absent package, with the reason; calls raise."""
     with standing_in() as deepspeed:
@@ -217,6 +233,7 @@ def refused_by_name() -> list[str]:
 
 def test_others_end_as_they_should(tmp_path: Path) -> None:
     assert run_ranks(2, swift_replaces_initialize) == [["Net"]] * 2
+    assert max(run_ranks(2, a_model_is_given_twice)) < EPSILON
     assert run_ranks(2, transformers_loads_under_init) == [0.0] * 2
     assert run_ranks(2, open_instruct_joins) == [3, 3]
     assert max(run_ranks(2, clones_for_torch_save, tmp_path)) < 4000

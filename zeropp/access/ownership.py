@@ -56,7 +56,7 @@ def former_engines(model: nn.Module) -> list[Engine]:
                 "that has its values, and let go of a ZeroOptimizer without close() to wrap its model again"
             )
         # An optimizer that lives would go on stepping former main weights, and the new engine not know of it.
-        if handler.listener is not None:
+        if handler.listener is not None and not getattr(handler.listener, "retired", False):
             raise ValueError(
                 f"parameter {name!r} is already managed by a ZeroOptimizer; give several parameter groups to one "
                 "optimizer, or let go of that one first (del optimizer): the next takes the main weights over"

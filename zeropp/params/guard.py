@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zeropp._compat import unguarded
-from zeropp.params.shown import ShownWeights, is_read, show
+from zeropp.params.shown import ShownWeights, is_read, show, shown
 from zeropp.params.status import ZeroParamStatus
 
 __all__ = [
@@ -313,12 +313,12 @@ def _resting_values(
         RuntimeError: they are not here, or would not only be read.
     """
     values = None
-    if handler.resting is not None and is_read(func, parameter.requires_grad):
+    if handler.resting is not None and is_read(func):
         values = handler.resting(parameter)
     if values is None:
         # Outside a pass no other rank knows of this use, and a gather would wait for them.
         raise _refusal(func, name, parameter)
-    return values.as_subclass(ShownWeights)
+    return shown(values, func, parameter.requires_grad)
 
 
 def _replaced(value: Any, resting: dict[int, torch.Tensor]) -> Any:

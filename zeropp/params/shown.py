@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from zeropp._compat import storage_id, unguarded
 
-__all__ = ["ShownWeights", "is_read", "show"]
+__all__ = ["ShownWeights", "is_read", "show", "shown"]
 
 # Those whose names do not end as those of other functions in place.
 _WRITING = {
@@ -45,14 +45,38 @@ class ShownWeights(torch.Tensor):
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def is_read(func: Callable[..., Any], trained: bool) -> bool:
-    """Whether a function of a released parameter would read, and nothing else.
+class _LookedAt(torch.autograd.Function):
+    """The weights; a backward that comes to them has no way on."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "backward came to weights that were looked at between passes, and no gradient of these would be reduced; "
+            "compute a penalty on weights inside the model's forward, or take them by .detach() to read them alone"
+        )
+
+
+def is_read(func: Callable[..., Any]) -> bool:
+    """Whether a function of a released parameter, as ``__torch_function__`` is given it, does not write to it."""
+    return not _writes(func)
+
+
+def shown(values: Tensor, func: Callable[..., Any], trained: bool) -> ShownWeights:
+    """Whole values in the place of a released parameter.
 
     Args:
-        func: as ``__torch_function__`` is given it.
-        trained: whether the parameter requires grad: outside of a pass nothing would come of a graph.
+        values: cached ones.
+        func: of them.
+        trained: whether the parameter requires grad.
     """
-    return not _writes(func) and (not trained or not torch.is_grad_enabled() or func in _UNTRACKED)
+    if trained and torch.is_grad_enabled() and func not in _UNTRACKED:
+        # Scripts log norms without no_grad(). A graph may begin here; what must not be is that it ends in silence.
+        values = _LookedAt.apply(values.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    return values.as_subclass(ShownWeights)
 
 
 def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -62,7 +86,7 @@ def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         RuntimeError: it would write to them.
     """
     written = [*args[:1], kwargs.get("self"), kwargs.get("input")] if _writes(func) else []
-    shown = list(_shown((args, list(kwargs.values()))))
+    involved = list(_shown((args, list(kwargs.values()))))
     if list(_shown([*written, kwargs.get("out")])):
         name = getattr(func, "__name__", str(func))
         raise RuntimeError(
@@ -71,7 +95,7 @@ def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     # All of it: to ask shown weights for their storage is a function of theirs, too.
     with unguarded():
-        return _marked(func(*args, **kwargs), {storage_id(each) for each in shown})
+        return _marked(func(*args, **kwargs), {storage_id(each) for each in involved})
 
 
 def _writes(func: Callable[..., Any]) -> bool:

@@ -36,11 +36,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
 
 
 def _let_go(model: nn.Module) -> None:
-    """End the engine that has a model: given once more, it is the newer one's, with the weights that it has."""
-    cores = {id(core): core for core in map(handler_of, model.parameters()) if isinstance(core, Core)}
-    for core in cores.values():
-        owner = core.listener
-        # It waits for a step that the host is at; an engine for inference has none.
-        if isinstance(owner, ZeroOptimizer):
-            owner.close()
-        core.close()
+    """Let a model that is given once more be the newer engine's, with the weights that it has."""
+    for core in {id(core): core for core in map(handler_of, model.parameters()) if isinstance(core, Core)}.values():
+        # One for inference is taken over as it is; a step that the host is at is waited for by the new one.
+        if isinstance(core.listener, ZeroOptimizer):
+            core.listener.retired = True
