@@ -178,7 +178,7 @@ def open_instruct_resumes(folder: Path) -> float:
 
 
 def a_model_is_given_twice() -> float:
-    """Of two engines of one model the newer has it, with the weights of then; the older one says that it is over."""
+    """The newer of two engines has the model, with the weights of then; the older one says that it is over."""
     with standing_in() as deepspeed:
         first = engine_of(deepspeed)
         steps(first, 0, 2)
