@@ -83,3 +83,16 @@ def test_a_model_that_is_wrapped_has_its_units() -> None:
     with pytest.raises(RuntimeError, match="after the model was wrapped"):
         zero.set_z3_leaf_modules(model, [Sparse])
     optimizer.close()
+
+
+def test_marks_of_a_configuration_go_with_its_engine() -> None:
+    """Those of calls stay. The next configuration of the same model may name other modules."""
+    model = model_of()
+    by_call = zero.set_z3_leaf_modules(model, [Sparse])
+    name = next(name for name, module in model.named_modules() if name and module not in by_call)
+    block = {"stage": 3, "leaf_module": {"names": [name]}}
+    config = {"zero_optimization": block, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    engine, *_ = zeropp.initialize(model=model, config=config)
+    assert zero.z3_leaf_module(model.get_submodule(name))
+    engine.destroy()
+    assert not zero.z3_leaf_module(model.get_submodule(name)) and zero.get_z3_leaf_modules(model) == by_call

@@ -148,7 +148,9 @@ def _clip_whole(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimiz
 def _save_parts(accelerator: Accelerator, model: nn.Module, wrapped: ZeroOptimizer) -> None:
     """Let ``save_state`` and ``load_state`` have this model's part of each rank, beside what Accelerate saves."""
     # Accelerate itself would ask every rank for whole weights, and save the first rank's states alone.
-    number = len(accelerator._save_model_state_pre_hook)
+    # Counted by what was prepared here: other hooks may be there when a run resumes, and not when it saved.
+    number = accelerator.__dict__.setdefault("_zeropp_models", 0)
+    accelerator._zeropp_models += 1
     name = "zeropp" if number == 0 else f"zeropp_{number}"
     models, optimizers = weakref.ref(model), weakref.ref(wrapped)
 

@@ -77,7 +77,6 @@ class Engine(Saving, Accessors, nn.Module):
         core.reductions.loss_scale.divides_plain = True
         # Scripts of DeepSpeed's read weights of stages 0 to 2 at any time.
         core.resting = RestingWeights(core)
-        core.refresh.start_put_off()
         # Ranks of the group; whatever else runs in the job has no part in this model.
         self.global_rank, self.world_size, self.local_rank = core.comm.rank, core.comm.world, local_rank
         self.dp_world_size = core.comm.world
@@ -162,8 +161,6 @@ class Engine(Saving, Accessors, nn.Module):
         optimizer.step(now=True)
         # Also after a skipped step, whose gradients are of no use.
         optimizer.zero_grad(now=True)
-        # What would begin with the next forward: weights may be read before.
-        self.core.refresh.start_put_off()
         # On a card this waits for the step's sum; a scheduler that had gone on could not be called back.
         self._applied = not optimizer.step_was_skipped
         if self._applied and self.lr_scheduler is not None:

@@ -109,6 +109,7 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Refused: an optimizer steps parts of a model's parameters, and is set up with it."""
+        # In the class and the words in which Fabric's own sharding strategies say so.
         raise NotImplementedError(self._err_msg_joint_setup_required())
 
     # The loop.
@@ -145,11 +146,11 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         """Scale gradients so that their norm over the whole model is at most ``max_norm``; the norm before.
 
         Raises:
-            NotImplementedError: another norm than the Euclidean; RuntimeError: it is not finite, and that is an error.
+            ValueError: another norm than the Euclidean; RuntimeError: it is not finite, and that is an error.
         """
         # What ranks agree on before a step is a sum of squares.
         if float(norm_type) != 2.0:
-            raise NotImplementedError(f"norm_type is {norm_type}; zeropp clips by the Euclidean norm, 2.0")
+            raise ValueError(f"norm_type is {norm_type}; zeropp clips by the Euclidean norm, 2.0")
         norm: Tensor = optimizer.clip_grad_norm_(max_norm, now=True)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(
@@ -158,8 +159,8 @@ class FabricStrategyParts(StrategyParts, FabricArguments):
         return norm
 
     def clip_gradients_value(self, module: Engine, optimizer: Any, clip_val: float) -> None:
-        """Refused."""
-        raise NotImplementedError(
+        """Refused, as by a Trainer's strategy."""
+        raise self.packages.misuse(
             f"clip_val is {clip_val}; zeropp clips by norm: fabric.clip_gradients(..., max_norm=...)"
         )
 

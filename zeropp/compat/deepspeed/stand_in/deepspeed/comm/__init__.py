@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,8 @@ from zeropp.training import init_distributed as join
 
 __all__ = ["get_all_ranks_from_group", "get_local_rank", "get_world_group", "inference_all_reduce", "init_distributed"]
 
+_SIGNATURE = inspect.signature(join)
+
 
 def __getattr__(name: str) -> Any:
     # Collectives and questions alike: there is one process group, and torch's own names for it.
@@ -21,37 +24,19 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"neither deepspeed.comm of zeropp's stand-in nor torch.distributed has {name!r}")
 
 
-def init_distributed(
-    dist_backend: str | None = None,
-    auto_mpi_discovery: bool = True,
-    distributed_port: int = 29500,
-    verbose: bool = True,
-    timeout: timedelta | None = None,
-    init_method: str | None = None,
-    dist_init_required: bool | None = None,
-    config: object = None,
-    rank: int = -1,
-    world_size: int = -1,
-) -> None:
+def init_distributed(*args: Any, **kwargs: Any) -> None:
     """See :func:`zeropp.init_distributed`. A process that nobody launched gets a group of its own here.
 
     ``DEEPSPEED_TIMEOUT`` in the environment is the timeout in minutes, where none is given.
-
-    Raises:
-        RuntimeError: there is no group and none is to be made; or a launcher says too little.
     """
+    given = _SIGNATURE.bind(*args, **kwargs).arguments
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    if timeout is None and minutes is not None:
-        timeout = timedelta(minutes=int(minutes))
-    join(
-        dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method, dist_init_required, config,
-        rank, world_size,
-    )  # fmt: skip
+    if given.get("timeout") is None and minutes is not None:
+        given["timeout"] = timedelta(minutes=int(minutes))
+    join(**given)
     if not dist.is_initialized():
         # Scripts ask for ranks right after this, and torch answers where there is a group.
-        dist.init_process_group(
-            "gloo" if dist_backend is None else dist_backend, store=dist.HashStore(), rank=0, world_size=1
-        )
+        dist.init_process_group(given.get("dist_backend") or "gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def get_local_rank() -> int:
