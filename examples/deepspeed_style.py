@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from gpt import GPT, GPTConfig
+from text_data import Windows
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
 MODEL = GPTConfig(layers=3, d_model=64, heads=4, seq_len=64)
@@ -37,22 +37,6 @@ CONFIG: dict[str, Any] = {
     },
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
 }
-
-
-class Windows(Dataset[Tensor]):
-    """Windows of a text, one byte longer than the model's context; always the same ones."""
-
-    def __init__(self, path: Path, length: int, count: int = 4096) -> None:
-        self.text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-        self.length = length
-        self.starts = torch.randint(len(self.text) - length, (count,), generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = int(self.starts[index])
-        return self.text[start : start + self.length + 1]
 
 
 class WithLoss(nn.Module):

@@ -17,29 +17,18 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from safetensors.torch import load_file
+from text_data import Windows
 from torch import Tensor
-from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE.parent / "LICENSE"
 
 
-class Windows(Dataset[dict[str, Tensor]]):
-    """Windows of a text, as ids and labels; always the same ones."""
-
-    def __init__(self, path: Path, length: int, count: int, seed: int) -> None:
-        self.text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-        self.length = length
-        self.starts = torch.randint(len(self.text) - length, (count,), generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        start = int(self.starts[index])
-        ids = self.text[start : start + self.length]
-        return {"input_ids": ids, "labels": ids}
+def collate(windows: list[Tensor]) -> dict[str, Tensor]:
+    """Ids that are their own labels: the model moves them by one itself."""
+    ids = torch.stack(windows)
+    return {"input_ids": ids, "labels": ids}
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -86,7 +75,11 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     model = LlamaForCausalLM._from_config(config)
     trainer = Trainer(
-        model, training, train_dataset=Windows(TEXT, 64, 4096, seed=0), eval_dataset=Windows(TEXT, 64, 64, seed=1)
+        model,
+        training,
+        data_collator=collate,
+        train_dataset=Windows(TEXT, 63),
+        eval_dataset=Windows(TEXT, 63, 64, seed=1),
     )
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.evaluate()

@@ -21,28 +21,13 @@ import torch.nn.functional as F
 from gpt import GPT, GPTConfig
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from text_data import Windows
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import zeropp.integrations.lightning
 
 TEXT = Path(__file__).resolve().parents[1] / "LICENSE"
-
-
-class Windows(Dataset[Tensor]):
-    """Windows of a text, one byte longer than the model's context; always the same ones."""
-
-    def __init__(self, path: Path, length: int, count: int, seed: int) -> None:
-        self.text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
-        self.length = length
-        self.starts = torch.randint(len(self.text) - length, (count,), generator=torch.Generator().manual_seed(seed))
-
-    def __len__(self) -> int:
-        return len(self.starts)
-
-    def __getitem__(self, index: int) -> Tensor:
-        start = int(self.starts[index])
-        return self.text[start : start + self.length + 1]
 
 
 class LanguageModel(L.LightningModule):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 # Not part of the library proper, and present on some installations only.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3"})
@@ -151,3 +152,19 @@ def _windows(text: Tensor, starts: Tensor, seq_len: int) -> tuple[Tensor, Tensor
     index = starts[:, None] + torch.arange(seq_len + 1)
     rows = text[index].long()  # [batch, seq_len + 1]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+class Windows(Dataset[Tensor]):
+    """Windows of a file, one byte longer than a model's context; always the same ones."""
+
+    def __init__(self, path: Path, length: int, count: int = 4096, seed: int = 0) -> None:
+        self.text = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+        self.length = length
+        self.starts = torch.randint(len(self.text) - length, (count,), generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> Tensor:
+        start = int(self.starts[index])
+        return self.text[start : start + self.length + 1]
