@@ -190,8 +190,8 @@ def test_what_is_built_in_pieces_carries_them_before_it_is_wrapped(stage: int, s
     torch.manual_seed(0)
     first, second = run_ranks(2, built, stage, small)
     for found in (first, second):
-        # Small ones stay whole.
-        assert found["far"] == 0 and found["kept"] and found["statuses"] == {"AVAILABLE" if small else "NOT_AVAILABLE"}
+        # Small ones stay whole, and say the same.
+        assert found["far"] == 0 and found["kept"] and found["statuses"] == {"NOT_AVAILABLE"}
         assert bool(found["left"]) == (stage == 3)
     for name, value in Built().state_dict().items():
         assert torch.equal(torch.cat([first["parts"][name], second["parts"][name]]), value.flatten())

@@ -18,7 +18,7 @@ from torch.nn.modules import module as torch_modules
 import zeropp
 from tests.distributed.built import Odd, limits, nothing_aliased, same_as, seeded
 from tests.distributed.harness import run_ranks
-from tests.distributed.shapes import make_config
+from tests.distributed.shapes import make_config, worst
 from zeropp import zero
 from zeropp.comm.carrier import Carrier
 from zeropp.params import spread
@@ -70,6 +70,7 @@ def odd(nbytes: int, small: int, config: dict[str, Any] | None) -> tuple[list[st
     [
         pytest.param(2, 1 << 27, 1 << 16, 3, True, marks=pytest.mark.fast),
         (2, 1 << 13, 100, 3, True),
+        (1, 1 << 13, 100, 3, True),
         (3, 0, 0, 3, False),
         (4, 1 << 14, 1000, 1, True),
     ],
@@ -192,12 +193,61 @@ def blocks() -> list[str]:
         if dist.get_rank() == 0:
             with zero.Init(data_parallel_group=group):
                 model = nn.Linear(40, 40)
-            wrong += ["alone"] if any(map(is_guarded, model.parameters())) else []
+            # As with others: what runs on one rank runs on many.
+            wrong += [] if all(map(is_guarded, model.parameters())) else ["alone"]
     return wrong + (["hooks are left"] if hooks() else [])
 
 
 def test_blocks() -> None:
     assert run_ranks(2, blocks) == [[], []]
+
+
+def wrapped_inside(small: int) -> tuple[float, list[str]]:
+    """How far two models, one wrapped inside the block and one after it, are from plain ones; statuses on the way."""
+    config, models, statuses = {"zero_optimization": {"stage": 3}}, [], []
+    plain = [seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), n) for n in range(2)]
+
+    def wrap(model: nn.Module) -> None:
+        models.append((model, zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)))
+
+    with limits(1 << 30, small), zero.Init(config_dict_or_path=config):
+        first = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), 0)
+        with zero.Init(config_dict_or_path=config):
+            second = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 2)), 1)
+        wrap(first)
+        # A wrapped model may become a part of another, and trains inside the block.
+        nn.ModuleList([first])
+        train_beside(*models[0], plain[0])
+    statuses += [parameter.ds_status.name for parameter in second.parameters()]
+    with zero.GatheredParameters(second.parameters()):
+        statuses += [parameter.ds_status.name for parameter in second.parameters()]
+    statuses += [parameter.ds_status.name for parameter in second.parameters()]
+    wrap(second)
+    train_beside(*models[1], plain[1])
+    far = [
+        worst(zeropp.full_state(model), dict(twin.state_dict())) for (model, _), twin in zip(models, plain, strict=True)
+    ]
+    return max(far), statuses
+
+
+def train_beside(model: nn.Module, optimizer: zeropp.ZeroOptimizer, plain: nn.Module) -> None:
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.full((3, 40), 0.1 * step + 0.2)
+        optimizer.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        other.zero_grad()
+        plain(x).square().mean().backward()
+        other.step()
+
+
+@pytest.mark.parametrize(("world", "small"), [(1, 0), (1, 1 << 16), (2, 0)])
+def test_a_model_may_be_wrapped_inside_the_block(world: int, small: int) -> None:
+    """Both ranks have the same batch, so each trains as one does; sums of float32 in another order differ by 1e-6."""
+    for far, statuses in run_ranks(world, wrapped_inside, small):
+        assert far < 1e-6
+        assert statuses == ["NOT_AVAILABLE"] * 4 + ["AVAILABLE"] * 4 + ["NOT_AVAILABLE"] * 4
 
 
 def lent() -> list[str]:

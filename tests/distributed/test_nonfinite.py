@@ -216,6 +216,40 @@ def test_one_host_read_a_step() -> None:
     assert run_ranks(2, loop_reads) == [[1, 1, 1, 1]] * 2
 
 
+def unchecked(clipping: float) -> tuple[int, list[Tensor], list[Tensor]]:
+    """Weights after a step with Inf on one rank, and those of plain torch."""
+    torch.manual_seed(0)
+    plain = Poisoned()
+    model = copy.deepcopy(plain)
+    bf16 = {"enabled": True, "check_grad_overflow": False}
+    config = make_config(bf16=bf16, gradient_clipping=clipping)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=0.01), model, config)
+    other = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for rank in range(2):
+        x = torch.full((3, 8), 0.3 + 0.1 * rank)
+        plain.value = float("inf") if rank == 1 else None
+        (plain(x).square().mean() / 2).backward()
+        if rank == dist.get_rank():
+            model.value = plain.value
+            optimizer.backward(model(x.bfloat16()).float().square().mean())
+    optimizer.step()
+    if clipping:
+        nn.utils.clip_grad_norm_(plain.parameters(), clipping)
+    other.step()
+    assert optimizer.step_was_taken and not optimizer.step_was_skipped
+    return optimizer.skipped_steps, list(zeropp.full_state(model).values()), list(plain.state_dict().values())
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_a_step_that_nobody_checks_is_taken(clipping: float) -> None:
+    """Where plain torch has NaN there is NaN, and nowhere else; clipping brings it everywhere, there as here."""
+    for skipped, own, wanted in run_ranks(2, unchecked, clipping):
+        assert skipped == 0
+        bad = [value.isfinite().logical_not() for value in wanted]
+        assert all(torch.equal(o.isfinite().logical_not(), b) for o, b in zip(own, bad, strict=True))
+        assert any(each.any() for each in bad) and (all(each.all() for each in bad) == (clipping > 0))
+
+
 class Reads(TorchDispatchMode):
     """Counts every time a number of a tensor is asked for on the host, by whoever."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import worst
 from zeropp.checkpoint import CheckpointError
 from zeropp.checkpoint.metadata import Metadata
+from zeropp.checkpoint.to_fp32_command import SCRIPT
 from zeropp.training import Engine
 
 CUT = 3
+SINCE = 1  # micro-batches of a window, after which a run is told to end
 
 
 def engine_of(**more: Any) -> Engine:
@@ -65,6 +69,21 @@ def test_on_one_rank_in_another_stage(tmp_path: Path) -> None:
     ((*_, state, path, _, counts),) = run_ranks(1, resumed, tmp_path, None, zero={"stage": 1})
     assert path == str(tmp_path / "global_step3") and counts[1] == CUT
     assert worst(state, run_ranks(2, whole)[0][2]) > 0  # it trained on one rank's batches
+
+
+def saves_as_it_is(folder: Path) -> dict[str, Tensor]:
+    engine = engine_of()
+    engine.save_checkpoint(folder)
+    return zeropp.full_state(engine.module)
+
+
+def test_the_script_beside_checkpoints_writes_whole_weights(tmp_path: Path) -> None:
+    state = run_ranks(2, saves_as_it_is, tmp_path)[0]
+    command = [sys.executable, SCRIPT, ".", "weights", "--tag", "global_step0"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=100)
+    assert os.access(tmp_path / SCRIPT, os.X_OK)
+    found = torch.load(tmp_path / "weights" / "pytorch_model.bin")
+    assert found.keys() == state.keys() and worst(found, {name: value.float() for name, value in state.items()}) == 0
 
 
 def parts(folder: Path, what: dict[str, Any]) -> tuple[float, list[Any], dict[str, Any]]:
@@ -152,7 +171,7 @@ def other_tags(folder: Path, how: str) -> tuple[list[str], list[str], float]:
 @pytest.mark.parametrize("how", ["Ignore", "Warn"])
 def test_ranks_with_other_tags_save_under_the_first_one_s(how: str, tmp_path: Path) -> None:
     (first, *saved), (second, *_) = run_ranks(2, other_tags, tmp_path, how)
-    assert saved == [["latest", "of rank 0"], 0.0] and second == []
+    assert saved == [["latest", "of rank 0", SCRIPT], 0.0] and second == []
     assert len(first) == (how == "Warn") and all("'of rank 0', and rank 1 'of rank 1'" in each for each in first)
 
 
@@ -225,9 +244,12 @@ def saves_in_a_window(folder: Path) -> tuple[float, list[bool]]:
         engine = engine_of()
         for number in range(CUT * MICRO):
             engine.backward(loss_of(engine, number, dist.get_rank()))
-            if saves and number == (CUT - 1) * MICRO:
-                with pytest.raises(CheckpointError, match="would be lost"):
-                    engine.save_checkpoint(folder, "refused")
+            if saves and number == (CUT - 1) * MICRO + SINCE:
+                with warnings.catch_warnings(record=True) as heard:
+                    warnings.simplefilter("always")
+                    engine.save_checkpoint(folder, "warned")
+                said = [str(each.message) for each in heard if "inside a window" in str(each.message)]
+                assert len(said) == (dist.get_rank() == 0)
                 engine.save_checkpoint(folder, "all", in_window=True)
                 engine.save_checkpoint(folder, "weights", in_window=True, weights_only=True)
             engine.step()
@@ -238,7 +260,13 @@ def saves_in_a_window(folder: Path) -> tuple[float, list[bool]]:
     reloaded = engine_of()
     reloaded.load_checkpoint(folder, "weights", load_optimizer_states=False)
     found.append(worst(zeropp.full_state(reloaded.module), states[0]) > 1e-6)  # one step earlier
-    return worst(*states), found
+    # Whoever resumes begins the window again, and its end is found where it was.
+    reloaded.load_checkpoint(folder, "warned")
+    assert reloaded.micro_steps == (CUT - 1) * MICRO
+    for number in range((CUT - 1) * MICRO, CUT * MICRO):
+        reloaded.backward(loss_of(reloaded, number, dist.get_rank()))
+        reloaded.step()
+    return max(worst(*states), worst(zeropp.full_state(reloaded.module), states[0])), found
 
 
 def test_a_save_between_two_steps_leaves_gradients_out_where_that_is_asked_for(tmp_path: Path) -> None:

@@ -168,6 +168,38 @@ def test_what_is_set_is_trained_with(name: str, local: bool, tmp_path: Path) -> 
     assert max(run_ranks(4, written, PLACES[name], str(tmp_path), local, local_world_size=2)) < TOLERANCE
 
 
+def noisy(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]] | str:
+    """Weights after a step with gradients that each rank has drawn for itself; and the gradients, in their place."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    config = make_config(stage=stage)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model, config)
+    optimizer.backward(model(torch.ones(2, 5)).mean())
+    torch.manual_seed(1 + dist.get_rank())
+    drawn = {name: torch.randn(parameter.shape) for name, parameter in model.named_parameters()}
+    before = zeropp.full_state(model)
+    try:
+        for name, parameter in model.named_parameters():
+            training.safe_set_full_grad(parameter, drawn[name])
+    except ValueError as error:
+        return str(error)
+    optimizer.step()
+    after = zeropp.full_state(model)
+    return {name: before[name] - after[name] for name in after}, drawn
+
+
+def test_each_rank_may_draw_noise_of_its_own() -> None:
+    """Every element moves by what one of the ranks drew for it, and both ranks have the same weights."""
+    (moved, first), (same, second) = run_ranks(2, noisy, 3)
+    for name, by in moved.items():
+        assert torch.equal(by, same[name])
+        near = [(by - drawn[name]).abs() < 1e-6 for drawn in (first, second)]
+        assert (near[0] | near[1]).all()
+    assert any(not (by - first[name]).abs().lt(1e-6).all() for name, by in moved.items())
+    # Copies would part.
+    assert all("other values for" in found for found in run_ranks(2, noisy, 0))
+
+
 def refused() -> list[str]:
     both = Both({}, "")
     parameter, messages = both.pairs()[0][1], []

@@ -15,6 +15,7 @@ from zeropp.engine.hooks import EXTERNAL_AS
 from zeropp.params.carried import CarriedPart, carry
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.status import ZeroParamStatus
 from zeropp.partition.layout import Fragment
 from zeropp_kernels.wire import BLOCK
 
@@ -82,7 +83,7 @@ def carry_attributes(model: nn.Module, engine: Engine) -> None:
     """
     for unit in engine.units:
         for parameter in unit.parameters:
-            carry(parameter, LocalPart(engine, parameter), persistent=unit.persistent)
+            carry(parameter, LocalPart(engine, parameter), ZeroParamStatus.AVAILABLE, persistent=unit.persistent)
     for module in model.modules():
         module.__dict__[EXTERNAL_AS] = _External(module)
         engine.on_close(restorer(module, EXTERNAL_AS))

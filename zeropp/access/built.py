@@ -18,7 +18,7 @@ def spreads_of(parameters: Sequence[nn.Parameter]) -> list[tuple[Spread, list[nn
     found: dict[int, tuple[Spread, list[nn.Parameter]]] = {}
     for parameter in parameters:
         piece = piece_of(parameter)
-        if piece is not None and isinstance(piece.fetcher, Spread) and piece.fetcher.cuts:
+        if piece is not None and isinstance(piece.fetcher, Spread):
             found.setdefault(id(piece.fetcher), (piece.fetcher, []))[1].append(parameter)
     return list(found.values())
 
@@ -50,8 +50,8 @@ class PiecesLoan:
             # Each rank has what it built, until rank 0's values are everyone's.
             spread.broadcast([parameter for parameter, piece in self._pieces if piece.row is None])
         spread.gather(parameters, lent=True)
-        for _, piece in self._pieces:
-            piece.lent = True
+        for parameter, piece in self._pieces:
+            piece.lend(parameter)
         self._before = [(tuple(p.shape), p.dtype) for p in parameters]
         self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
         # What is whole, and small, must be as it was if an edit is refused.
@@ -63,9 +63,7 @@ class PiecesLoan:
         """What the user has made of the values is kept until :meth:`finish`."""
         self._values = [parameter.data for parameter, _ in self._pieces]
         for parameter, piece in self._pieces:
-            piece.lent = False
-            if piece.row is not None:
-                piece.take_back(parameter)
+            piece.take_back(parameter)
 
     def tell(self, error: BaseException) -> None:
         """The block has failed on this rank; the others may be about to leave it, and must not wait."""

@@ -81,8 +81,8 @@ class Bf16Config(Block):
     unit's gradients always go to its fp32 shard when they are complete."""
 
     check_grad_overflow: bool = True
-    """Skips and counts a step whose gradients are not finite, on every rank alike. The check cannot be
-    turned off: a single NaN would reach every weight."""
+    """Skips and counts a step whose gradients are not finite, on every rank alike. With `false` such a step
+    is taken, as plain torch takes it: a single NaN reaches the weights. The check costs no message."""
 
     bf16_master_weights_and_grads: bool = False
     """Keeps main weights and gradients of the optimizer in bf16 instead of fp32: half the memory, updates

@@ -149,8 +149,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     Bf16Config: {
         "enabled": EFFECT,
         "immediate_grad_update": NEEDLESS,
-        **_each(EFFECT, "bf16_master_weights_and_grads bf16_optimizer_states"),
-        "check_grad_overflow": LATER,
+        **_each(EFFECT, "check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
     },
     AutocastConfig: _all(AutocastConfig, EFFECT),
     DataTypesConfig: _all(DataTypesConfig, EFFECT),

@@ -114,6 +114,11 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
         return self.bf16.bf16_master_weights_and_grads or self.fp16.fp16_master_weights_and_grads
 
     @property
+    def checks_overflow(self) -> bool:
+        """Whether a step with a gradient that is not finite is skipped."""
+        return not self.bf16.enabled or self.bf16.check_grad_overflow
+
+    @property
     def steps_on_host(self) -> bool:
         """Whether the host's cores step what is in the host's memory or in files."""
         block = self.zero.offload_optimizer

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,10 +28,11 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.hash_sums import differ, differ_on_device, spread
 from zeropp.engine.norm import norm_of, rounded, square_over
 from zeropp.engine.unread import Unread
+from zeropp.engine.verdict import Verdict
 from zeropp.params.gradient import Gradient
 from zeropp.wire.report import Report
 
-__all__ = ["Boundary", "Settings", "Verdict"]
+__all__ = ["Boundary", "Settings"]
 
 _log = logging.getLogger("zeropp")
 
@@ -42,26 +42,6 @@ _HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
 _LATE = 9  # ranks that do not wait for the sum
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What every rank knows after the reduction.
-
-    Attributes:
-        norm: gradient norm over the whole model, all ranks; not finite if any gradient is; None if it is read late.
-        used: for each unit, whether each trainable parameter had a gradient on any rank since the last zero_grad.
-        late: some rank does not know it yet, so that all go through the step, which the device may leave out.
-    """
-
-    norm: float | None
-    used: list[list[bool]]
-    late: bool = False
-
-    @property
-    def finite(self) -> bool:
-        """Whether every gradient is finite; True if only the device knows, which then leaves the step out."""
-        return self.norm is None or math.isfinite(self.norm)
 
 
 class Settings(Protocol):
@@ -90,6 +70,7 @@ class Boundary:
         self.engine = engine
         self._settings = settings
         self.reads = 0
+        self._checks = engine.maker.config.checks_overflow
         # On CPU there is nothing that the host could run ahead of.
         self.reads_late = engine.device.type == "cuda"
         self.cache_checksum = CacheChecksum(engine)
@@ -180,8 +161,8 @@ class Boundary:
                 values = self._exchange()
             self._renew_differing_caches(values)
             self.engine.schedule.note_passed_over(values[self._passed_over] > 0)
-            # A norm that is not finite is how every rank is told to skip.
-            self._verdict = self._interpret([math.nan, *values[1:]] if spoiled else values)
+            norm = math.nan if spoiled else norm_of(values[0])
+            self._verdict = Verdict(norm, self._flags(values), checked=self._checks or spoiled)
         return self._verdict
 
     def _may_read_late(self) -> bool:
@@ -189,6 +170,7 @@ class Boundary:
         engine = self.engine
         return (
             self.reads_late
+            and self._checks  # the device leaves out what is not finite
             and (engine.comm.world == 1 or engine.schedule.static)
             and not self.cache_checksum.due
             and not any(gradient.feedbacks for gradient in engine.gradients)
@@ -410,9 +392,6 @@ class Boundary:
     def _disagree(self, numbers: list[float]) -> bool:
         """Whether numbers of a hash, summed over ranks, come from different hashes. A fake backend does not sum."""
         return differ(numbers, self.engine.comm.world) and self.engine.comm.backend != "fake"
-
-    def _interpret(self, values: list[float]) -> Verdict:
-        return Verdict(norm_of(values[0]), self._flags(values))
 
     def _flags(self, values: list[float]) -> list[list[bool]]:
         """For each unit, which parameters any rank has used."""

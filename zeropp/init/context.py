@@ -42,7 +42,7 @@ class Init:
     (65,536 elements) stay whole, buffers too. Parameters on the meta device stay there.
 
     Between the block and ``ZeroOptimizer(optimizer, model, config)`` values can be read and edited inside
-    :class:`zeropp.zero.GatheredParameters`. With one rank nothing is done, unless weights go to files.
+    :class:`zeropp.zero.GatheredParameters`, on one rank, too.
     """
 
     def __init__(
@@ -122,8 +122,6 @@ class Init:
             before = torch.get_default_dtype()
             self._stack.callback(torch.set_default_dtype, before)
             torch.set_default_dtype(dtype)
-        if not spread.cuts:
-            return
         for handle in (
             register_module_parameter_registration_hook(self._parameter_given),
             register_module_module_registration_hook(self._module_given),
@@ -138,7 +136,7 @@ class Init:
     ) -> None:
         # First, so that nothing is left of this whatever comes.
         self._stack.close()
-        if self._spread is None or not self._spread.cuts:
+        if self._spread is None:
             return
         self._built.clear()
         self._settings.limit.forget()
@@ -219,8 +217,7 @@ def make_spread(settings: InitSettings) -> Spread:
     """Connect the ranks that build together. Collective."""
     carrier = Carrier(settings.group, settings.trains_on, settings.seconds)
     keep = _in_files(settings, carrier.rank) if settings.swap is not None else partial(_in_memory, settings)
-    cuts = carrier.world > 1 or settings.swap is not None
-    return Spread(carrier, settings.trains_on, settings.asked, keep, cuts=cuts)
+    return Spread(carrier, settings.trains_on, settings.asked, keep)
 
 
 def _in_memory(settings: InitSettings, row: Tensor) -> Tensor:

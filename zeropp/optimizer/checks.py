@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeropp.config import Config
-from zeropp.engine.boundary import Verdict
 from zeropp.engine.engine import Engine
+from zeropp.engine.verdict import Verdict
 from zeropp.engine.window import Window
 
 __all__ = [

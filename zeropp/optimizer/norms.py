@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeropp.engine.boundary import Verdict
 from zeropp.engine.engine import Engine
+from zeropp.engine.verdict import Verdict
 
 __all__ = ["clip_divisor", "clipping", "gradient_norms", "may_leave_out", "scale_gradients", "takes_divisor"]
 

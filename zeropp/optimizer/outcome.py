@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeropp.engine.boundary import Boundary, Verdict
+from zeropp.engine.boundary import Boundary
+from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import weakly
 from zeropp.params.loss_scale import LossScale
 
@@ -40,7 +41,7 @@ class Outcome:
     def decided(self, verdict: Verdict) -> None:
         """A step is over, or is going to be."""
         self._unread = verdict.norm is None
-        self.step_was_skipped, self.step_was_taken = not verdict.finite, False
+        self.step_was_skipped, self.step_was_taken = verdict.skips, False
         self.skipped_steps += self.step_was_skipped
         if not self._unread:
             self.grad_norm = verdict.norm
@@ -97,7 +98,7 @@ class Outcome:
             taken = self.step_was_taken
             self.decided(found)
             # A backward since then has cleared it.
-            self.step_was_taken = taken and found.finite
+            self.step_was_taken = taken and not found.skips
 
 
 def told(name: str) -> Any:

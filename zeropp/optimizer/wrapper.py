@@ -17,9 +17,10 @@ from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group, group_size
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
-from zeropp.engine.boundary import Boundary, Verdict
+from zeropp.engine.boundary import Boundary
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
+from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import (
     also_forget,
     check_optimizer,
@@ -272,11 +273,10 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         left_out = self.boundary.left_out() if verdict.late else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
         # First, since the loss scale may raise: whoever catches that finds a new window.
-        skipped = not (verdict.finite or verdict.late)
-        if skipped:
+        if verdict.skips:
             self.engine.window.restart()
         self.outcome.decided(verdict)
-        if skipped:
+        if verdict.skips:
             return loss
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
@@ -288,7 +288,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
-        self.outcome.step_was_taken = verdict.finite
+        self.outcome.step_was_taken = True
         return loss
 
     def _decide(self) -> Verdict:

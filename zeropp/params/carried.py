@@ -66,12 +66,13 @@ class CarriedPart(ABC):
         return getattr(self.values(), name)
 
 
-def carry(parameter: nn.Parameter, part: CarriedPart, *, persistent: bool) -> None:
+def carry(parameter: nn.Parameter, part: CarriedPart, status: ZeroParamStatus, *, persistent: bool) -> None:
     """Give a parameter ``ds_id``, ``ds_shape``, ``ds_tensor`` and kin; anew, all but ``ds_id`` are replaced.
 
     Args:
         parameter: with the shape that it has when it is whole.
         part: this rank's.
+        status: of the parameter, while it is not released.
         persistent: it stays whole between uses.
     """
     # Kept under a name of ours: it must be the same for good, and is no sign that somebody has partitioned this.
@@ -79,7 +80,7 @@ def carry(parameter: nn.Parameter, part: CarriedPart, *, persistent: bool) -> No
     # While it is released its class answers NOT_AVAILABLE in place of this; see `zeropp.params.guard`.
     parameter.__dict__.update(
         ds_id=number, ds_shape=parameter.shape, ds_numel=parameter.numel(), ds_tensor=part,
-        ds_status=ZeroParamStatus.AVAILABLE, ds_persist=persistent, ds_active_sub_modules=set(),
+        ds_status=status, ds_persist=persistent, ds_active_sub_modules=set(),
         partition_numel=part.partition_numel,
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zeropp.params.carried import CarriedPart, carry, drop
 from zeropp.params.guard import GuardHandler, guard, nothing, register, unguard, unregister
+from zeropp.params.status import ZeroParamStatus
 from zeropp.partition.layout import dense_strides
 
 __all__ = ["Fetcher", "Piece", "dense_row", "piece_of"]
@@ -65,7 +66,9 @@ class Piece(GuardHandler):
         drop(parameter)
 
     def _carry(self, parameter: nn.Parameter) -> None:
-        carry(parameter, LocalPiece(self, parameter), persistent=False)
+        # Also where it is small and whole: DeepSpeed's is in pieces until it is gathered, and scripts ask for that.
+        status = ZeroParamStatus.AVAILABLE if self.lent else ZeroParamStatus.NOT_AVAILABLE
+        carry(parameter, LocalPiece(self, parameter), status, persistent=False)
 
     def count(self, numel: int) -> int:
         """Elements of a rank's piece, padding included."""
@@ -91,8 +94,17 @@ class Piece(GuardHandler):
             self.row = None
             unregister(parameter)
 
+    def lend(self, parameter: nn.Parameter) -> None:
+        """Somebody has the whole values, which the parameter shows already."""
+        self.lent = True
+        self._carry(parameter)
+
     def take_back(self, parameter: nn.Parameter) -> None:
-        """Let go of values that were lent, and not changed: the piece still has its part of them."""
+        """End of a loan; where there is a row, let go of the values, of which it still has its part."""
+        self.lent = False
+        self._carry(parameter)
+        if self.row is None:
+            return
         parameter.data = nothing(parameter.dtype, parameter.device).expand(parameter.shape)
         guard([parameter])
 

@@ -41,13 +41,14 @@ _T = TypeVar("_T")
 def _can_be_cut(parameter: nn.Parameter) -> bool:
     """Whether a parameter has values that can be cut, and is nobody's yet."""
     return (
-        not nn.parameter.is_lazy(parameter)
+        # First: a model that was wrapped in the block may be made a part of another, and must not be read.
+        not is_managed(parameter)
+        and not nn.parameter.is_lazy(parameter)
         and type(parameter.data) is Tensor
         and parameter.is_floating_point()
         and parameter.layout is torch.strided
         and not parameter.is_meta
         and not parameter.is_inference()
-        and not is_managed(parameter)
     )
 
 
@@ -59,7 +60,6 @@ class Spread:
         trains_on: the device that the model will train on, unless it is wrapped with another.
         asked: settings that the configuration must have, too, when the model is wrapped.
         building: while all ranks run the same code.
-        cuts: whether anything is done: of one rank only if its pieces do not stay in memory.
     """
 
     def __init__(
@@ -68,13 +68,10 @@ class Spread:
         trains_on: torch.device,
         asked: dict[str, object],
         keep: Callable[[Tensor], Tensor],
-        *,
-        cuts: bool,
     ) -> None:
         """Begin with nothing; ``keep`` brings a row to where pieces lie, and may return it as it is."""
         self.carrier = carrier
         self.rank, self.world = carrier.rank, carrier.world
-        self.cuts = cuts
         self._keep = keep
         self.trains_on = trains_on
         self.asked = asked
@@ -92,7 +89,7 @@ class Spread:
 
     def begin(self, name: str, parameter: nn.Parameter, module: nn.Module) -> None:
         """Take note of a parameter that a module has been given, which it may not have initialised yet."""
-        if not self.cuts or piece_of(parameter) is not None or not _can_be_cut(parameter):
+        if piece_of(parameter) is not None or not _can_be_cut(parameter):
             return
         # Modules that nothing has yet, such as those of a list that is being made: most of them are built. Of one with
         # many parameters of its own some may not be, and are fetched then.
@@ -178,7 +175,14 @@ class Spread:
         return piece is not None and piece.fetcher is self
 
     def finish(self) -> None:
-        """The model is built: what is whole is cut, and small parameters are the same on every rank."""
+        """Nothing is built any more; as :meth:`complete`."""
+        try:
+            self.complete()
+        finally:
+            self.end()
+
+    def complete(self) -> None:
+        """What there is so far is built: what is whole is cut, and small parameters are the same on every rank."""
         try:
             self._end_begun()
             self.broadcast(list(self._small.values()))
@@ -186,8 +190,7 @@ class Spread:
         except BaseException as error:
             self.tell(error)
             raise
-        finally:
-            self.end()
+        self._small, self._small_nbytes = {}, 0
 
     def end(self) -> None:
         """Nothing is built any more, well or not."""
@@ -229,8 +232,6 @@ class Spread:
 
     def scatter(self, parameters: Sequence[nn.Parameter], source: int = 0) -> None:
         """Cut whole parameters; each rank keeps its piece of the values that the source, a rank of the group, has."""
-        if not self.cuts:
-            return
         for parameter in parameters:
             if parameter.nbytes > _ALONE_NBYTES:
                 self._scatter_alone(parameter, source)

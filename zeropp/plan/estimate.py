@@ -102,8 +102,7 @@ class _Bytes:
         # Each process builds a model of its own. It is cut up while it is wrapped, before there are states, so the
         # host never has both.
         building = self.built
-        # Init does nothing where there is one rank.
-        if settings.zero_init and machines.world > 1:
+        if settings.zero_init:
             pieces = host - self.stepped + self.main if settings.cpu_offload else 0
             building = self.unit // _HALF * _MAIN + pieces
         return math.ceil(max(host, building) * machines.local * factor), device + self.largest_layer

@@ -40,7 +40,7 @@ from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
 from zeropp.plan.memory import memory
 from zeropp.setup.autocast import autocast_forwards
-from zeropp.setup.built import built_for, check_built
+from zeropp.setup.built import built_for, check_built, complete
 from zeropp.setup.ineffective import warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
@@ -80,8 +80,9 @@ def build_engine(
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     extension = config.zeropp
     together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
-    if trained_on is None and isinstance(model, nn.Module):
-        trained_on = built_for(model)
+    if isinstance(model, nn.Module):
+        complete(model)
+        trained_on = built_for(model) if trained_on is None else trained_on
     device = together("checking the model", lambda: _check_model(model, config, trained_on))
     hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.

@@ -9,7 +9,7 @@ from zeropp.config import Config
 from zeropp.params.piece import piece_of
 from zeropp.params.spread import Spread
 
-__all__ = ["built_for", "check_built"]
+__all__ = ["built_for", "check_built", "complete"]
 
 
 def _spreads(model: nn.Module) -> list[Spread]:
@@ -29,6 +29,16 @@ def built_for(model: nn.Module) -> torch.device | None:
     return spreads[0].trains_on
 
 
+def complete(model: nn.Module) -> None:
+    """If a model is wrapped inside the block that builds it, it is built now. Collective if it is.
+
+    Its block goes on with what is built after it.
+    """
+    for spread in _spreads(model):
+        if spread.building:
+            spread.complete()
+
+
 def check_built(model: nn.Module, config: Config, ranks: tuple[int, ...]) -> None:
     """Make sure that a model is wrapped as it was built. Local.
 
@@ -39,13 +49,11 @@ def check_built(model: nn.Module, config: Config, ranks: tuple[int, ...]) -> Non
 
     Raises:
         ValueError: other ranks, or another setting.
-        RuntimeError: it is still being built, or its values are lent.
+        RuntimeError: its values are lent.
     """
     if any(piece is not None and piece.lent for piece in map(piece_of, model.parameters())):
         raise RuntimeError("the model was wrapped inside GatheredParameters; leave that block first")
     for spread in _spreads(model):
-        if spread.building:
-            raise RuntimeError("the model was wrapped inside zero.Init; leave that block first")
         if spread.world > 1 and spread.carrier.ranks != ranks:
             raise ValueError(
                 f"the model was built in zero.Init for ranks {list(spread.carrier.ranks)}, and process_group has ranks "

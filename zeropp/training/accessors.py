@@ -7,7 +7,19 @@ from typing import Any
 
 from zeropp.config import Config
 
-__all__ = ["Accessors"]
+__all__ = ["ABSENT", "Accessors"]
+
+_REDUCED = "gradients are reduced as backward makes them, and clipped in step()"
+_GROUPS = "groups are torch.distributed's, or those that initialize() was given by mpu; it may be assigned"
+_PIPELINE = "it is of pipelines, which zeropp has not"
+_LOGS = "log what get_global_grad_norm() and the loss say, and measure with torch.profiler"
+ABSENT = {
+    **dict.fromkeys(("monitor", "timers", "tput_timer", "flops_profiler", "print_forward_breakdown"), _LOGS),
+    **dict.fromkeys(("allreduce_gradients", "clip_fp32_gradients", "buffered_allreduce_fallback"), _REDUCED),
+    **dict.fromkeys(("mpu", "data_parallel_group", "seq_data_parallel_group", "mp_world_size"), _GROUPS),
+    **dict.fromkeys(("train_batch", "eval_batch", "set_dataloader"), _PIPELINE),
+}
+"""What DeepSpeed's engines have beside this one, and why this one has not; a model may have it by the same name."""
 
 # Call -> place of its answer in the configuration.
 _PLACES = {

@@ -14,7 +14,7 @@ from zeropp.access.resting import RestingWeights
 from zeropp.config import Config
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.training.accessors import Accessors
+from zeropp.training.accessors import ABSENT, Accessors
 from zeropp.training.data import make_loader
 from zeropp.training.saving import Saving
 
@@ -102,7 +102,8 @@ class Engine(Saving, Accessors, nn.Module):
             return getattr(module, name)
         except AttributeError:
             kind = type(module).__name__
-            raise AttributeError(f"neither zeropp's Engine nor the model, a {kind}, has {name!r}") from None
+            why = f": {ABSENT[name]}" if name in ABSENT else ""
+            raise AttributeError(f"neither zeropp's Engine nor the model, a {kind}, has {name!r}{why}") from None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The model's."""

@@ -28,9 +28,9 @@ from zeropp.partition.units import LEAF_AS
 from zeropp.setup.built import built_for
 from zeropp.training.distributed import init_distributed, require_no_model_parallelism
 from zeropp.training.engine import Engine
-from zeropp.training.facade import ParameterOffload
 from zeropp.training.from_config import make_optimizer, make_scheduler
 from zeropp.training.inference import wrap_for_inference
+from zeropp.training.optimizer import TrainingOptimizer
 
 __all__ = ["initialize"]
 
@@ -110,10 +110,8 @@ def _wrap(
     if inner is None:
         wrapped, core = None, wrap_for_inference(model, rest, group, device)
     else:
-        wrapped = ZeroOptimizer(inner, model, rest, process_group=group, device=device)
+        wrapped = TrainingOptimizer(inner, model, rest, process_group=group, device=device)
         core = wrapped.engine
-        # By an attribute, and not of the class: only scripts written for DeepSpeed ask for it.
-        wrapped.parameter_offload = ParameterOffload(model)  # type: ignore[attr-defined]
     for module in marked:
         # The next configuration of this model may name others.
         core.on_close(restorer(module, LEAF_AS))
@@ -139,6 +137,8 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": _argument(args, "deepspeed_config"),
+        # The project's name before it was DeepSpeed, which still reads it.
+        "args.deepscale_config": _argument(args, "deepscale_config"),
     }
     # Two of them may say different things, and either would be a guess.
     found = {name: value for name, value in named.items() if value is not None}

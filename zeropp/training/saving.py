@@ -17,6 +17,7 @@ from zeropp.checkpoint.files import FILE_NBYTES
 from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.sixteen_bit import gather_16bit
+from zeropp.checkpoint.to_fp32_command import make_executable, write_script
 from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -56,6 +57,8 @@ class Saving:
         """Save model, optimizer, scheduler, counters and ``client_state`` as ``save_dir/tag``. Collective.
 
         The directory is one of zeropp's checkpoints, which loads on any number of ranks: see docs/checkpoints.md.
+        Between two steps gradients that have come since the first of them are not in it, with a warning: whoever
+        resumes begins the window again, and whoever is told to end at once has what there is.
 
         Args:
             save_dir: a directory that all ranks see.
@@ -67,8 +70,7 @@ class Saving:
             exclude_frozen_parameters: leave out parameters that are not trained, as around adapters; whoever loads the
                 checkpoint has them from elsewhere.
             weights_only: leave out states of the optimizer.
-            in_window: also between two steps, without the gradients that have come since the first of them; otherwise
-                refused there.
+            in_window: between two steps, too, without that warning.
 
         Returns:
             True.
@@ -92,11 +94,15 @@ class Saving:
             # By the first rank, when all of it is on the disk: a name of what is not there would end the next job.
             if save_latest:
                 write_synced(root / _LATEST, name.encode())
+            write_script(root)
+
+        if not in_window:
+            self._warn_of_window(name)
 
         begin(
             root / name, self.module, None if weights_only else self.optimizer, extra, asynchronous=False, busy="wait",
             file_nbytes=FILE_NBYTES, trained_only=exclude_frozen_parameters, progress=False, completed=completed,
-            in_window=in_window,
+            in_window=True,
         )  # fmt: skip
         return True
 
@@ -233,9 +239,27 @@ class Saving:
         """
         return str(Path(checkpoints_path) / tag)
 
+    def _change_recovery_script_permissions(self, dst: str | os.PathLike[str]) -> None:
+        """Make the script that is left beside checkpoints executable, if that can be; as in DeepSpeed."""
+        make_executable(dst)
+
+    def _warn_of_window(self, name: str) -> None:
+        if self._in_window() and engine_of(self.module).comm.rank == 0:
+            notify(
+                f"the checkpoint {name!r} is saved inside a window of micro-batches, whose gradients are not in it; "
+                "whoever resumes begins the window again"
+            )
+
+    def _in_window(self) -> bool:
+        return engine_of(self.module).window.count > 0
+
     def _counts(self) -> dict[str, int]:
         # Skipped steps are the optimizer's, which saves them itself.
-        return {name: getattr(self, name) for name in _COUNTS}
+        found = {name: getattr(self, name) for name in _COUNTS}
+        # Whoever resumes begins the window again, and boundaries are found by this count.
+        if self._in_window() and self.loaded_config.managed_gradient_accumulation:
+            found["micro_steps"] -= found["micro_steps"] % engine_of(self.module).window.steps
+        return found
 
     def _agreed_tag(self, own: str) -> str:
         """The one name of the checkpoint that ranks are about to save; ``own`` is what this rank was given."""

@@ -108,13 +108,16 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter another gradient, the same on every rank, for the step that follows.
+    """Give a parameter another gradient for the step that follows.
+
+    Where ranks give other values, as with noise that each has drawn, an element gets that of the rank which steps it.
 
     Raises:
         RuntimeError: no rank has a gradient of it.
-        ValueError: as of :func:`safe_set_full_fp32_param`.
+        ValueError: as of :func:`safe_set_full_fp32_param`; of other values only where several ranks step the same
+            elements, as in stage 0 and MiCS.
     """
-    place = _begin_to_set(param, value, "safe_set_full_grad")
+    place = _begin_to_set(param, value, "safe_set_full_grad", alike=False)
     _require_gradient(place)
     # In place, as of a user who edits the slices of a group: the step sees what is there.
     for part in place.slices:
@@ -209,8 +212,11 @@ def _require(param: nn.Parameter, what: str) -> _Place:
     return place
 
 
-def _begin_to_set(param: nn.Parameter, value: Tensor, what: str) -> _Place:
-    """As :func:`_require`; refuses values of another shape, or that other ranks do not give."""
+def _begin_to_set(param: nn.Parameter, value: Tensor, what: str, *, alike: bool = True) -> _Place:
+    """As :func:`_require`; refuses values of another shape, or other ones than other ranks give.
+
+    Where they need not be ``alike``, only if copies of one element would part.
+    """
     place = _require(param, what)
     shape = place.buffer.layout.slots[place.index].shape
     fits = isinstance(value, Tensor) and tuple(value.shape) == tuple(shape)
@@ -219,7 +225,9 @@ def _begin_to_set(param: nn.Parameter, value: Tensor, what: str) -> _Place:
     told = place.engine.agreement.exchange_objects(own, f"comparing what {what} was given")
     if not fits:
         raise ValueError(f"{what} got {getattr(value, 'shape', value)!r} for {place.name!r}, of shape {tuple(shape)}")
-    if any(each != own for each in told):
+    single = place.buffer.placement.mode.states == place.engine.comm.world
+    # On all ranks: one whose values fit must not go on where another was given another shape.
+    if 0 in told or ((alike or not single) and any(each != own for each in told)):
         raise ValueError(f"{what} got other values for {place.name!r} on other ranks; give the same ones on all")
     return place
 

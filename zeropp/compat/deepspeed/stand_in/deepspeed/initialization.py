@@ -22,6 +22,8 @@ _SIGNATURE = inspect.signature(zeropp_initialize)
 @wraps(zeropp_initialize)
 def initialize(*args: Any, **kwargs: Any) -> Any:
     model = _SIGNATURE.bind_partial(*args, **kwargs).arguments.get("model")
+    # The first argument is args: a model in its place is what DeepSpeed's error most often is about.
+    assert model is not None, "initialize() got no model; give model=..., the first argument is the command line's"
     if isinstance(model, nn.Module):
         _let_go(model)
     made = zeropp_initialize(*args, **kwargs)
