@@ -57,8 +57,7 @@ class Saving:
         """Save model, optimizer, scheduler, counters and ``client_state`` as ``save_dir/tag``. Collective.
 
         The directory is one of zeropp's checkpoints, which loads on any number of ranks: see docs/checkpoints.md.
-        Between two steps gradients that have come since the first of them are not in it, with a warning: whoever
-        resumes begins the window again, and whoever is told to end at once has what there is.
+        Inside a window its gradients are not in it, with a warning: whoever is told to end has what there is by then.
 
         Args:
             save_dir: a directory that all ranks see.
@@ -67,8 +66,7 @@ class Saving:
             client_state: values to get back from :meth:`load_checkpoint`: JSON, tensors, numpy arrays, and objects with
                 ``state_dict`` and ``load_state_dict``. Others are refused: nothing is pickled.
             save_latest: name it in ``save_dir/latest``, for loads without a tag.
-            exclude_frozen_parameters: leave out parameters that are not trained, as around adapters; whoever loads the
-                checkpoint has them from elsewhere.
+            exclude_frozen_parameters: leave out those, as around adapters; whoever loads has them from elsewhere.
             weights_only: leave out states of the optimizer.
             in_window: between two steps, too, without that warning.
 
