@@ -45,7 +45,7 @@ class Environment:
     """How many devices a CPU says it has; tests of more ranks are skipped."""
     seconds: float = 90.0
     """That one test may take."""
-    modules: tuple[str, ...] = field(default=("torch", "numpy", "pytest", "deepspeed"))
+    modules: tuple[str, ...] = field(default=("torch", "numpy", "pytest", "deepspeed", "peer_removed"))
     """Imported once for all tests of a file: each test starts processes of its own."""
 
     def command(self, *arguments: str) -> list[str]:

@@ -93,6 +93,18 @@ class TrainingOptimizer(ZeroOptimizer):
         """``grad_norm``, by the name that Megatron-DeepSpeed reads."""
         return self.grad_norm
 
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[Tensor]:
+        """This rank's main weights, flat: a view for each unit's buffer, where DeepSpeed has one for each sub-group."""
+        # The host may be stepping them.
+        self.engine.refresh.wait_stepped()
+        return [buffer.shard for buffer in self.engine.trainable_buffers]
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """The same, as the optimizer of stages 1 and 2 calls it."""
+        return self.fp32_partitioned_groups_flat
+
     def get_lr(self) -> Any:
         """The first group's learning rate."""
         return self.inner.param_groups[0]["lr"]

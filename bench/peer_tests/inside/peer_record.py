@@ -10,6 +10,7 @@ It needs nothing but pytest, for the environment of the peer has no zeropp. Its 
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -27,6 +28,8 @@ def write(**record: object) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Tests of one process run in this one.
+    importlib.import_module("peer_removed")
     multiprocessing.set_forkserver_preload(os.environ["PEER_PRELOAD"].split())
 
 
