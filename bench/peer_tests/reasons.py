@@ -18,7 +18,6 @@ KINDS = {
     "refused": "needs what zeropp refuses by name",
     "gpu": "needs a GPU here",
     "bug": "holds a bug of DeepSpeed's to be right; here is the documented behaviour",
-    "fault": "a fault of zeropp or of the stand-in, not mended yet",
 }
 
 

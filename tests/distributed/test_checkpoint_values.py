@@ -47,8 +47,10 @@ class Odd(torch.optim.Optimizer):
                     state["count"] = torch.full_like(p, 2**24 + 1, dtype=torch.int64)
                     state["mask"] = torch.ones_like(p, dtype=torch.bool)
                     state["word"], state["number"] = "words", torch.tensor(2**24 + 1)
+                    state["single"] = torch.tensor([2**24 + 1])
                 state["m"].mul_(0.9).add_(p.grad.bfloat16(), alpha=0.1)
                 state["count"] += 1
+                state["single"] += 1
                 p.add_(state["m"].float() + (state["count"] % 2).float() * 0.01, alpha=-group["lr"])
 
 
@@ -130,8 +132,13 @@ def test_states_keep_dtypes_of_their_own(tmp_path: Path) -> None:
     for one, two in zip(optimizer.slices.cut, loaded.slices.cut, strict=True):
         left, right = optimizer.inner.state[one.parameter], loaded.inner.state[two.parameter]
         assert left.keys() == right.keys() and right["word"] == "words"
-        for key in ("m", "count", "mask", "number"):
+        for key in ("m", "count", "mask", "number", "single"):
             assert right[key].dtype == left[key].dtype and torch.equal(right[key], left[key]), key
+    numbers = [loaded.inner.state[part.parameter]["single"] for part in loaded.slices.cut]
+    assert len({number.data_ptr() for number in numbers}) == len(numbers)  # steps count in place
+    optimizer.inner.state[optimizer.slices.cut[0].parameter]["pair"] = torch.zeros(2)
+    with pytest.raises(checkpoint.CheckpointError, match="expected one element for each of the parameter's"):
+        checkpoint.save(tmp_path / "pair", model, optimizer)
 
 
 def test_groups_with_equal_tensors_become_one(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ def transformers_loads_under_init() -> float:
         assert model.lin.weight.numel() == 120_000, "logical sizes, whatever a rank has"
         # Accelerate, LLaMA-Factory and axolotl name experts here, when the model is in pieces already.
         assert deepspeed.utils.set_z3_leaf_modules(model, [nn.Linear]) == [model.lin]
+        # There is a module of this name, too.
+        assert deepspeed.utils.z3_leaf_module(model.lin) and not deepspeed.utils.z3_leaf_module(model)
         engine, *_ = deepspeed.initialize(model=model, config=config)
         return distance(zeropp.full_state(engine.module), saved)
 
@@ -107,6 +109,25 @@ def clones_for_torch_save(folder: Path) -> int:
         assert torch.equal(copied["a"][0], whole[:10]) and torch.equal(copied["a"][1]["b"][0], whole[5:7])
         assert copied["a"][1]["b"][1] == 3
         return path.stat().st_size
+
+
+def weights_in_a_file(folder: Path) -> list[float]:
+    """Scripts for generation read a checkpoint of stages 0 to 2 without DeepSpeed: one file, and its key "module"."""
+    with standing_in() as deepspeed:
+        from deepspeed.checkpoint.utils import get_model_ckpt_name_for_rank
+
+        engine = engine_of(deepspeed, zero={"stage": 1})
+        steps(engine, 0, 2)
+        engine.save_checkpoint(folder, tag="here")
+        saved = torch.load(get_model_ckpt_name_for_rank(str(folder / "here"), "00"))
+        assert saved["global_steps"] == engine.global_steps == 2
+        reloaded = engine_of(deepspeed, zero={"stage": 3})
+        reloaded.load_checkpoint(folder, "here")
+        reloaded.save_checkpoint(folder, tag="pieces")
+        assert not list((folder / "pieces").glob("mp_rank*"))
+        found = [zeropp.full_state(each.module) for each in (engine, reloaded)]
+        assert all(state.keys() == saved["module"].keys() for state in found)
+        return [max(float((state[n] - v).abs().max()) for n, v in saved["module"].items()) for state in found]
 
 
 def states_in_16_bits() -> list[float]:
@@ -237,6 +258,7 @@ def test_others_end_as_they_should(tmp_path: Path) -> None:
     assert run_ranks(2, transformers_loads_under_init) == [0.0] * 2
     assert run_ranks(2, open_instruct_joins) == [3, 3]
     assert max(run_ranks(2, clones_for_torch_save, tmp_path)) < 4000
+    assert run_ranks(2, weights_in_a_file, tmp_path) == [[0.0, 0.0]] * 2
     # Rounded to bfloat16 nowhere: the model computes in float64, and so its state is.
     assert max(max(each) for each in run_ranks(2, states_in_16_bits)) < EPSILON
     assert run_ranks(2, accelerate_knows_schedules)[0][0] < 0.4

@@ -135,9 +135,10 @@ def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) ->
     slices = optimizer.slices
     rows: list[tuple[Slice, str, Tensor]] = []
     numbers: dict[str, dict[str, Any]] = {}
+    single = _single(optimizer)
     for part in slices.cut:
         for key, value in optimizer.inner.state.get(part.parameter, {}).items():
-            if isinstance(value, Tensor) and value.shape == part.parameter.shape:
+            if isinstance(value, Tensor) and value.shape == part.parameter.shape and key not in single:
                 rows.append((part, key, value))
             # Of one number, the same wherever the parameter is: the rank that has its first element tells it.
             elif part.start == 0 and _is_first_replica(engine):
@@ -162,6 +163,18 @@ def _add_optimizer(found: Contents, engine: Engine, optimizer: ZeroOptimizer) ->
     found.parts += [whole(name, tensor) for name, tensor in tensors.items()]
 
 
+def _single(optimizer: ZeroOptimizer) -> set[str]:
+    """Names of states of one element, shape [1], that are no parts of a parameter's, as counts of steps may be."""
+    # A slice of one element does not tell; what other slices have under the name does.
+    return {
+        key
+        for part in optimizer.slices.cut
+        if part.parameter.numel() != 1
+        for key, value in optimizer.inner.state.get(part.parameter, {}).items()
+        if isinstance(value, Tensor) and value.numel() == 1
+    }
+
+
 def _is_first_replica(engine: Engine) -> bool:
     """Whether this rank is the one of several with the same states that tells what they have once."""
     chain = engine.mode.chain
@@ -170,7 +183,7 @@ def _is_first_replica(engine: Engine) -> bool:
 
 def _add_number(found: Contents, numbers: dict[str, dict[str, Any]], name: str, key: str, value: object) -> None:
     """A state that a parameter has once, such as its count of steps."""
-    if isinstance(value, Tensor) and value.dim():
+    if isinstance(value, Tensor) and value.numel() != 1:
         raise CheckpointError(
             f"the optimizer's state {key!r} of {name!r} has shape {tuple(value.shape)}; expected one element for each "
             "of the parameter's, or one number"

@@ -314,7 +314,7 @@ class Restore:
                 found = self.states.get(parameter)
                 if found:
                     read[parameter] = state[index] = {
-                        k: v.clone() if isinstance(v, Tensor) and not v.dim() else v for k, v in found.items()
+                        k: v.clone() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in found.items()
                     }
                 numbers.append(index)
                 index += 1

@@ -201,11 +201,15 @@ def refuse_inner_group(*args: object, **kwargs: object) -> None:
     raise RuntimeError("this optimizer is wrapped by a ZeroOptimizer; call add_param_group() on that, on every rank")
 
 
+class UnusedParameterError(RuntimeError, AssertionError):
+    """Trained parameters had no gradient anywhere; DeepSpeed raises an AssertionError then."""
+
+
 def refuse_unused(engine: Engine, verdict: Verdict) -> None:
     """Refuse a step in which a trained parameter had no gradient anywhere.
 
     Raises:
-        RuntimeError: with its name; the same on every rank.
+        UnusedParameterError: with its name; the same on every rank.
     """
     unused = [
         name
@@ -220,7 +224,7 @@ def refuse_unused(engine: Engine, verdict: Verdict) -> None:
         if trained and not used
     ]
     if unused:
-        raise RuntimeError(
+        raise UnusedParameterError(
             f"{len(unused)} parameters had no gradient on any rank: {unused[:10]}{'...' if unused[10:] else ''}. "
             "Use them, freeze them with requires_grad_(False), or set "
             '{"zero_optimization": {"ignore_unused_parameters": true}}'

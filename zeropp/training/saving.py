@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zeropp import checkpoint
@@ -22,9 +24,10 @@ from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
-__all__ = ["Saving"]
+__all__ = ["MODULE_STATES", "Saving"]
 
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
+MODULE_STATES = "mp_rank_00_model_states.pt"
 _COUNTS = ("micro_steps", "global_steps", "global_samples")
 
 
@@ -33,7 +36,14 @@ class TagError(CheckpointError, AssertionError):
 
 
 class Saving:
-    """A part of :class:`zeropp.training.Engine`."""
+    """A part of :class:`zeropp.training.Engine`.
+
+    Attributes:
+        writes_module_states: checkpoints of stages 0 to 2 have the model's weights once more, in a file of torch's with
+            DeepSpeed's name and its key "module", for scripts that read them from there. Set by the stand-in.
+    """
+
+    writes_module_states = False
 
     module: nn.Module
     optimizer: ZeroOptimizer | None
@@ -87,22 +97,26 @@ class Saving:
         extra: dict[str, Any] = {"client_state": dict(client_state or {}), "engine": self._counts()}
         if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
             extra["lr_scheduler"] = self.lr_scheduler
-
-        def completed() -> None:
-            # By the first rank, when all of it is on the disk: a name of what is not there would end the next job.
-            if save_latest:
-                write_synced(root / _LATEST, name.encode())
-            write_script(root)
-
         if not in_window:
             self._warn_of_window(name)
-
+        own = self.writes_module_states and self.loaded_config.zero.stage < 3
+        states = self.module_state_dict(exclude_frozen_parameters) if own else None
+        completed = partial(self._completed, root, name, save_latest, states)
         begin(
             root / name, self.module, None if weights_only else self.optimizer, extra, asynchronous=False, busy="wait",
             file_nbytes=FILE_NBYTES, trained_only=exclude_frozen_parameters, progress=False, completed=completed,
             in_window=True,
         )  # fmt: skip
         return True
+
+    def _completed(self, root: Path, name: str, save_latest: bool, states: dict[str, Tensor] | None) -> None:
+        """By the first rank, when all of it is on the disk: a name of what is not there would end the next job."""
+        if states is not None:
+            kept = {key: value.cpu() for key, value in states.items()}
+            torch.save({"module": kept, **self._counts()}, root / name / MODULE_STATES)
+        if save_latest:
+            write_synced(root / _LATEST, name.encode())
+        write_script(root)
 
     def load_checkpoint(
         self,

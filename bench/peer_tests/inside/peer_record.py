@@ -28,9 +28,11 @@ def write(**record: object) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Tests of one process run in this one.
-    importlib.import_module("peer_removed")
-    multiprocessing.set_forkserver_preload(os.environ["PEER_PRELOAD"].split())
+    modules = os.environ["PEER_PRELOAD"].split()
+    multiprocessing.set_forkserver_preload(modules)
+    # Tests without ranks run in this process.
+    if "peer_removed" in modules:
+        importlib.import_module("peer_removed")
 
 
 @pytest.hookimpl(trylast=True)

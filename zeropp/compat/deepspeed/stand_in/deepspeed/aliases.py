@@ -22,4 +22,6 @@ def stand() -> None:
         # Found before any finder is asked, so it stays one module with one state.
         sys.modules[name] = module
         package, _, last = name.rpartition(".")
-        setattr(sys.modules[package], last, module)
+        # The package may have a function of that name, which DeepSpeed's has in the module's place, too.
+        if not hasattr(sys.modules[package], last):
+            setattr(sys.modules[package], last, module)

@@ -28,6 +28,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
         _let_go(model)
     made = zeropp_initialize(*args, **kwargs)
     engine = made[0]
+    engine.writes_module_states = True
     # Only where something is trained: nothing else is clipped.
     if engine.optimizer is not None and "gradient_clipping" not in engine.loaded_config.model_fields_set:
         notify(

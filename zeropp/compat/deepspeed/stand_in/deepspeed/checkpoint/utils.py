@@ -1,21 +1,22 @@
-"""Tensors before they are saved."""
+"""Tensors before they are saved, and where they are afterwards."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeropp.compat.deepspeed.refusals import refused
+from zeropp.training.saving import MODULE_STATES
 
 __all__ = ["clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"]
 
-get_model_ckpt_name_for_rank = refused(
-    "checkpoint.utils.get_model_ckpt_name_for_rank",
-    "checkpoints of zeropp have other files; deepspeed.utils.zero_to_fp32 reads them",
-)
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Where a checkpoint of stages 0 to 2 has the model's weights, under "module"; the only ``mp_rank_str`` is "00"."""
+    return os.path.join(base_folder, MODULE_STATES.replace("00", mp_rank_str))
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
