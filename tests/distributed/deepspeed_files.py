@@ -28,6 +28,7 @@ def _deepspeed() -> Iterator[Any]:
              "deepspeed.utils.tensor_fragment"]  # fmt: skip
     modules = {name: types.ModuleType(name) for name in names}
     made = {
+        "DynamicLossScaler": ("deepspeed.runtime.fp16.loss_scaler", type("DynamicLossScaler", (), {})),
         "LossScaler": ("deepspeed.runtime.fp16.loss_scaler", type("LossScaler", (), {})),
         "ZeroStageEnum": ("deepspeed.runtime.zero.config", type("ZeroStageEnum", (int,), {
             "__reduce_ex__": lambda self, protocol: (type(self), (int(self),))})),
@@ -54,6 +55,7 @@ def write_deepspeed(
     tag: str = "global_step4",
     bf16: bool = False,
     per_sub_group: int = 3,
+    scaler: dict[str, Any] | None = None,
 ) -> Path:
     """Write one checkpoint, and ``latest``.
 
@@ -66,6 +68,7 @@ def write_deepspeed(
         tag: of the checkpoint.
         bf16: in stage 1, of the optimizer that DeepSpeed has for bfloat16, which writes other keys.
         per_sub_group: parameters of a sub-group in stage 3.
+        scaler: attributes of a dynamic loss scaler; None for a static one.
     """
     folder = root / tag
     folder.mkdir(parents=True)
@@ -85,7 +88,9 @@ def write_deepspeed(
                 for i, group in enumerate(optimizer.param_groups)
             ]
             base = {"state": {n: row for n, (row, _, _) in enumerate(rows)}, "param_groups": settings}
-            inner: dict[str, Any] = {"loss_scaler": classes.LossScaler(), "overflow": False}
+            moves = classes.DynamicLossScaler if scaler else classes.LossScaler
+            inner: dict[str, Any] = {"loss_scaler": moves(), "overflow": False}
+            vars(inner["loss_scaler"]).update(scaler or {"cur_scale": 1.0, "dynamic": False})
             inner["partition_count"] = world if stage == 3 else [world] * len(owners)
             if stage == 3:
                 inner |= {"zero_stage": classes.ZeroStageEnum(3), "optimizer_state_dict": base}

@@ -77,6 +77,11 @@ def model_files(folder: Path) -> list[Path]:
     return _numbered(folder, _MODEL)
 
 
+def optim_files(folder: Path) -> list[Path]:
+    """Files ``*_optim_states.pt`` of a checkpoint, by rank."""
+    return _numbered(folder, _OPTIM)
+
+
 def is_known(module: str, name: str) -> bool:
     """Whether a class that a pickle names is one of those that stand in DeepSpeed's files."""
     # Its loss scaler, its number of a stage and the like; and what numpy leaves in the states of users.
@@ -112,7 +117,7 @@ class ZeroFolder:
         self.files: list[FileEntry] = []
         self.named = Named()
         self.frozen: set[str] = set()
-        self._optims = [(self._add(path), self._read(path)) for path in _numbered(folder, _OPTIM)]
+        self._optims = [(self._add(path), self._read(path)) for path in optim_files(folder)]
         paths = model_files(folder)
         if any(folder.glob("*expert_*")):
             raise CheckpointError(f"{str(folder)!r} has experts in files of their own, which are not read here")

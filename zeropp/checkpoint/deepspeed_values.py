@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeropp.checkpoint.deepspeed_folder import is_known, model_files
+from zeropp.checkpoint.deepspeed_folder import is_known, model_files, optim_files
 from zeropp.checkpoint.pickles import Record, Stored
 from zeropp.checkpoint.torch_files import read_torch_file
 
@@ -29,12 +29,16 @@ class RunValues:
     Attributes:
         counts: ``global_steps`` and its like, as far as they are there.
         lr_scheduler: its ``state_dict()``, or None.
+        skipped_steps: steps that overflowed.
+        loss_scale: a dynamic one, as of :meth:`zeropp.params.loss_scale.LossScale.state_dict`; None for others.
         client: what the script gave.
         left_out: names of the script's values that hold tensors or objects, which are not read.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     lr_scheduler: dict[str, Any] | None = None
+    skipped_steps: int = 0
+    loss_scale: dict[str, Any] | None = None
     client: dict[str, Any] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
@@ -56,6 +60,9 @@ def read_run_values(folder: Path) -> RunValues:
     if not isinstance(saved, Mapping):
         return found
     found.counts = {name: saved[name] for name in _COUNTS if isinstance(saved.get(name), int)}
+    skipped = saved.get("skipped_steps")
+    found.skipped_steps = skipped if isinstance(skipped, int) else 0
+    found.loss_scale = _loss_scale(folder)
     schedule = saved.get("lr_scheduler")
     # Of a schedule that is an object of the user's, the state may be anything.
     if isinstance(schedule, dict) and _is_plain(schedule):
@@ -70,6 +77,20 @@ def read_run_values(folder: Path) -> RunValues:
         else:
             found.left_out.append(str(name))
     return found
+
+
+def _loss_scale(folder: Path) -> dict[str, Any] | None:
+    """The dynamic loss scale of a run in float16: the same in every rank's file."""
+    # Its own attributes -> ours. A static scale has but the first, and is the configuration's.
+    names = {"cur_scale": "value", "cur_iter": "iterations", "last_overflow_iter": "last_overflow",
+             "cur_hysteresis": "left"}  # fmt: skip
+    for path in optim_files(folder)[:1]:
+        saved = read_torch_file(path, is_known)
+        inner = saved.get("optimizer_state_dict") if isinstance(saved, Mapping) else None
+        scaler = inner.get("loss_scaler") if isinstance(inner, Mapping) else None
+        if isinstance(scaler, Record) and all(isinstance(scaler.get(name), int | float) for name in names):
+            return {own: scaler.get(name) for name, own in names.items()}
+    return None
 
 
 def _is_plain(value: object) -> bool:

@@ -158,7 +158,8 @@ class Saving:
         # What has no metadata of ours is another program's, or nothing; the error names which.
         if not (path / METADATA).is_file():
             checkpoint.load_foreign(path, self.module, optimizer, strict=load_module_strict)
-            return str(path), self._take_run_values(path, not load_module_only, load_lr_scheduler_states)
+            counts, states = not load_module_only, optimizer is not None
+            return str(path), self._take_run_values(path, counts, load_lr_scheduler_states, states)
         extra = {}
         if load_lr_scheduler_states and not load_module_only and hasattr(self.lr_scheduler, "load_state_dict"):
             extra["lr_scheduler"] = self.lr_scheduler
@@ -170,7 +171,7 @@ class Saving:
                 setattr(self, name, count)
         return str(path), dict(found.extra.get("client_state", {}))
 
-    def _take_run_values(self, path: Path, counts: bool, schedule: bool) -> dict[str, Any]:
+    def _take_run_values(self, path: Path, counts: bool, schedule: bool, states: bool) -> dict[str, Any]:
         """Go on where a run of DeepSpeed's has stopped; returns its ``client_state``."""
         engine = engine_of(self.module)
         # The first rank's: others may see the files later, and all are to count alike.
@@ -187,6 +188,8 @@ class Saving:
             return {}
         for name, count in found.counts.items() if counts else ():
             setattr(self, name, count)
+        if states and self.optimizer is not None:
+            self.optimizer.outcome.load(found.skipped_steps, found.loss_scale)
         if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(found.lr_scheduler)
         if found.left_out:
