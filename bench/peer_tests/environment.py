@@ -28,7 +28,7 @@ print(json.dumps(found), file=sys.stderr)
 _NEWEST_PYTEST = (8, 4)
 # Seconds that pytest may take until its first test begins; and by which a test may be late.
 STARTING, LATE = 300.0, 30.0
-_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "TORCH_EXTENSIONS_DIR")
+_VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR")
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,15 @@ def run_file(
     # Its directories of its own: those of other runs of pytest make room for each other.
     options = ("-q", "-p", "peer_record", "-p", "no:cacheprovider", f"--basetemp={folder / 'tmp'}")
     command = environment.command("-m", "pytest", file, *options)
-    variables = environment.variables() | {"PEER_RECORD": str(record)}
+    built = folder / "extensions"
+    variables = environment.variables() | {"PEER_RECORD": str(record), "TORCH_EXTENSIONS_DIR": str(built)}
     if wanted is not None:
         variables["PEER_WANTED"] = str(wanted)
     hung, before = 0, -1
     while hung > before:
+        # Of a build that ended with its test: whoever builds next would wait for it, without end.
+        for lock in built.glob("**/lock"):
+            lock.unlink()
         with (folder / f"{name}.log").open("a") as log:
             _run(command, tests, variables, log.fileno(), record, environment.seconds + LATE)
         before, hung = hung, sum(outcome.outcome == "timeout" for outcome in outcomes.read(record).values())
