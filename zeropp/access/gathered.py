@@ -31,7 +31,7 @@ class GatheredParameters:
     forward or backward this only fetches the parameters, as any use of them would.
 
     Args:
-        params: one parameter, several, or a module, whose parameters are meant.
+        params: one parameter, several, or a module, whose parameters are meant; None among several is passed over.
         modifier_rank: global rank whose edits are kept: they go to the main weights of every rank, and what was
             gathered of older ones is not used any more. None to read, or for edits that every rank makes alike.
         fwd_module: as in DeepSpeed, a module whose forward will use the parameters; see
@@ -58,7 +58,8 @@ class GatheredParameters:
         self._loans: list[_Loan | PiecesLoan] = []
         self._graphs: Graphs | None = None
         self._modifier_rank = modifier_rank
-        parameters = list({id(parameter): parameter for parameter in params}.values())
+        # transformers gives a layer's weight and bias, and some layers have no bias.
+        parameters = list({id(each): each for each in params if each is not None}.values())
         _refuse_others(parameters)
         if fwd_module is not None:
             for parameter in parameters:

@@ -35,6 +35,9 @@ def _refuse(message: str) -> Callable[..., object]:
 def refuse_changes(model: nn.Module, engine: Engine) -> None:
     """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``."""
     for module in model.modules():
+        # Metrics and the like have nothing that is partitioned, and libraries move and copy them.
+        if next(module.parameters(), None) is None and next(module.buffers(), None) is None:
+            continue
         for name, message in (("_apply", _MOVING), ("__reduce_ex__", _PICKLING)):
             # An attribute of the object hides the method: .to() and its kin all come to _apply, and pickle and copy
             # ask the object for __reduce_ex__. Classes stay as they are.

@@ -20,7 +20,7 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.guard import handler_of
+from zeropp.params.guard import handler_of, is_guarded
 from zeropp.params.unit import Unit
 from zeropp.wire.paths import GatherPath
 
@@ -141,11 +141,15 @@ class _Saving:
     """``state_dict`` of modules that hold parameters themselves.
 
     Gathered buffers stay while modules of the same unit follow; persistent ones until the end.
+
+    Behind a training engine that of a part of the model is local, as DeepSpeed's is: libraries ask one on one rank
+    alone, to learn its names. Weights that are not here stand in it themselves, and refuse to be read.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = weakref.ref(engine)
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self.engine, self.model = weakref.ref(engine), weakref.ref(model)
         self.outermost: nn.Module | None = None
+        self.local = False
         self.gathered: dict[FlatBuffer, list[Tensor]] = {}
         self.lasting: set[FlatBuffer] = set()
 
@@ -161,7 +165,9 @@ class _Saving:
         if self.outermost is None or prefix == "":
             # A call that failed left these: torch runs no hooks after an error, so its end never came.
             self.gathered.clear()
-            engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
+            self.local = engine.resting is not None and module is not self.model()
+            if not self.local:
+                engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
             self.outermost = module
 
     def end(self, module: nn.Module) -> None:
@@ -193,6 +199,9 @@ class _Saving:
                 # What no unit has, an integer parameter for one, is whole as it is.
                 destination[prefix + name] = parameter.detach()
                 continue
+            if self.local:
+                destination[prefix + name] = _here(engine, parameter)
+                continue
             buffer, index = next((b, i) for b in unit.buffers for i, p in enumerate(b.parameters) if p is parameter)
             # As the plain model has it; full_state gives the main weights. A copy: a view would keep its whole flat
             # buffer in the state dict.
@@ -216,6 +225,14 @@ class _Saving:
                 self.lasting.add(buffer)
             self.gathered[buffer] = gather_main(engine, buffer)
         return self.gathered[buffer]
+
+
+def _here(engine: Engine, parameter: nn.Parameter) -> Tensor:
+    """A copy of what this rank has of a parameter, if that is all of it; else the parameter, with its shape alone."""
+    if not is_guarded(parameter):
+        return parameter.detach().clone()
+    values = None if engine.resting is None else engine.resting(parameter)
+    return parameter if values is None else values.detach().clone()
 
 
 class _Loading:
@@ -264,7 +281,7 @@ def _alive(ref: weakref.ref[Engine]) -> Engine:
 
 def install_state_hooks(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` and ``load_state_dict`` of the model and its modules see whole parameters."""
-    saving, loading = _Saving(engine), _Loading(engine)
+    saving, loading = _Saving(engine, model), _Loading(engine)
 
     # torch marks the hook itself, so it must be a function.
     def saved(module: nn.Module, *_: object) -> None:

@@ -38,7 +38,10 @@ class Occupied(Protocol):
 def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, needs: Collection[str]) -> None:
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
     if engine.closed:
-        raise RuntimeError(f"{what} was called after close(), which gave up the partitioned values")
+        raise RuntimeError(
+            f"{what} was called after close(), which gave up the partitioned values; engine.destroy() closes, and so "
+            "does Accelerate's free_memory(), as at the end of transformers' Trainer.train()"
+        )
     if engine.running:
         raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")
     if engine.loans and not lent:

@@ -2,14 +2,16 @@
 
 [Note: loss scale] It is taken out of gradients as they are added to their sums, which are float32. So nothing behind
 the sums knows of it: norms, clipping and steps are those of unscaled gradients, and what overflows shows as a norm that
-is not finite, on every rank.
+is not finite, on every rank. A loss may come from several models, each with a scale: it has that of whoever took it to
+its backward, which all of them take out.
 """
 
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -42,6 +44,9 @@ class LossScale:
         iterations: steps so far, skipped ones included; of a dynamic scale.
     """
 
+    # Which one the loss has whose backward comes next, or runs; None of a plain loss.
+    _taken: ClassVar[weakref.ref[LossScale] | None] = None
+
     def __init__(self, config: Fp16Config, factor: float) -> None:
         self._config = config
         self._factor = factor
@@ -51,9 +56,8 @@ class LossScale:
             self.value = 2.0**config.initial_scale_power if self.dynamic else config.loss_scale
         self.iterations = 0
         self.divides_plain = False
-        self._share = 1.0  # of a micro-batch in its window, where its loss was not divided
-        self._applied = False  # to the loss whose backward comes next
-        self._announced = not config.enabled
+        # Of the losses of a window: a micro-batch's part, where they were not divided, and the scale that they have.
+        self._share, self._scale = 1.0, self.value
         self._last_overflow = -1
         self._left = config.hysteresis  # overflows until the scale is halved, that one included
         # Waits for what has become of the last step, where the host does not know yet.
@@ -61,11 +65,10 @@ class LossScale:
 
     def apply(self, loss: Tensor) -> Tensor:
         """The loss times the scale; a backward of it may follow."""
-        self._applied = True
+        LossScale._taken = weakref.ref(self)
         if not self._config.enabled:
             # The very tensor: a product with 1 would be a node in every graph.
             return loss
-        self._announced = True
         if self.dynamic:
             self.wait_for_last()
         # In float32: 65536 is more than float16 has.
@@ -74,7 +77,7 @@ class LossScale:
     @property
     def factor(self) -> float:
         """By which sums of gradients over ranks are multiplied, which takes the scale out."""
-        return self._factor * self._share / self.value
+        return self._factor * self._share / self._scale
 
     def backward_begins(self, steps: int, first: bool) -> None:
         """Look at how the loss came to its backward.
@@ -84,32 +87,36 @@ class LossScale:
             first: whether this backward is the first of one.
 
         Raises:
-            RuntimeError: it was not scaled, and float16 needs it; or losses of one window were divided in two ways.
+            RuntimeError: it was not scaled, and float16 needs it; or losses of one window were divided in two ways, or
+                have two scales.
         """
-        self._require_applied()
-        if not self.divides_plain:
-            return
-        share = 1.0 if self._applied else 1 / steps
+        # Another model's, if the loss goes through both: it has been divided, and multiplied, there.
+        taken = None if LossScale._taken is None else LossScale._taken()
+        if taken is None and self._config.enabled:
+            # Small gradients would vanish.
+            raise RuntimeError(
+                "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
+                "or optimizer.scale(loss).backward()"
+            )
+        share = 1 / steps if taken is None and self.divides_plain else 1.0
+        scale = 1.0 if taken is None else taken.value
         # Gradients that are held back are multiplied once, all of a window together.
         if not first and share != self._share:
             raise RuntimeError(
                 "of this window some losses went through engine.backward(loss) and others through loss.backward(); "
                 "take one of the two for all micro-batches between two steps"
             )
-        self._share = share
-
-    def _require_applied(self) -> None:
-        # Its gradients would be divided by the scale all the same.
-        if not self._announced:
+        if not first and scale != self._scale:
             raise RuntimeError(
-                "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
-                "or optimizer.scale(loss).backward()"
+                f"losses of this window have loss scales of {self._scale:g} and {scale:g}, since two models took them "
+                "to backward; step or zero_grad() between them, or take all of them to backward by one model"
             )
+        self._share, self._scale = share, scale
 
-    def backward_ended(self) -> None:
+    @staticmethod
+    def backward_ended() -> None:
         """Losses of the next backward are to be scaled anew."""
-        self._applied = False
-        self._announced = not self._config.enabled
+        LossScale._taken = None
 
     def update(self, *, overflow: bool) -> None:
         """A step was taken, or skipped.

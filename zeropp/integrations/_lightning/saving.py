@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeropp.checkpoint import CheckpointError
 from zeropp.checkpoint.values import encode
+from zeropp.config.base import notify
+from zeropp.params.guard import is_managed
 
 __all__ = ["FOREIGN", "TAG", "local_folder", "pack", "require_folder", "unpack"]
 
@@ -32,7 +34,8 @@ def pack(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A client state of everything in Lightning's checkpoint."""
     values: dict[str, Any] = {}
     pickled: dict[str, Tensor] = {}
-    for key, value in checkpoint.items():
+    for key, given in checkpoint.items():
+        value = _without_modules(given) if key == "hyper_parameters" else given
         try:
             # Tried here, key by key: what one of them has inside must not decide for all.
             encode(value, key, {})
@@ -43,6 +46,21 @@ def pack(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         else:
             values[key] = value
     return {_VALUES: values, _PICKLED: pickled}
+
+
+def _without_modules(given: Any) -> Any:
+    """Hyperparameters but for parts of the model itself, whose weights the checkpoint has anyway."""
+    managed = [
+        name
+        for name, value in given.items()
+        if isinstance(value, nn.Module) and any(is_managed(each) for each in value.parameters())
+    ]
+    if managed:
+        notify(
+            f"hyperparameters {managed} are modules of the model, and are not saved as hyperparameters: call "
+            f"save_hyperparameters(ignore={managed}), and give them to load_from_checkpoint(..., {managed[0]}=...)"
+        )
+    return {name: value for name, value in given.items() if name not in managed}
 
 
 def unpack(state: Mapping[str, Any], weights_only: bool | None = None) -> dict[str, Any]:

@@ -88,6 +88,13 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
             raise self.packages.misuse(
                 "gradient_clip_algorithm is 'value'; zeropp clips by the norm of all gradients, 'norm'"
             )
+        finetuning = self.packages.find("pytorch", "callbacks.BaseFinetuning")
+        if any(isinstance(callback, finetuning) for callback in trainer.callbacks):
+            raise self.packages.misuse(
+                "callbacks that derive from BaseFinetuning look for the model's parameters in the optimizer's groups, "
+                "which hold this rank's slices; give the optimizer all parameters, and call requires_grad_() on those "
+                "to freeze and unfreeze, in a hook of the module"
+            )
         overridden = self.packages.find("pytorch", "utilities.model_helpers.is_overridden")
         # A hook of the user's may clip otherwise each time, and asks the precision plugin for it.
         clip = None if overridden("configure_gradient_clipping", model) else trainer.gradient_clip_val
