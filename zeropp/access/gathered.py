@@ -39,8 +39,8 @@ class GatheredParameters:
         enabled: False makes this do nothing.
 
     Raises:
-        RuntimeError: inside a pass with ``modifier_rank``, parameters that are gathered already, ranks at different
-            calls; and at the end, on every rank, edits without ``modifier_rank`` that are not the same on all.
+        RuntimeError: inside a pass with ``modifier_rank``, inside another one that keeps edits of another rank, ranks
+            at different calls; and at the end, on every rank, edits without ``modifier_rank`` that ranks make otherwise.
         ValueError: ``modifier_rank`` is no rank of the model.
     """
 
@@ -51,7 +51,9 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        if isinstance(params, nn.Module):
+        if not enabled:
+            params = ()
+        elif isinstance(params, nn.Module):
             params = params.parameters()
         elif isinstance(params, Tensor):
             params = [params]  # type: ignore[list-item]
@@ -66,12 +68,12 @@ class GatheredParameters:
                 register_external_parameter(fwd_module, parameter)
         # Parameters of several wrapped models may be gathered in one call.
         by_engine: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
-        for parameter in parameters if enabled else ():
+        for parameter in parameters:
             engine = handler_of(parameter)
             if isinstance(engine, Engine):
                 by_engine.setdefault(id(engine), (engine, []))[1].append(parameter)
         self._wanted = list(by_engine.values())
-        self._built = spreads_of(parameters) if enabled else []
+        self._built = spreads_of(parameters)
 
     def __enter__(self) -> None:
         try:
@@ -79,7 +81,10 @@ class GatheredParameters:
                 if engine.running:
                     self._fetch(engine, parameters)
                 else:
-                    self._loans.append(_Loan(engine, parameters, self._modifier_rank))
+                    # Helpers gather what their caller has gathered: it stays, with edits, until the outer one ends.
+                    wanted = [each for each in parameters if not engine.loans.lend(each, self._modifier_rank)]
+                    if wanted:
+                        self._loans.append(_Loan(engine, wanted, self._modifier_rank))
             for spread, parameters in self._built:
                 self._loans.append(PiecesLoan(spread, parameters, self._modifier_rank))
         except BaseException:
@@ -171,7 +176,10 @@ class _Loan:
         self.lent = {buffer.parameters[index]: buffer.names[index] for buffer, index in self.places}
         lent = [name for name, (b, i) in zip(self.names, self.places, strict=True) if not is_guarded(b.parameters[i])]
         if lent:
-            raise RuntimeError(f"{lent} are gathered already, by a GatheredParameters that has not been left")
+            raise RuntimeError(
+                f"{lent} are gathered already, by a GatheredParameters that has not been left; inside it leave "
+                "modifier_rank out, or give the same"
+            )
         # By names: ranks that gather other parameters would mix their values.
         engine.agreement.require_same_call(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
         # A buffer is gathered whole, so once for all of its parameters.
@@ -184,6 +192,10 @@ class _Loan:
         for (buffer, index), value in zip(self.places, self.values, strict=True):
             buffer.lend(index, value)
         engine.loans.begin(self)
+
+    def lends(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
+        """See :class:`zeropp.engine.loans.Loan`."""
+        return parameter in self.lent and modifier_rank in (None, self.modifier_rank)
 
     def lower(self) -> None:
         """See :class:`zeropp.engine.loans.Loan`; once, since nobody gives them back."""

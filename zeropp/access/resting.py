@@ -7,6 +7,7 @@ import weakref
 from torch import Tensor, nn
 
 from zeropp.engine.engine import Engine
+from zeropp.params.shown import Edits
 
 __all__ = ["RestingWeights"]
 
@@ -16,11 +17,21 @@ class RestingWeights:
 
     Args:
         engine: whose parameters are asked for.
+
+    Attributes:
+        alone: ``state_dict()`` takes no other rank, whatever is not here; of a stand-in's scripts.
     """
+
+    alone = False
 
     def __init__(self, engine: Engine) -> None:
         # The engine has this, and has to go with its model.
         self._engine = weakref.ref(engine)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's values are here, or are nobody's to gather."""
+        engine = self._engine()
+        return engine is None or id(parameter) not in engine.unit_of or self(parameter) is not None
 
     def __call__(self, parameter: nn.Parameter) -> Tensor | None:
         """Whole values in the dtype that the model computes in; None where they are not there, or not the newest."""
@@ -36,3 +47,12 @@ class RestingWeights:
         if buffer.coded or engine.parking.is_away(buffer.flat) or not buffer.flat.untyped_storage().nbytes():
             return None
         return buffer.layout.views(buffer.flat)[index]
+
+    def edits(self, parameter: nn.Parameter) -> Edits | None:
+        """Where edits go: of a model without an optimizer in stage 0, as an average; None of others, to refuse them."""
+        engine = self._engine()
+        # A step would forget them, and where ranks have parts of the main weights each would have its own.
+        if engine is None or engine.mode.states > 1 or any(buffer.trainable for buffer in engine.buffers):
+            return None
+        buffer, _ = engine.unit_of[id(parameter)].place_of(parameter)
+        return None if engine.parking.is_away(buffer.shard) else Edits(buffer.flat, buffer.shard)

@@ -142,12 +142,13 @@ class _Saving:
 
     Gathered buffers stay while modules of the same unit follow; persistent ones until the end.
 
-    Behind a training engine that of a part of the model is local, as DeepSpeed's is: libraries ask one on one rank
-    alone, to learn its names. Weights that are not here stand in it themselves, and refuse to be read.
+    It is collective, but for what this rank has all of: inside GatheredParameters, and behind a training engine where
+    weights are cached whole. A stand-in's is local anyway, since scripts of DeepSpeed's ask one on one rank alone, to
+    learn its names: weights that are not here stand in it themselves, and refuse to be read.
     """
 
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self.engine, self.model = weakref.ref(engine), weakref.ref(model)
+    def __init__(self, engine: Engine) -> None:
+        self.engine = weakref.ref(engine)
         self.outermost: nn.Module | None = None
         self.local = False
         self.gathered: dict[FlatBuffer, list[Tensor]] = {}
@@ -156,7 +157,7 @@ class _Saving:
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
         engine = _alive(self.engine)
-        engine.require_idle("state_dict()", averaged=True, needs=NOTHING)
+        engine.require_idle("state_dict()", lent=True, averaged=True, needs=NOTHING)
         if keep_vars:
             raise RuntimeError(
                 "state_dict(keep_vars=True) asks for the live parameters, whose values are partitioned; leave "
@@ -165,7 +166,7 @@ class _Saving:
         if self.outermost is None or prefix == "":
             # A call that failed left these: torch runs no hooks after an error, so its end never came.
             self.gathered.clear()
-            self.local = engine.resting is not None and module is not self.model()
+            self.local = _is_local(engine, module)
             if not self.local:
                 engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
             self.outermost = module
@@ -227,6 +228,16 @@ class _Saving:
         return self.gathered[buffer]
 
 
+def _is_local(engine: Engine, module: nn.Module) -> bool:
+    """Whether a state takes no other rank; the same on every rank that asks for it."""
+    resting = engine.resting
+    if engine.loans or (resting is not None and resting.alone):
+        return True
+    # Differences may leave the cache apart from the main weights, which a state is made of.
+    exact = all(buffer.paths.differences is None for buffer in engine.trainable_buffers)
+    return resting is not None and exact and all(map(resting.has, module.parameters()))
+
+
 def _here(engine: Engine, parameter: nn.Parameter) -> Tensor:
     """A copy of what this rank has of a parameter, if that is all of it; else the parameter, with its shape alone."""
     if not is_guarded(parameter):
@@ -247,6 +258,9 @@ class _Loading:
     ) -> None:
         """Before a module's own values are loaded."""
         engine = _alive(self.engine)
+        if engine.loans:
+            # torch copies into what has been lent, and what becomes of that is for GatheredParameters to say.
+            return
         engine.require_idle("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
@@ -281,7 +295,7 @@ def _alive(ref: weakref.ref[Engine]) -> Engine:
 
 def install_state_hooks(model: nn.Module, engine: Engine) -> None:
     """Make ``state_dict`` and ``load_state_dict`` of the model and its modules see whole parameters."""
-    saving, loading = _Saving(engine, model), _Loading(engine)
+    saving, loading = _Saving(engine), _Loading(engine)
 
     # torch marks the hook itself, so it must be a function.
     def saved(module: nn.Module, *_: object) -> None:

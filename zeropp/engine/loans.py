@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from zeropp.params.guard import is_guarded
 from zeropp.params.unit import Unit
@@ -19,6 +20,10 @@ __all__ = ["Loan", "Loans"]
 
 class Loan(Protocol):
     """Whole values, lent to parameters."""
+
+    def lends(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
+        """Whether a parameter has its values of this, and edits of that rank are kept."""
+        ...
 
     def lower(self) -> None:
         """Let parameters have the dtypes that they are computed with.
@@ -48,6 +53,10 @@ class Loans:
         """They are about to be partitioned again."""
         self._open.remove(loan)
         self._computing = False
+
+    def lend(self, parameter: nn.Parameter, modifier_rank: int | None) -> bool:
+        """Whether one that is open lends a parameter; see :meth:`Loan.lends`."""
+        return any(loan.lends(parameter, modifier_rank) for loan in self._open)
 
     @property
     def computing(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zeropp._compat import unguarded
-from zeropp.params.shown import ShownWeights, is_read, show, shown
+from zeropp.params.shown import Edits, ShownWeights, is_read, show, shown
 from zeropp.params.status import ZeroParamStatus
 
 __all__ = [
@@ -71,6 +71,24 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 _COPY = torch.Tensor.copy_
 
 
+class Resting(Protocol):
+    """Whole values between passes: `zeropp.access.resting`, seen from here."""
+
+    alone: bool
+
+    def __call__(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Them, to be read, or None."""
+        ...
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Whether they are there."""
+        ...
+
+    def edits(self, parameter: nn.Parameter) -> Edits | None:
+        """Where edits of them go; None if they are to be read alone."""
+        ...
+
+
 class GuardHandler(Protocol):
     """Who answers for a released parameter: the engine, seen from here; before there is one, the parameter's piece.
 
@@ -78,7 +96,7 @@ class GuardHandler(Protocol):
         resting: finds whole values of a parameter between passes, for who lets them be read; or None.
     """
 
-    resting: Callable[[nn.Parameter], torch.Tensor | None] | None = None
+    resting: Resting | None = None
 
     def fetch_touched(self, parameter: nn.Parameter) -> bool:
         """Make the values present if the model is running; False otherwise."""
@@ -318,7 +336,8 @@ def _resting_values(
     if values is None:
         # Outside a pass no other rank knows of this use, and a gather would wait for them.
         raise _refusal(func, name, parameter)
-    return shown(values, func, parameter.requires_grad)
+    assert handler.resting is not None  # it has given values
+    return shown(values, func, parameter.requires_grad, handler.resting.edits(parameter))
 
 
 def _replaced(value: Any, resting: dict[int, torch.Tensor]) -> Any:

@@ -1,8 +1,13 @@
-"""Whole weights between passes, to be read alone: what a look at a released parameter gives where they are cached."""
+"""Whole weights between passes, to be read: what a look at a released parameter gives where they are cached.
+
+Edits are refused, but of models that nobody trains and that every rank has whole, as an average of another model's
+weights: there they are as in plain torch, each rank's own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +15,7 @@ from torch import Tensor
 
 from zeropp._compat import storage_id, unguarded
 
-__all__ = ["ShownWeights", "is_read", "show", "shown"]
+__all__ = ["Edits", "ShownWeights", "is_read", "show", "shown"]
 
 # Those whose names do not end as those of other functions in place.
 _WRITING = {
@@ -20,8 +25,31 @@ _WRITING = {
 _UNTRACKED = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[attr-defined]
 
 
+@dataclass(frozen=True)
+class Edits:
+    """Where edits go: rows of the same elements in one order.
+
+    Attributes:
+        cached: that is shown, [n].
+        main: the weights that it was made of, [n]; the same memory where they have the same dtype.
+    """
+
+    cached: Tensor
+    main: Tensor
+
+    def take(self, written: Tensor) -> None:
+        """A view of what is cached has been written to."""
+        if written.numel() and self.main.data_ptr() != self.cached.data_ptr():
+            begin = written.storage_offset() - self.cached.storage_offset()
+            extent = sum((size - 1) * stride for size, stride in zip(written.shape, written.stride(), strict=True))
+            rows = slice(begin, begin + extent + 1)
+            self.main[rows].copy_(self.cached[rows])
+
+
 class ShownWeights(torch.Tensor):
     """A view of weights that every rank caches. Its views are such, too; what is computed of it is a plain tensor."""
+
+    edits: Edits | None = None
 
     @classmethod
     def __torch_function__(
@@ -65,18 +93,25 @@ def is_read(func: Callable[..., Any]) -> bool:
     return not _writes(func)
 
 
-def shown(values: Tensor, func: Callable[..., Any], trained: bool) -> ShownWeights:
+def shown(values: Tensor, func: Callable[..., Any], trained: bool, edits: Edits | None = None) -> ShownWeights:
     """Whole values in the place of a released parameter.
 
     Args:
         values: cached ones.
         func: of them.
         trained: whether the parameter requires grad.
+        edits: where edits of them go; None to refuse them.
     """
     if trained and torch.is_grad_enabled() and func not in _UNTRACKED:
         # Scripts log norms without no_grad(). A graph may begin here; what must not be is that it ends in silence.
         values = _LookedAt.apply(values.detach().requires_grad_())  # type: ignore[no-untyped-call]
-    return values.as_subclass(ShownWeights)
+    return _shown_as(values, edits)
+
+
+def _shown_as(values: Tensor, edits: Edits | None) -> ShownWeights:
+    found = values.as_subclass(ShownWeights)
+    found.edits = edits
+    return found
 
 
 def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +122,8 @@ def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     """
     written = [*args[:1], kwargs.get("self"), kwargs.get("input")] if _writes(func) else []
     involved = list(_shown((args, list(kwargs.values()))))
-    if list(_shown([*written, kwargs.get("out")])):
+    edited = list(_shown([*written, kwargs.get("out")]))
+    if any(each.edits is None for each in edited):
         name = getattr(func, "__name__", str(func))
         raise RuntimeError(
             f"{name} on weights that are shown to be read: the edit would reach neither the main weights nor other "
@@ -95,7 +131,12 @@ def show(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         )
     # All of it: to ask shown weights for their storage is a function of theirs, too.
     with unguarded():
-        return _marked(func(*args, **kwargs), {storage_id(each) for each in involved})
+        result = func(*args, **kwargs)
+        for each in edited:
+            assert each.edits is not None  # asked above
+            with torch.no_grad():
+                each.edits.take(each)
+        return _marked(result, {storage_id(each): each.edits for each in involved})
 
 
 def _writes(func: Callable[..., Any]) -> bool:
@@ -103,7 +144,7 @@ def _writes(func: Callable[..., Any]) -> bool:
     return name in _WRITING or (name.endswith("_") and not name.endswith("__"))
 
 
-def _shown(values: object) -> Iterable[Tensor]:
+def _shown(values: object) -> Iterable[ShownWeights]:
     if isinstance(values, ShownWeights):
         yield values
     elif isinstance(values, list | tuple):
@@ -111,11 +152,11 @@ def _shown(values: object) -> Iterable[Tensor]:
             yield from _shown(each)
 
 
-def _marked(result: Any, places: set[int]) -> Any:
+def _marked(result: Any, places: dict[int, Edits | None]) -> Any:
     """The result, with views of the weights among it shown as they are."""
     if isinstance(result, Tensor):
         # Also what an operation hands through as it is, as contiguous() does.
-        return result.as_subclass(ShownWeights) if storage_id(result) in places else result
+        return _shown_as(result, places[storage_id(result)]) if storage_id(result) in places else result
     if isinstance(result, list | tuple) and not hasattr(result, "_fields"):
         return type(result)(_marked(each, places) for each in result)
     return result

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from zeropp.checkpoint.sixteen_bit import gather_16bit
 from zeropp.checkpoint.to_fp32_command import make_executable, write_script
 from zeropp.config import Config
 from zeropp.config.base import notify
+from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
 __all__ = ["MODULE_STATES", "Saving"]
@@ -29,6 +31,20 @@ __all__ = ["MODULE_STATES", "Saving"]
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
 MODULE_STATES = "mp_rank_00_model_states.pt"
 _COUNTS = ("micro_steps", "global_steps", "global_samples")
+
+
+@contextlib.contextmanager
+def _together(engine: Core) -> Iterator[None]:
+    """Inside, a state has whole values also where a script's own ``state_dict()`` takes no other rank."""
+    resting = engine.resting
+    if resting is None:
+        yield
+        return
+    before, resting.alone = resting.alone, False
+    try:
+        yield
+    finally:
+        resting.alone = before
 
 
 class TagError(CheckpointError, AssertionError):
@@ -214,7 +230,8 @@ class Saving:
         # With aliases: what is tied stands in the state under each of its names.
         named = self.module.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in named if not parameter.requires_grad}
-        state = self.module.state_dict()
+        with _together(engine_of(self.module)):
+            state = self.module.state_dict()
         return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     def load_module_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:

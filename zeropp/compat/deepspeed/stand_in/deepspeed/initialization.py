@@ -29,6 +29,8 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     made = zeropp_initialize(*args, **kwargs)
     engine = made[0]
     engine.writes_module_states = True
+    assert engine.core.resting is not None  # of every training engine
+    engine.core.resting.alone = True
     # Only where something is trained: nothing else is clipped.
     if engine.optimizer is not None and "gradient_clipping" not in engine.loaded_config.model_fields_set:
         notify(
