@@ -39,7 +39,7 @@ def backward_inside(model: Stack, optimizer: Any) -> None:
 
 
 def twice(model: Stack, optimizer: Any) -> None:
-    with GatheredParameters(model.blocks), GatheredParameters(model.conv), GatheredParameters(model.conv.bias):
+    with GatheredParameters(model.blocks), GatheredParameters(model.conv), GatheredParameters(model.conv.bias, 1):
         pass
 
 

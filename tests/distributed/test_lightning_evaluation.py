@@ -69,6 +69,59 @@ def evaluated(folder: Path) -> list[str]:
     return wrong
 
 
+def measured(folder: Path) -> list[Any]:
+    """What metrics say that are a part of a module, while it trains and afterwards, and from a checkpoint."""
+    import torchmetrics
+
+    from tests.distributed import lightning_cases as cases
+
+    class Measured(cases.Module):
+        """Logs metrics, which Lightning resets, moves and copies; a part of it is among its hyperparameters."""
+
+        def __init__(self, part: torch.nn.Module) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.part = part
+            # Of its own for each phase: Lightning forgets what one has seen when its phase ends.
+            self.error, self.val_error = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            self.error(self(batch[:, : cases.WIDTH]), batch[:, cases.WIDTH :].contiguous())
+            self.log("error", self.error, on_step=False, on_epoch=True)
+            return super().training_step(batch, index)
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.val_error(self.part(self(batch[:, : cases.WIDTH])), batch[:, cases.WIDTH :].contiguous())
+            self.log("val_error", self.val_error)
+
+        test_step = validation_step
+
+    module = Measured(torch.nn.Linear(cases.WIDTH, cases.WIDTH))
+    run = cases.trainer(cases.strategy(stage=3), folder, **{**cases.TRAINING, "max_epochs": 1})
+    run.fit(module, **cases.loaders())
+    found = [float(run.callback_metrics["error"])]
+    with pytest.warns(UserWarning, match=r"hyperparameters \['part'\] are modules"):
+        run.save_checkpoint(folder / "x.ckpt")
+    found.append(run.test(module, cases.loader(), verbose=False)[0]["val_error"])
+    module.error.clone().to("cpu")
+    other = Measured(torch.nn.Linear(cases.WIDTH, cases.WIDTH))
+    again = cases.trainer(cases.strategy(stage=1), folder, **cases.TRAINING)
+    found.append(again.test(other, cases.loader(), ckpt_path=folder / "x.ckpt", verbose=False)[0]["val_error"])
+    state = zeropp.full_state(module)
+    twin = Measured(torch.nn.Linear(cases.WIDTH, cases.WIDTH))
+    twin.load_state_dict(state)
+    errors = [
+        (twin.part(twin(batch[:, : cases.WIDTH])) - batch[:, cases.WIDTH :]).square().mean()
+        for batch in cases.DataLoader(cases.Data(), 4)
+    ]
+    return [*found, float(sum(errors) / len(errors))]
+
+
+def test_metrics_are_no_part_of_what_is_partitioned(tmp_path: Path) -> None:
+    for found in run_ranks(2, measured, tmp_path, env=LAUNCHED, timeout=100):
+        assert found[0] > 0 and found[1:3] == pytest.approx([found[3]] * 2, abs=1e-5)
+
+
 def test_a_model_is_evaluated_between_trainings(tmp_path: Path) -> None:
     assert run_ranks(2, evaluated, tmp_path, env=LAUNCHED, timeout=100) == [[], []]
 

@@ -174,6 +174,7 @@ def frozen_begins() -> torch.Tensor:
 
 def refused(folder: Path) -> dict[str, str]:
     """Messages of what is refused."""
+    from lightning.pytorch.callbacks import BaseFinetuning
     from lightning.pytorch.strategies import DDPStrategy
 
     from tests.distributed import lightning_cases as cases
@@ -181,6 +182,13 @@ def refused(folder: Path) -> dict[str, str]:
 
     class Other(ZeroPrecision.__mro__[2]):  # type: ignore[misc]
         """A plugin of the user's."""
+
+    class Thaws(BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.net[0])
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
 
     (folder / "file.ckpt").write_bytes(b"")
     (folder / "folder.ckpt").mkdir(exist_ok=True)
@@ -192,6 +200,7 @@ def refused(folder: Path) -> dict[str, str]:
         "windows twice": lambda: cases.trained(cases.strategy(config={"gradient_accumulation_steps": 2})),
         "clipped twice": lambda: cases.trained(cases.strategy(config={"gradient_clipping": 2.0})),
         "schedulers twice": lambda: cases.trained(cases.strategy(config={"scheduler": CONFIG["scheduler"]})),
+        "finetuning": lambda: cases.trained(cases.strategy(), callbacks=[Thaws()]),
         "no loss": lambda: cases.trained(cases.strategy(), cases.built(cases.Skips)),
         "no such file": lambda: cases.strategy(config=folder / "missing.json"),
         "a number": lambda: cases.strategy(config=3),
@@ -220,6 +229,7 @@ REFUSED = {
     "windows twice": "gradient_accumulation_steps is in the strategy's config",
     "clipped twice": "gradient_clipping is 2.0 in the strategy's config, and Trainer(gradient_clip_val=0.5)",
     "schedulers twice": "there is a scheduler in the strategy's config, and one of configure_optimizers",
+    "finetuning": "callbacks that derive from BaseFinetuning look for the model's parameters",
     "no loss": "returning None in distributed training is not supported",
     "no such file": "missing.json', and no such file is there",
     "a number": "config is a int; expected a dict or the path",

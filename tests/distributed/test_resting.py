@@ -14,7 +14,7 @@ from torch import nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.stand_in import ADAMW, EPSILON, LR, Net, distance, loss_of, plain, steps, zero3
+from tests.distributed.stand_in import ADAMW, EPSILON, LR, Net, data, distance, loss_of, plain, steps, zero3
 
 WHOLE: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -168,3 +168,28 @@ def alone() -> str:
 
 def test_it_is_the_training_engine_that_shows_them() -> None:
     assert all("Outside forward and backward" in said for said in run_ranks(2, alone))
+
+
+def kept_in_an_engine(bf16: bool) -> list[float]:
+    """An average kept in an engine of its own, as OpenRLHF and DeepSpeed-Chat do below stage 3; alone on one rank."""
+    model, average = Net(), Net()
+    engine, *_ = zeropp.initialize(model=model, config=zero3(optimizer=ADAMW, zero={"stage": 2}))
+    ema, *_ = zeropp.initialize(model=average, config={"zero_optimization": {"stage": 0}, "bf16": {"enabled": bf16}})
+    twin = Net().to(torch.bfloat16) if bf16 else Net()
+    steps(engine, 0, 2)
+    for kept, own, parameter in zip(average.parameters(), twin.parameters(), model.parameters(), strict=True):
+        for each in (kept, own):
+            each.data.mul_(0.5).add_(parameter.data.to(each.dtype), alpha=0.5)
+            each.data[:1].copy_(torch.zeros_like(each[:1]))
+    found = [distance(zeropp.full_state(average), twin), distance(dict(average.state_dict()), twin)]
+    with torch.no_grad():
+        ids, _ = data(0, 0)
+        found.append(float((ema(ids) - twin(ids)).abs().max()))
+    with pytest.raises(RuntimeError, match="the edit would reach neither"):
+        next(model.parameters()).data.zero_()
+    return found
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_an_average_in_an_engine_of_its_own_is_edited(bf16: bool) -> None:
+    assert run_ranks(2, kept_in_an_engine, bf16) == [[0.0, 0.0, 0.0]] * 2

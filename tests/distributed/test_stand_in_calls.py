@@ -130,6 +130,38 @@ def weights_in_a_file(folder: Path) -> list[float]:
         return [max(float((state[n] - v).abs().max()) for n, v in saved["module"].items()) for state in found]
 
 
+def one_rank_asks_for_names() -> list[float]:
+    """OpenRLHF and peft list names on the rank that writes; loaders copy on the first into what all have gathered."""
+    with standing_in() as deepspeed:
+        found = []
+        for stage in (1, 3):
+            engine = engine_of(deepspeed, zero={"stage": stage, "stage3_param_persistence_threshold": 0})
+            whole = engine.module_state_dict()
+            if dist.get_rank() == 0:
+                for module in (engine.module, engine.module.head):
+                    state = module.state_dict()
+                    assert state.keys() == module.state_dict().keys()
+                    assert [v.shape for v in state.values()] == [p.shape for p in module.state_dict().values()]
+                if stage == 1:
+                    state = engine.module.state_dict()
+                    found.append(max(float((state[name] - value).abs().max()) for name, value in whole.items()))
+                else:
+                    with pytest.raises(RuntimeError, match="values are partitioned"):
+                        engine.module.state_dict()["head.weight"].sum()
+            with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+                state = engine.module.state_dict()
+                found.append(max(float((state[name] - value).abs().max()) for name, value in whole.items()))
+                if dist.get_rank() == 0:
+                    engine.module.load_state_dict({name: value + 1 for name, value in state.items()})
+                # A helper gathers what its caller has gathered.
+                with deepspeed.zero.GatheredParameters([engine.module.head.weight, None]):
+                    found.append(float((engine.module.head.weight - whole["head.weight"]).abs().max()))
+            later = engine.module_state_dict()
+            found.append(max(float((later[name] - value - 1).abs().max()) for name, value in whole.items()))
+        with deepspeed.zero.GatheredParameters(None, enabled=False):
+            return found
+
+
 def states_in_16_bits() -> list[float]:
     """Accelerate asks for it; ms-swift inspects its signature and puts a function of its own in its place."""
     with standing_in() as deepspeed:
@@ -259,6 +291,10 @@ def test_others_end_as_they_should(tmp_path: Path) -> None:
     assert run_ranks(2, open_instruct_joins) == [3, 3]
     assert max(run_ranks(2, clones_for_torch_save, tmp_path)) < 4000
     assert run_ranks(2, weights_in_a_file, tmp_path) == [[0.0, 0.0]] * 2
+    first, second = run_ranks(2, one_rank_asks_for_names)
+    assert first == pytest.approx([0.0, 0.0, 1.0, 0.0, 0.0, 1.0, 0.0], abs=EPSILON) and second == pytest.approx(
+        [0.0] * 6
+    )
     # Rounded to bfloat16 nowhere: the model computes in float64, and so its state is.
     assert max(max(each) for each in run_ranks(2, states_in_16_bits)) < EPSILON
     assert run_ranks(2, accelerate_knows_schedules)[0][0] < 0.4

@@ -190,14 +190,16 @@ def resumes(folder: Path, kind: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def adapts(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """LoRA on a decoder: adapters alone are trained and saved."""
+    """LoRA on a decoder: adapters and its head are trained and saved."""
     from peft import LoraConfig, get_peft_model
 
     begin()
     args = arguments(folder, "lora", config)
     model = transformers.LlamaForCausalLM.from_pretrained(saved("decoder", folder))
     torch.manual_seed(5)
-    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]))
+    # What is saved whole peft looks up by a state_dict() of that layer, on the rank that writes, alone.
+    how = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "modules_to_save": ["lm_head"]}
+    model = get_peft_model(model, LoraConfig(**how))
     trainer = made(model, args, "decoder")
     trainer.train()
     trainer.save_model(str(Path(args.output_dir) / "final"))

@@ -40,7 +40,7 @@ class GatheredParameters:
 
     Raises:
         RuntimeError: inside a pass with ``modifier_rank``, inside another one that keeps edits of another rank, ranks
-            at different calls; and at the end, on every rank, edits without ``modifier_rank`` that ranks make otherwise.
+            at different calls; and at the end, on every rank, edits without ``modifier_rank`` that ranks do not share.
         ValueError: ``modifier_rank`` is no rank of the model.
     """
 

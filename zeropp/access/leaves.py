@@ -6,14 +6,30 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from zeropp.config.leaf import LeafModuleConfig
 from zeropp.engine.engine import Engine
 from zeropp.params.guard import handler_of
 from zeropp.partition.units import LEAF_AS
 
 __all__ = [
-    "get_z3_leaf_modules", "set_z3_leaf_module", "set_z3_leaf_modules", "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
+    "get_z3_leaf_modules", "mark_configured", "set_z3_leaf_module", "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name", "set_z3_leaf_modules_by_suffix", "unset_z3_leaf_modules", "z3_leaf_module",
 ]  # fmt: skip
+
+
+CONFIGURED = "by the configuration"
+"""A mark that a configuration has made: for :func:`z3_leaf_module` alone, until another one takes its place."""
+
+
+def mark_configured(model: nn.Module, leaf: LeafModuleConfig) -> None:
+    """Let :func:`z3_leaf_module` know what a configuration makes leaves, and forget what the one before did."""
+    for module in model.modules():
+        if module.__dict__.get(LEAF_AS) == CONFIGURED:
+            del module.__dict__[LEAF_AS]
+    ends = tuple(leaf.name_suffixes)
+    named = [module for path, module in model.named_modules() if path in leaf.names or (ends and path.endswith(ends))]
+    for module in [*_of_classes(model, leaf.classes), *named]:
+        module.__dict__.setdefault(LEAF_AS, CONFIGURED)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -36,12 +52,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a call has made this very module a leaf."""
+    """Whether a call, or the configuration of ``zeropp.initialize``, has made this very module a leaf."""
     return bool(model.__dict__.get(LEAF_AS, False))
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules that a call has made leaves."""
+    """Modules for which :func:`z3_leaf_module` is true."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 

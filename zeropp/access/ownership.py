@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from zeropp.access.refusals import restorer
+from zeropp.access.refusals import has_tensors, restorer
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.hops import Comm
 from zeropp.config.base import notify
@@ -29,7 +29,7 @@ __all__ = ["Former", "former_engines", "give_to_modules"]
 
 def give_to_modules(model: nn.Module, engine: Engine) -> None:
     """Let every module of the model own the engine, until that is closed."""
-    for module in model.modules():
+    for module in filter(has_tensors, model.modules()):
         # Past nn.Module's own __setattr__, and those of others. Every module: any of them may be all that the user
         # keeps.
         module.__dict__[OWNED_AS] = engine

@@ -10,7 +10,7 @@ from torch import nn
 from zeropp.engine.engine import Engine
 from zeropp.params.unit import UnitState
 
-__all__ = ["explain_freed", "refuse_changes", "restorer"]
+__all__ = ["explain_freed", "has_tensors", "refuse_changes", "restorer"]
 
 
 _MOVING = (
@@ -34,10 +34,7 @@ def _refuse(message: str) -> Callable[..., object]:
 
 def refuse_changes(model: nn.Module, engine: Engine) -> None:
     """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``."""
-    for module in model.modules():
-        # Metrics and the like have nothing that is partitioned, and libraries move and copy them.
-        if next(module.parameters(), None) is None and next(module.buffers(), None) is None:
-            continue
+    for module in filter(has_tensors, model.modules()):
         for name, message in (("_apply", _MOVING), ("__reduce_ex__", _PICKLING)):
             # An attribute of the object hides the method: .to() and its kin all come to _apply, and pickle and copy
             # ask the object for __reduce_ex__. Classes stay as they are.
@@ -54,6 +51,14 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
     # torch's own would find no gradients: those of released parameters are in shards.
     model.__dict__["zero_grad"] = zero_grad
     engine.on_close(restorer(model, "zero_grad"))
+
+
+def has_tensors(module: nn.Module) -> bool:
+    """Whether a module or one below it has parameters or buffers.
+
+    Metrics and the like have none: nothing of theirs is partitioned, and libraries move and copy them.
+    """
+    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
 
 
 def restorer(module: nn.Module, name: str, before: object = None) -> Callable[[], None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeropp.access.refusals import restorer
+from zeropp.access.refusals import has_tensors, restorer
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import Work
 from zeropp.engine.engine import Engine
@@ -301,7 +301,7 @@ def install_state_hooks(model: nn.Module, engine: Engine) -> None:
     def saved(module: nn.Module, *_: object) -> None:
         saving.end(module)
 
-    for module in model.modules():
+    for module in filter(has_tensors, model.modules()):
         engine.hooks.keep(module.register_state_dict_pre_hook(saving.begin))
         engine.hooks.keep(module.register_state_dict_post_hook(saved))
         engine.hooks.keep(module.register_load_state_dict_pre_hook(loading.begin))

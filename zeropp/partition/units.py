@@ -155,7 +155,7 @@ class _UnitBuilder:
         if path in options.leaf_names or any(path.endswith(suffix) for suffix in options.leaf_suffixes if path):
             return True
         # By a call of the user's, who has no path of it.
-        if module.__dict__.get(LEAF_AS):
+        if module.__dict__.get(LEAF_AS) is True:
             return True
         # Inside a compiled region there is no place to gather: all its weights must be there when it begins.
         return is_compiled(module) or self.is_fine_grained(module)

@@ -304,7 +304,7 @@ def _describe(model: nn.Module) -> list[str]:
         for name, p in model.named_parameters()
     ]
     # Ranks with other leaves would cut other units.
-    leaves = [f"leaf module {path}" for path, module in model.named_modules() if module.__dict__.get(LEAF_AS)]
+    leaves = [f"leaf module {path}" for path, module in model.named_modules() if module.__dict__.get(LEAF_AS) is True]
     return [*parameters, *leaves, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 

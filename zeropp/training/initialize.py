@@ -12,19 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from zeropp.access.leaves import (
-    get_z3_leaf_modules,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-)
-from zeropp.access.refusals import restorer
+from zeropp.access.leaves import mark_configured
 from zeropp.comm.members import Group
 from zeropp.config import Config, ConfigError, load_config
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
-from zeropp.params.guard import handler_of
-from zeropp.partition.units import LEAF_AS
 from zeropp.setup.built import built_for
 from zeropp.training.distributed import init_distributed, require_no_model_parallelism
 from zeropp.training.engine import Engine
@@ -102,7 +94,6 @@ def _wrap(
     loaded: Config, model: nn.Module, inner: Optimizer | None, group: Group, args: Any
 ) -> tuple[ZeroOptimizer | None, Core]:
     """Partition the model; its optimizer, unless it is for inference, and what gathers and reduces."""
-    marked = _mark_leaves(model, loaded)
     # The engine has made what these name; whoever wraps the model refuses what it cannot make.
     rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
     # A model that was built in pieces knows where it is going to train.
@@ -112,23 +103,9 @@ def _wrap(
     else:
         wrapped = TrainingOptimizer(inner, model, rest, process_group=group, device=device)
         core = wrapped.engine
-    for module in marked:
-        # The next configuration of this model may name others.
-        core.on_close(restorer(module, LEAF_AS))
+    if loaded.zero.stage == 3:
+        mark_configured(model, loaded.zero.leaf_module)
     return wrapped, core
-
-
-def _mark_leaves(model: nn.Module, loaded: Config) -> list[nn.Module]:
-    """Let ``z3_leaf_module`` know modules that the JSON names, too; returns those that no call had marked."""
-    leaf = loaded.zero.leaf_module
-    if loaded.zero.stage < 3 or any(isinstance(handler_of(each), Core) for each in model.parameters()):
-        # One that is wrapped is refused in a moment, with a reason.
-        return []
-    before = get_z3_leaf_modules(model)
-    set_z3_leaf_modules(model, leaf.classes, raise_if_not_found=False)
-    set_z3_leaf_modules_by_name(model, leaf.names, raise_if_not_found=False)
-    set_z3_leaf_modules_by_suffix(model, leaf.name_suffixes, raise_if_not_found=False)
-    return [module for module in get_z3_leaf_modules(model) if module not in before]
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:

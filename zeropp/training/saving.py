@@ -118,6 +118,9 @@ class Saving:
         own = self.writes_module_states and self.loaded_config.zero.stage < 3
         states = self.module_state_dict(exclude_frozen_parameters) if own else None
         completed = partial(self._completed, root, name, save_latest, states)
+        # Of a checkpoint that this one replaces; the weights in it are in the checkpoint, too.
+        if engine_of(self.module).comm.rank == 0:
+            (root / name / MODULE_STATES).unlink(missing_ok=True)
         begin(
             root / name, self.module, None if weights_only else self.optimizer, extra, asynchronous=False, busy="wait",
             file_nbytes=FILE_NBYTES, trained_only=exclude_frozen_parameters, progress=False, completed=completed,
