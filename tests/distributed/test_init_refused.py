@@ -72,8 +72,6 @@ def wrapped(kind: str) -> str:
                 pass
         with zero.Init(zero_quantized_weights=kind == "qwZ"):
             model = nn.Sequential(nn.Linear(300, 300))
-            if kind == "inside":
-                zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         if kind == "lent":
             with zero.GatheredParameters(model):
                 zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -99,7 +97,6 @@ def wrapped(kind: str) -> str:
         ("mics", "mics_shard_size"),
         ("dtype", "torch.int32"),
         ("qwZ", "zero_quantized_weights True"),
-        ("inside", "leave that block first"),
     ],
 )
 def test_refused(kind: str, match: str) -> None:

@@ -75,8 +75,7 @@ def initialised() -> list[str]:
     before = dict(model.named_parameters())
     with mock.patch.object(spread, "LIMIT_NBYTES", 0), mock.patch.object(spread, "SMALL", 100):
         zero.materialize(model, reset)
-    spread_out = dist.is_initialized() and dist.get_world_size() > 1
-    wrong = [] if is_guarded(model.embedding.weight) == spread_out else ["whole"]
+    wrong = [] if is_guarded(model.embedding.weight) else ["whole"]
     wrong += [name for name, parameter in model.named_parameters() if parameter is not before[name]]
     own, again = trained(model)
     wrong += [f"loss {loss} {again}"] if loss != again else []

@@ -115,17 +115,24 @@ def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
         stepper.step()
     far = worst(zeropp.full_state(model), plain.state_dict())
     with zeropp.zero.GatheredParameters(model):
+        # What is lent is each rank's own, to be saved and loaded.
+        taken = {name: calls.pop(name) for name in ("state_dict()", "load_state_dict()")}
         try_all("inside GatheredParameters; leave that first")
+        calls |= taken
+        model.load_state_dict(plain.state_dict())  # the same on both, and so kept
     for taken_off in ("state_dict()", "load_state_dict()", "full_state", "ema()"):
         del calls[taken_off]  # the model is plain again
     optimizer.close()
-    try_all("after close(), which gave up the partitioned values")
+    try_all(
+        "after close(), which gave up the partitioned values; engine.destroy() closes, and so does Accelerate's "
+        "free_memory(), as at the end of transformers' Trainer.train()"
+    )
     return said, far
 
 
 def test_every_call_is_refused_where_it_may_not_be_made() -> None:
     for said, far in run_ranks(2, try_every_call, timeout=40):
-        assert far <= 1e-12 and [len(each) for each in said.values()] == [16, 16, 16, 12]
+        assert far <= 1e-12 and [len(each) for each in said.values()] == [16, 16, 14, 12]
         for place, messages in said.items():
             assert messages == {name: f"{name} was called {place}" for name in messages}
 

@@ -98,8 +98,10 @@ def test_states_on_the_host_outgrow_the_model_where_ranks_are_few() -> None:
     assert TWO(1_024_000, 1, 1, True, 1)[0] == 16 * 1_024_000 + 1_024_000 // BLOCK * 4 + 4
 
 
-def test_init_does_nothing_for_one_rank() -> None:
-    assert THREE(1_024_000, 64_000, zero_init=True, **PLAIN) == THREE(1_024_000, 64_000, zero_init=False, **PLAIN)
+def test_init_does_on_one_rank_what_it_does_on_many() -> None:
+    """A unit at a time is whole on the host, in float32."""
+    assert THREE(1_024_000, 64_000, zero_init=True, **PLAIN)[0] == 4 * 64_000
+    assert THREE(1_024_000, 64_000, zero_init=False, **PLAIN)[0] == 4 * 1_024_000
 
 
 def test_pieces_lie_on_the_host_while_a_model_is_built_for_it() -> None:

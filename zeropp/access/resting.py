@@ -51,8 +51,8 @@ class RestingWeights:
     def edits(self, parameter: nn.Parameter) -> Edits | None:
         """Where edits go: of a model without an optimizer in stage 0, as an average; None of others, to refuse them."""
         engine = self._engine()
-        # A step would forget them, and where ranks have parts of the main weights each would have its own. By the stage:
-        # on one rank it is as on many.
+        # A step would forget them, and where ranks have parts of the main weights each would have its own. It goes by
+        # the stage, so that it is on one rank as on many.
         if engine is None or engine.maker.config.zero.stage > 0 or any(buffer.trainable for buffer in engine.buffers):
             return None
         buffer, _ = engine.unit_of[id(parameter)].place_of(parameter)
