@@ -126,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     ])  # fmt: skip
     about = machine("cpu")
     # By the names that the package's description has: where they lie is this machine's.
-    words = ["--source", "SOURCE", "--peer", "PEER/bin/python", "--ours", "OURS/bin/python"]
+    given = ["--peer", "PEER/bin/python"] if args.peer else ["--recorded", "RECORDED.json"]
+    words = ["--source", "SOURCE", *given, "--ours", "OURS/bin/python"]
     text = results.page("DeepSpeed's own tests", "bench.peer_tests", words, about, body)
     print(text)
     if args.save:
