@@ -86,7 +86,7 @@ MODELS = ["nested lists", "encoder", "frozen middle, segments recomputed", "tied
 FEW = [("frozen middle, segments recomputed", 2), ("gpt", 1)]  # the others in the campaign, with all settings
 
 
-@pytest.mark.every(2)
+@pytest.mark.campaign
 @pytest.mark.parametrize(("model", "nodes"), FEW)
 def test_settings_change_nothing_on_four_ranks(model: str, nodes: int) -> None:
     names = ["all cut, blocks", "single modules", "merged to 20 blocks a rank", "small kept", "nothing live"]

@@ -28,6 +28,7 @@ def rewarded(steps: int) -> list[float]:
             del sys.modules["trl_style_loop"]
 
 
+@pytest.mark.campaign
 def test_the_loop_learns_what_is_rewarded() -> None:
     """Generation inside GatheredParameters, a reference model, an average, states offloaded: all of it at once."""
     first, second = run_ranks(2, rewarded, 16)
