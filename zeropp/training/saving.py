@@ -116,7 +116,8 @@ class Saving:
         if not in_window:
             self._warn_of_window(name)
         own = self.writes_module_states and self.loaded_config.zero.stage < 3
-        states = self.module_state_dict(exclude_frozen_parameters) if own else None
+        # On the first rank's CPU: a state_dict() would be one more copy of the weights on every card.
+        states = gather_16bit(self.module, exclude_frozen_parameters) if own else None
         completed = partial(self._completed, root, name, save_latest, states)
         # Of a checkpoint that this one replaces; the weights in it are in the checkpoint, too.
         if engine_of(self.module).comm.rank == 0:
@@ -131,8 +132,7 @@ class Saving:
     def _completed(self, root: Path, name: str, save_latest: bool, states: dict[str, Tensor] | None) -> None:
         """By the first rank, when all of it is on the disk: a name of what is not there would end the next job."""
         if states is not None:
-            kept = {key: value.cpu() for key, value in states.items()}
-            torch.save({"module": kept, **self._counts()}, root / name / MODULE_STATES)
+            torch.save({"module": states, **self._counts()}, root / name / MODULE_STATES)
         if save_latest:
             write_synced(root / _LATEST, name.encode())
         write_script(root)
