@@ -129,7 +129,7 @@ STEPS = [pytest.param(*each.values, 24, marks=each.marks) for each in some(PLACE
 STEPS += [pytest.param(name, 200, marks=pytest.mark.campaign) for name in PLACED]
 
 
-@pytest.mark.every(2)
+@pytest.mark.every(4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "steps"), STEPS)
 def test_exact_differences_change_no_bit(name: str, steps: int) -> None:

@@ -183,6 +183,7 @@ def test_the_fsdp2_example(tmp_path: Path) -> None:
     assert "bytes sent" not in plain_output
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(240)
 def test_a_killed_run_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     """From the newest checkpoint, with the same windows in as many more micro-steps; and is refused where none fit."""

@@ -72,7 +72,7 @@ HOLDING: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.every(8)
+@pytest.mark.every(16)
 @pytest.mark.parametrize(("name", "window"), spread(HOLDING, WINDOWS, 3))
 def test_held_gradients_are_all_in_the_step(name: str, window: str) -> None:
     """Whatever micro-batches a layer has gradients in, and also where a step comes early or late."""

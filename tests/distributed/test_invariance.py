@@ -79,7 +79,7 @@ TWICE = [("gpt", torch.float32), pytest.param("repeated blocks", torch.float64, 
 
 @pytest.mark.parametrize(("model", "dtype"), TWICE, ids=str)
 def test_settings_change_nothing(model: str, dtype: torch.dtype) -> None:
-    check_variants(2, 1, {"model": model, "dtype": dtype, "steps": 3, "accumulation": 2, "evaluate": True})
+    check_variants(2, 1, {"model": model, "dtype": dtype, "steps": 2, "accumulation": 2, "evaluate": True})
 
 
 MODELS = ["nested lists", "encoder", "frozen middle, segments recomputed", "tied segments, reentrant", "low rank"]
