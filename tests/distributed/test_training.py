@@ -140,7 +140,7 @@ def windows() -> list[str]:
     engine.backward(loss_of(engine, 3, rank))
     engine.step()
     look("inside", (engine.was_step_applied(), engine.global_steps), (False, 1))
-    engine.zero_grad()
+    optimizer.zero_grad(now=True)
     engine.set_gradient_accumulation_boundary(True)
 
     # Sent at the step, all at once: same weights as without the block.
@@ -239,6 +239,8 @@ def resized() -> list[Any]:
     for wrong in (0, 7, -6):
         with pytest.raises(ValueError, match=f"train_batch_size {wrong} is no multiple of micro-batch size 1 x 2"):
             engine.set_train_batch_size(wrong)
+    with pytest.raises(TypeError, match="expected an int"):
+        engine.set_train_batch_size(16.0)  # type: ignore[arg-type]
     return found
 
 
@@ -283,6 +285,8 @@ def refused(what: str) -> str:
         given["model"] = None
     elif what == "optimizer":
         given["optimizer"] = "AdamW"
+    elif what == "scheduler":
+        given["lr_scheduler"] = 3
     elif what == "mesh":
         given["mesh_param"] = (2, 1)
     elif what == "offload":
@@ -300,6 +304,7 @@ def refused(what: str) -> str:
         ("none", "initialize() got no configuration"),
         ("model", "model is a NoneType; expected a torch.nn.Module"),
         ("optimizer", "optimizer is a str; expected a torch.optim.Optimizer, a function"),
+        ("scheduler", "lr_scheduler is or made 3, a int; expected an object with step()"),
         ("mesh", "mesh_param is not in zeropp"),
         ("offload", "offload_optimizer is set, and there is no optimizer"),
     ],

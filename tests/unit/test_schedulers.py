@@ -46,7 +46,7 @@ def test_the_largest_rate_is_the_group_s_own() -> None:
 
 
 def test_a_straight_line_down() -> None:
-    found = rates(lambda o: WarmupDecayLR(o, 6, 0.0, 1.0, 2, "linear"), 11)
+    found = rates(lambda o: WarmupDecayLR(o, 6.0, 0.0, 1.0, 2, "linear"), 11)  # 6e0 in JSON
     assert found == pytest.approx([0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0, 0, 0])
 
 
@@ -149,6 +149,7 @@ def test_a_rate_in_a_tensor_stays_one() -> None:
     ("make", "told"),
     [
         (lambda o: WarmupLR(o, warmup_num_steps=0), "warmup_num_steps is 0; expected a whole number above 0"),
+        (lambda o: WarmupLR(o, warmup_num_steps=2.5), "warmup_num_steps is 2.5; expected a whole number above 0"),
         (lambda o: WarmupLR(o, warmup_num_steps=True), "warmup_num_steps is True"),
         (lambda o: WarmupLR(o, warmup_type="cubic"), "warmup_type is 'cubic'"),
         (lambda o: WarmupDecayLR(o, 1.5), "total_num_steps is 1.5"),

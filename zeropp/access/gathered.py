@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 
+import torch
 from torch import Tensor, nn
 
 from zeropp.access.built import PiecesLoan, spreads_of
 from zeropp.access.external import register_external_parameter
 from zeropp.access.lent import Graphs
-from zeropp.access.state import gather_main
+from zeropp.access.state import gather_computed, gather_main
 from zeropp.comm.agreement import LENT
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING, WEIGHTS
 from zeropp.params.fingerprint import digest_of, fingerprint
+from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_guarded
 
 __all__ = ["GatheredParameters"]
@@ -23,6 +25,9 @@ __all__ = ["GatheredParameters"]
 
 class GatheredParameters:
     """Inside ``with``, the parameters have their whole values, in the precision of the main weights.
+
+    Behind a training engine with an optimizer those that are only read, without ``modifier_rank``, have the dtype that
+    they are computed with, as outside: scripts send them on to where they generate, which expects that one.
 
     Collective: every rank of the model enters and leaves, with the same parameters in the same order. They are of a
     wrapped model, or were built in :class:`zeropp.zero.Init`; what is not managed by zeropp is left alone. Between
@@ -182,8 +187,11 @@ class _Loan:
             )
         # By names: ranks that gather other parameters would mix their values.
         engine.agreement.require_same_call(f"GatheredParameters of {self.names} with modifier_rank {modifier_rank}")
+        self.computed = not edits and engine.loans.computed
+        self._main: tuple[FlatBuffer | None, list[Tensor]] = None, []  # what was gathered to take edits into
+        gather = gather_computed if self.computed else gather_main
         # A buffer is gathered whole, so once for all of its parameters.
-        gathered = {buffer: gather_main(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
+        gathered = {buffer: gather(engine, buffer) for buffer in dict.fromkeys(b for b, _ in self.places)}
         self.values = [gathered[buffer][index] for buffer, index in self.places]
         # Edits without a modifier_rank are everyone's if all ranks make the same ones; else they are lost, and told of.
         self.before = [fingerprint(value) for value in self.values] if modifier_rank is None else []
@@ -250,9 +258,18 @@ class _Loan:
                 # All shapes are right by now, but the user may have given another dtype or strides.
                 whole = value.detach().to(buffer.main_dtype).contiguous()
                 engine.comm.broadcast(whole, keeps)
+                if self.computed:
+                    whole = self._keep_main(buffer, index, whole)
                 # Every rank cuts out its own piece: a replica of the states has the same bits then.
                 buffer.load(buffer.parameters[index], whole)
         engine.weights_changed(dict.fromkeys(buffer for buffer, _ in self.places))
+
+    def _keep_main(self, buffer: FlatBuffer, index: int, edited: Tensor) -> Tensor:
+        """New main weights of a parameter that was lent rounded: what nobody has edited keeps the bits it had."""
+        if self._main[0] is not buffer:  # places are in the order of buffers
+            self._main = buffer, gather_main(self.engine, buffer)
+        main, dtype = self._main[1][index], buffer.compute_dtype
+        return torch.where(main.to(dtype) == edited.to(dtype), main, edited)
 
     def _edits(self) -> dict[str, object]:
         """Parameters that were edited, by name, and what tells their values from others."""

@@ -24,7 +24,16 @@ from zeropp.params.guard import handler_of, is_guarded
 from zeropp.params.unit import Unit
 from zeropp.wire.paths import GatherPath
 
-__all__ = ["comm_report", "engine_of", "full_state", "gather_codes", "gather_main", "gather_row", "install_state_hooks"]
+__all__ = [
+    "comm_report",
+    "engine_of",
+    "full_state",
+    "gather_codes",
+    "gather_computed",
+    "gather_main",
+    "gather_row",
+    "install_state_hooks",
+]
 
 
 def engine_of(model: nn.Module | Optimizer) -> Engine:
@@ -92,17 +101,29 @@ def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool 
 
 def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer in the main dtype. On the lanes of gathers, whose collectives keep one order."""
+    return gather_row(engine, buffer, engine.parking.values(buffer.shard), buffer.main_dtype)
+
+
+def gather_computed(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
+    """Every parameter of a buffer, rounded to the dtype that it is computed with."""
+    # Codes are no values yet; whatever else there is takes fewer bytes if it is rounded first.
+    if isinstance(buffer, CodedBuffer):
+        return [value.to(buffer.compute_dtype) for value in gather_main(engine, buffer)]
+    return gather_row(engine, buffer, engine.parking.values(buffer.shard).to(buffer.compute_dtype))
+
+
+def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """What a row has of every parameter of a buffer, which lies as main weights do: gradients, or states.
+
+    Args:
+        engine: of the buffer.
+        buffer: whose layout the row has.
+        row: this rank's part.
+        dtype: of the result, where the row has codes; None for the row's.
+    """
     # Lanes of gathers write to it, outside the caller's mode.
     with torch.inference_mode(False):
-        whole = torch.empty(buffer.layout.numel, dtype=buffer.main_dtype, device=buffer.device)
-    _gather_whole(engine, buffer, buffer.paths.main, whole, engine.parking.values(buffer.shard))
-    return buffer.layout.views(whole)
-
-
-def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor) -> list[Tensor]:
-    """What a row has of every parameter of a buffer, which lies as main weights do: gradients, or states."""
-    with torch.inference_mode(False):
-        whole = torch.empty(buffer.layout.numel, dtype=row.dtype, device=buffer.device)
+        whole = torch.empty(buffer.layout.numel, dtype=dtype or row.dtype, device=buffer.device)
     _gather_whole(engine, buffer, buffer.paths.main, whole, row)
     return buffer.layout.views(whole)
 

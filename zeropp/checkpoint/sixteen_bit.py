@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.access.awaited import require_values
-from zeropp.access.state import engine_of, gather_main
+from zeropp.access.state import engine_of, gather_computed
 from zeropp.checkpoint.metadata import sync_folder
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL, main_parts
@@ -100,9 +100,9 @@ def _gathered(engine: Engine, model: nn.Module, exclude_frozen_parameters: bool)
     first, spread = engine.comm.rank == 0, dict[str, Tensor]()
     for buffer in engine.buffers:
         # Gathering is collective, whoever keeps what comes of it.
-        for name, values in zip(buffer.names, gather_main(engine, buffer), strict=True):
+        for name, values in zip(buffer.names, gather_computed(engine, buffer), strict=True):
             if first:
-                spread[name] = values.to("cpu", buffer.compute_dtype, copy=True)
+                spread[name] = values.to("cpu", copy=True)
     if not first:
         return None
     # Only now: what other ranks have gathered for is this one's to name.

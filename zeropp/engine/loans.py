@@ -35,7 +35,14 @@ class Loan(Protocol):
 
 
 class Loans:
-    """Those of one engine's parameters; true while any is open."""
+    """Those of one engine's parameters; true while any is open.
+
+    Attributes:
+        computed: what is lent to be read has the dtype that it is computed with, as weights outside have; of a training
+            engine, whose scripts send values on to others, and name the dtype that they found outside.
+    """
+
+    computed = False
 
     def __init__(self) -> None:
         self._open: list[Loan] = []

@@ -4,7 +4,9 @@
 ``step()``; another, as with DeepSpeed, calls ``step()`` after each of them and expects all but every Nth call to do
 nothing. The calls tell them apart: a micro-batch that no ``step()`` follows is the mark of a caller that accumulates by
 itself. Such a caller owns the boundary: every ``step()`` is taken, also in a window that the end of the data cuts
-short. All of it is decided by calls that every rank makes alike, so ranks agree without an exchange.
+short. A training engine asks by :meth:`Window.call`: there it is calls of ``step()`` that are counted, whatever was
+computed between them, unless the caller says where a window ends. All of it is decided by calls that every rank makes
+alike, so ranks agree without an exchange.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class Window:
         steps: as given.
         count: micro-batches of which a backward has run since the last step.
         together: micro-batches that the running or next forward and backward take together.
+        forced: whether a training engine's next ``step()`` ends the window, if its caller has said so.
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
@@ -37,6 +40,9 @@ class Window:
         # The same, unless a backward has failed since: whether zero_grad() does nothing, either.
         self._keeps = False
         self._ever_asked = self._explained = False
+        # A training engine's step() was called, ever, and in this window.
+        self._by_calls, self._calls = False, 0
+        self.forced: bool | None = None
         self._fresh = True  # the next backward begins a micro-batch
         self._root_runs = False
 
@@ -48,7 +54,17 @@ class Window:
     @property
     def unfinished(self) -> bool:
         """Whether a ``step()`` would do nothing now."""
+        if self._by_calls or self.forced is not None:
+            # Between a step() and the backward that follows, the sums are not those that the next one steps with.
+            return self._asked or not self.at_boundary
         return not self._owned and not self._skipped and self.count < self.steps
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether a training engine's next ``step()`` ends the window."""
+        if self.forced is not None:
+            return self.forced
+        return not self._managed or self._calls + 1 >= self.steps
 
     @property
     def keeps_gradients(self) -> bool:
@@ -58,6 +74,8 @@ class Window:
     @property
     def closing(self) -> bool:
         """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
+        if self._by_calls or self.forced is not None:
+            return self.at_boundary
         # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
         return self.count + self._fresh * self.together >= self.steps
 
@@ -73,7 +91,7 @@ class Window:
                 f"{self.count} of {self.steps} micro-batches have come since the last step; change their number after "
                 "a step, or discard their gradients with zero_grad(now=True)"
             )
-        self.steps, self._owned = steps, steps == 1 or not self._managed
+        self.steps, self._owned, self._calls = steps, steps == 1 or not self._managed, 0
 
     def note_forward(self, path: str) -> None:
         """A forward begins at the module of that name and records a graph; inside another it does not count.
@@ -111,6 +129,15 @@ class Window:
             return False
         return True
 
+    def call(self) -> bool:
+        """A training engine's ``step()`` was called: whether it ends the window. One that does not is counted."""
+        self._by_calls = True
+        if self.at_boundary:
+            return True
+        self._calls += 1
+        self._asked = self._ever_asked = self._keeps = True
+        return False
+
     def warning(self) -> str | None:
         """What the caller of a ``step()`` must hear: once, that it may do nothing; and of each window cut short."""
         if self._asked and not self._explained:
@@ -131,6 +158,6 @@ class Window:
 
     def restart(self) -> None:
         """A step was taken or skipped, or gradients were discarded."""
-        self.count = 0
+        self.count = self._calls = 0
         self._skipped = self._asked = self._keeps = False
         self._fresh = True

@@ -288,7 +288,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
-        self.outcome.step_was_taken = True
+        # Not where nothing had a gradient, as after batches that were all thrown away.
+        self.outcome.step_was_taken = any(map(any, verdict.used))
         return loss
 
     def _decide(self) -> Verdict:

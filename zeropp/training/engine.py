@@ -36,7 +36,7 @@ class Engine(Saving, Accessors, nn.Module):
         config: the configuration as it was given, a plain dict.
         core: what gathers and reduces; see `zeropp.engine`.
         device: on which the model is.
-        micro_steps: calls of ``step()``.
+        micro_steps: calls of ``step()`` since this engine was made; not saved, as in DeepSpeed.
         global_steps: optimizer steps, skipped ones included.
         global_samples: samples of these, over all ranks.
     """
@@ -75,6 +75,8 @@ class Engine(Saving, Accessors, nn.Module):
         self.core, self.device = core, core.device
         # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
         core.reductions.loss_scale.divides_plain = True
+        # Of what no step changes, as an average of weights, rounded values would be all there is.
+        core.loans.computed = optimizer is not None
         # Scripts of DeepSpeed's read weights of stages 0 to 2 at any time.
         core.resting = RestingWeights(core)
         # Ranks of the group; whatever else runs in the job has no part in this model.
@@ -84,8 +86,6 @@ class Engine(Saving, Accessors, nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.batch = loaded.resolve_batch(core.comm.world)
         self.micro_steps = self.global_steps = self.global_samples = 0
-        self._micro_since_step = 0
-        self._forced: bool | None = None  # what the caller says of the boundary
         self._coalescing = self._applied = False
 
     def __getattr__(self, name: str) -> Any:
@@ -123,7 +123,6 @@ class Engine(Saving, Accessors, nn.Module):
             The loss, divided; not scaled.
         """
         self._trained("backward").backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
-        self._micro_since_step += 1
         # For logs: without the scale of float16, which nobody wants to read there.
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
@@ -134,7 +133,6 @@ class Engine(Saving, Accessors, nn.Module):
             loss: scalar.
             scale_wrt_gas: False if the loss has been divided already.
         """
-        self._micro_since_step += 1
         return self._trained("scale").scale(loss, scale_wrt_gas=scale_wrt_gas)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -152,32 +150,35 @@ class Engine(Saving, Accessors, nn.Module):
                 "step() was called inside coalesce_grad_reduction() or no_sync(); call it after the block"
             )
         self._applied = False
-        # Counted whether or not it steps, as scripts read it to find boundaries by themselves.
-        if not self._managed or self.is_gradient_accumulation_boundary():
+        if self.core.window.call():
             self._take_step(optimizer, lr_kwargs)
+        # Whether or not it has stepped: scripts print it. Where windows end does not depend on it, as it would no
+        # longer fit once the number of ranks, or of micro-batches, is another.
         self.micro_steps += 1
 
     def _take_step(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
-        # Now: the optimizer has a window of its own, which need not end where the caller says.
+        count = self.core.window.count
+        # Now: it ends where the caller says, however many micro-batches have come.
         optimizer.step(now=True)
         # Also after a skipped step, whose gradients are of no use.
         optimizer.zero_grad(now=True)
         # On a card this waits for the step's sum; a scheduler that had gone on could not be called back.
-        self._applied = not optimizer.step_was_skipped
+        self._applied = optimizer.step_was_taken
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
         self.global_steps += 1
         # A caller who owns the boundary may have had more or fewer micro-batches than the file says.
         micro = self.train_micro_batch_size_per_gpu() or 0
-        self.global_samples += (
-            (self.train_batch_size() or 0) if self._managed else micro * self._micro_since_step * self.world_size
-        )
-        self._micro_since_step = 0
+        self.global_samples += (self.train_batch_size() or 0) if self._managed else micro * count * self.world_size
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, also in the middle of a window."""
+        """Forget gradients, and begin the window again; after a ``step()`` that only counted, nothing.
+
+        So a loop that calls it in every micro-batch, as in torch, loses nothing: ``optimizer.zero_grad(now=True)``
+        forgets at any time.
+        """
         if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none, now=True)
+            self.optimizer.zero_grad(set_to_none)
 
     # Where windows end.
 
@@ -187,10 +188,7 @@ class Engine(Saving, Accessors, nn.Module):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the ``step()`` that follows steps the optimizer."""
-        # Until the caller takes it back, which DeepSpeed's does not offer, either.
-        if self._forced is not None:
-            return self._forced
-        return self._managed and (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return self._managed and self.core.window.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say, before a forward, whether its micro-batch is the last before a step; until it is said otherwise.
@@ -203,7 +201,8 @@ class Engine(Saving, Accessors, nn.Module):
                 "set_gradient_accumulation_boundary() says nothing with managed_gradient_accumulation false, where "
                 "every step() is a boundary; set it to true, or leave the call out"
             )
-        self._forced = bool(is_boundary)
+        # Until the caller takes it back, which DeepSpeed's does not offer, either.
+        self.core.window.forced = bool(is_boundary)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -252,6 +251,8 @@ class Engine(Saving, Accessors, nn.Module):
         """
         # Without a micro-batch size there is nothing to count in.
         micro = self.batch[1]
+        if not isinstance(train_batch_size, int):
+            raise TypeError(f"train_batch_size is {train_batch_size!r}; expected an int")
         if micro is None or train_batch_size <= 0 or train_batch_size % (micro * self.dp_world_size):
             raise ValueError(
                 f"train_batch_size {train_batch_size} is no multiple of micro-batch size {micro} x "

@@ -214,5 +214,8 @@ def _make_scheduler(loaded: Config, optimizer: ZeroOptimizer | None, given: Any)
         return make_scheduler(loaded.scheduler, optimizer)
     # A scheduler has step(); a class or function that makes one has not, or not as an object's.
     if isinstance(given, type) or (callable(given) and not hasattr(given, "step")):
-        return given(optimizer)
+        given = given(optimizer)
+    # Now, and not at the end of the first window.
+    if not hasattr(given, "step"):
+        raise TypeError(f"lr_scheduler is or made {given!r}, a {type(given).__name__}; expected an object with step()")
     return given

@@ -30,7 +30,7 @@ __all__ = ["MODULE_STATES", "Saving"]
 
 _LATEST, _UNIVERSAL = "latest", "latest_universal"
 MODULE_STATES = "mp_rank_00_model_states.pt"
-_COUNTS = ("micro_steps", "global_steps", "global_samples")
+_COUNTS = ("global_steps", "global_samples")
 
 
 @contextlib.contextmanager
@@ -65,7 +65,6 @@ class Saving:
     optimizer: ZeroOptimizer | None
     lr_scheduler: Any
     loaded_config: Config
-    micro_steps: int
     global_steps: int
     global_samples: int
 
@@ -279,22 +278,15 @@ class Saving:
         make_executable(dst)
 
     def _warn_of_window(self, name: str) -> None:
-        if self._in_window() and engine_of(self.module).comm.rank == 0:
+        if (engine := engine_of(self.module)).window.count > 0 and engine.comm.rank == 0:
             notify(
                 f"the checkpoint {name!r} is saved inside a window of micro-batches, whose gradients are not in it; "
                 "whoever resumes begins the window again"
             )
 
-    def _in_window(self) -> bool:
-        return engine_of(self.module).window.count > 0
-
     def _counts(self) -> dict[str, int]:
         # Skipped steps are the optimizer's, which saves them itself.
-        found = {name: getattr(self, name) for name in _COUNTS}
-        # Whoever resumes begins the window again, and boundaries are found by this count.
-        if self._in_window() and self.loaded_config.managed_gradient_accumulation:
-            found["micro_steps"] -= found["micro_steps"] % engine_of(self.module).window.steps
-        return found
+        return {name: getattr(self, name) for name in _COUNTS}
 
     def _agreed_tag(self, own: str) -> str:
         """The one name of the checkpoint that ranks are about to save; ``own`` is what this rank was given."""

@@ -88,9 +88,9 @@ class LRRangeTest(_Schedule):
         lr_range_test_staircase: bool = False,
         last_batch_iteration: int = -1,
     ) -> None:
-        _require_count("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_size = _count("lr_range_test_step_size", lr_range_test_step_size)
         self.min_lr = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
@@ -269,8 +269,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: Literal["log", "linear"] = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        _require_count("total_num_steps", total_num_steps)
-        self.total_num_steps = total_num_steps
+        self.total_num_steps = _count("total_num_steps", total_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def after(self, iteration: int) -> float:
@@ -305,8 +304,7 @@ class WarmupCosineLR(_Schedule):
         warmup_type: Literal["log", "linear"] = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        _require_count("total_num_steps", total_num_steps)
-        self.total_num_steps = total_num_steps
+        self.total_num_steps = _count("total_num_steps", total_num_steps)
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         self.warmup = _Warmup(warmup_num_steps, warmup_type)
         super().__init__(optimizer, last_batch_iteration)
@@ -330,10 +328,10 @@ class _Warmup:
     """The part of a warm-up that is over at an iteration."""
 
     def __init__(self, steps: int, kind: str) -> None:
-        _require_count("warmup_num_steps", steps)
+        count = _count("warmup_num_steps", steps)
         if kind not in ("log", "linear"):
             raise ValueError(f'warmup_type is {kind!r}; expected "log" or "linear"')
-        self.steps = max(2, steps)  # the logarithm of 1 is 0, by which nothing can be divided
+        self.steps = max(2, count)  # the logarithm of 1 is 0, by which nothing can be divided
         self.linear = kind == "linear"
 
     def part(self, iteration: int) -> float:
@@ -353,10 +351,13 @@ def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
     return list(value)
 
 
-def _require_count(name: str, value: object) -> None:
+def _count(name: str, value: object) -> int:
+    """A number of iterations; JSON's 1e4 is a float."""
+    whole = int(value) if isinstance(value, float) and value.is_integer() else value
     # True is an int, too.
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    if not isinstance(whole, int) or isinstance(whole, bool) or whole <= 0:
         raise ValueError(f"{name} is {value!r}; expected a whole number above 0")
+    return whole
 
 
 SCHEDULERS: dict[str, type[LRScheduler]] = {
