@@ -46,7 +46,7 @@ def _in(module: str, **faults: tuple[str, str]) -> dict[str, Fault]:
 FAULTS: dict[str, Fault] = {
     **_in(
         "schedule",
-        no_word_after_a_failure=("elif self._failed:", "elif False:"),
+        no_word_after_a_failure=("if self._failed and not self.silent:", "if False:"),
         no_exchange_after_a_failure=(
             'self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")',
             "pass",
@@ -96,8 +96,8 @@ FAULTS: dict[str, Fault] = {
         ),
         what_is_found_still_there_is_told_nobody=("self.passed_over |= unit.users == 1", "pass"),
         forwards_that_gather_nothing_count=(
-            'self._ended += not (self._silent and self.key[0] == "forward")',
-            "self._ended += 1",
+            "        if not self.silent:\n            self._recent",
+            "        if True:\n            self._recent",
         ),
         nothing_is_left_out_where_ranks_part=("list(self._order.uses[:since])", "list(self._order.uses)"),
     ),

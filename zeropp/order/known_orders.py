@@ -27,7 +27,9 @@ class Phase(Enum):
 def describe_phase(key: PhaseKey) -> str:
     """A kind of phase in words, for errors."""
     if key[0] == "backward":
-        return "a backward"
+        # Mostly there is one; where ranks have run others, which nobody has taken to a backward, their numbers tell.
+        forwards = sum(isinstance(part, tuple) for part in key)
+        return "a backward" if forwards < 2 else f"a backward after {forwards} forwards with gradients"
     # ("forward", path of the module that was called, training, grad mode): see Engine._begin_forward.
     _, path, training, grad = key
     where = f" of {path!r}" if path else ""
@@ -182,11 +184,18 @@ class KnownOrders:
         # The key of a backward contains those of the forwards before it.
         return any(self._known[part].varies for part in key if part in self._known)
 
-    def note_silent(self, key: PhaseKey) -> None:
-        """Note that nothing is gathered in this kind of phase: there is nothing to learn; a rank may run it alone."""
+    def note_silent(self, key: PhaseKey) -> bool:
+        """Whether nothing is gathered in this kind of phase: there is nothing to learn, and a rank may run it alone."""
+        # A module's forward may also touch weights outside of it, which an order tells of, once there is one.
+        if key[0] != "forward" or self._reach(key) or any(order.uses for order in self._orders(key)):
+            return False
         # Remembered as empty, it is followed from the first time on, and following says nothing.
         if key not in self._known:
             self.remember(key, CollectiveOrder())
+        return True
+
+    def _orders(self, key: PhaseKey) -> list[CollectiveOrder]:
+        return self._known[key].known if key in self._known else []
 
     def forget_backwards(self) -> None:
         """Forget all orders of backwards, which were learned for other trained parameters."""

@@ -67,7 +67,7 @@ class Schedule:
         self.static = static
         self.log_relearning = log_relearning
         self.known = KnownOrders(reach)
-        self._silent = all(unit.persistent for unit in units)  # whether forwards gather nothing
+        self.silent = False  # whether the running phase is a forward that gathers nothing
         self._failed = False  # whether this rank has given up a phase in which ranks talk to each other
         self._ended = 0  # phases that have come to their end; not those that a rank may run alone
         self.live_units = LiveUnits(units, lanes, agreement, limits.live)
@@ -104,12 +104,11 @@ class Schedule:
         phase = describe_phase(key)
         # What ranks say in one phase must not be taken for what others say in another, which may look alike.
         self.agreement.enter(phase, zlib.crc32(repr((self._ended, key)).encode()))
-        if then is not None:
+        self.silent = self.known.note_silent(key)
+        if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
         self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
-        if self._silent and key[0] == "forward":
-            self.known.note_silent(key)
-        elif self._failed:
+        if self._failed and not self.silent:
             self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")
             self._failed = False
         expected = self.known.expected(key)
@@ -199,14 +198,17 @@ class Schedule:
             self.passed_over |= not self._own.issuperset(self._order.uses)  # one may need them alone the next time
             self.reductions.end()
             self.known.remember(self.key, self._order)
-        self._recent.add(self.key)
+        if not self.silent:
+            self._recent.add(self.key)
+            self._ended += 1
         self.live_units.release_retained()
-        self._ended += not (self._silent and self.key[0] == "forward")
         self.agreement.leave()
 
     def _may_be_asked(self) -> bool:
         """Whether a rank may ask for more at the end of the order that is followed."""
-        return self._order is not None and not self.static and self.known.may_vary(self.key, self._order)
+        if self._order is None or self.static or self.silent:
+            return False
+        return self.known.may_vary(self.key, self._order)
 
     def note_passed_over(self, anywhere: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
@@ -247,7 +249,7 @@ class Schedule:
         The next one begins with an exchange. If only this rank has failed, what it sends must not meet what the others
         are waiting for: gloo ends the process over messages of different sizes.
         """
-        self._failed |= running and (self.key[0] == "backward" or not self._silent)
+        self._failed |= running and not self.silent
         self._order, self._plan, self._learned = None, None, []
         self.agreement.leave()
         for unit in self.units:
@@ -260,9 +262,10 @@ class Schedule:
     # Following.
 
     def _follow(self, order: CollectiveOrder, position: int) -> None:
-        lookahead = self.known.expected(self._then)
+        lookahead = None if self.silent else self.known.expected(self._then)
         uses, ahead = order.uses[position:], lookahead.uses if lookahead else ()
-        self.live_units.drop(self.live_units.planned.difference(uses, ahead))  # planned for a phase that did not come
+        if not self.silent:  # planned for a phase that did not come, and does not come after this one
+            self.live_units.drop(self.live_units.planned.difference(uses, ahead))
         live = frozenset(self.live_units.planned)
         key = (uses, ahead, live)
         if key not in self._plans:
@@ -388,8 +391,8 @@ class Schedule:
 
     def _stop_following(self) -> None:
         """Go on as if this phase were not known."""
-        self._order, self._plan, self._forks = None, None, []
-        self._left = _NONE
+        self.silent = False  # a forward has touched weights outside of its module: all ranks are asked
+        self._order, self._plan, self._forks, self._left = None, None, [], _NONE
         self.live_units.release_planned()
         self.reductions.change(None)
 
