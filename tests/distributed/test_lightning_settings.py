@@ -174,7 +174,7 @@ def frozen_begins() -> torch.Tensor:
 
 def refused(folder: Path) -> dict[str, str]:
     """Messages of what is refused."""
-    from lightning.pytorch.callbacks import BaseFinetuning
+    from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
     from lightning.pytorch.strategies import DDPStrategy
 
     from tests.distributed import lightning_cases as cases
@@ -201,6 +201,7 @@ def refused(folder: Path) -> dict[str, str]:
         "clipped twice": lambda: cases.trained(cases.strategy(config={"gradient_clipping": 2.0})),
         "schedulers twice": lambda: cases.trained(cases.strategy(config={"scheduler": CONFIG["scheduler"]})),
         "finetuning": lambda: cases.trained(cases.strategy(), callbacks=[Thaws()]),
+        "averaging": lambda: cases.trained(cases.strategy(), callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]),
         "no loss": lambda: cases.trained(cases.strategy(), cases.built(cases.Skips)),
         "no such file": lambda: cases.strategy(config=folder / "missing.json"),
         "a number": lambda: cases.strategy(config=3),
@@ -230,6 +231,7 @@ REFUSED = {
     "clipped twice": "gradient_clipping is 2.0 in the strategy's config, and Trainer(gradient_clip_val=0.5)",
     "schedulers twice": "there is a scheduler in the strategy's config, and one of configure_optimizers",
     "finetuning": "callbacks that derive from BaseFinetuning look for the model's parameters",
+    "averaging": "StochasticWeightAveraging and WeightAveraging copy a whole model's weights",
     "no loss": "returning None in distributed training is not supported",
     "no such file": "missing.json', and no such file is there",
     "a number": "config is a int; expected a dict or the path",

@@ -215,9 +215,12 @@ def test_all_refusals_come_together() -> None:
     with pytest.raises(UnsupportedConfigError) as caught:
         require_supported(config)
     assert set(caught.value.problems) == {
-        "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false",
-        "zero_optimization.offload_optimizer.super_offload: true is not in this version; leave it at false",
-        "sparse_gradients: true is not in this version; leave it at false",
+        "zero_optimization.save_muon_momentum_buffer_in_memory: true is not in this version; leave it at false "
+        "(stage 1 is the one there is)",
+        "zero_optimization.offload_optimizer.super_offload: true is not in this version; leave it at false "
+        "(a step of offloaded states hides behind the next forward, exactly)",
+        "sparse_gradients: true is not in this version; leave it at false "
+        "(gradients of embeddings travel like all others)",
         'optimizer: {"params": {}, "type": "AdamW", "legacy_fusion": false} is not in this version; '
         "call zeropp.initialize, which makes it, or make it in your code and pass it in",
     }

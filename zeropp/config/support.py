@@ -13,8 +13,6 @@ from zeropp.config.errors import UnsupportedConfigError
 from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
 from zeropp.config.inert import (
     CompileConfig,
-    LaterTop,
-    LaterZero,
     NeedlessTop,
     NeedlessZero,
     OutsideKeys,
@@ -51,21 +49,33 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Support:
-    """One field's entry. `accepts` empty means the default alone; `remedy` empty means to go back to it."""
+    """One field's entry.
+
+    `accepts` empty means the default alone; `remedy` empty means to go back to it; `instead` is what there is in place
+    of what is refused.
+    """
 
     kind: Kind
     accepts: tuple[object, ...] = ()
     remedy: str = ""
     governor: str = ""
+    instead: str = ""
 
 
 EFFECT, NEEDLESS, UNREAD, BLOCK = (Support(k) for k in (Kind.EFFECT, Kind.NEEDLESS, Kind.UNREAD, Kind.BLOCK))
-# Only the default is accepted, and it is the remedy as well.
-LATER = Support(Kind.LIMITED)
 
 
 def _only(*accepts: object, remedy: str = "") -> Support:
     return Support(Kind.LIMITED, accepts, remedy)
+
+
+def _later(instead: str) -> Support:
+    """Only the default is accepted, and it is the remedy as well."""
+    return Support(Kind.LIMITED, instead=instead)
+
+
+def _off(instead: str) -> Support:
+    return Support(Kind.OFF, remedy="leave it out, or switch it off", instead=instead)
 
 
 def _each(support: Support, names: str) -> dict[str, Support]:
@@ -80,6 +90,8 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
     return _all(model, Support(Kind.GOVERNED, governor=governor)) | own
 
 
+_BESIDE = "a step of offloaded states hides behind the next forward, exactly"
+
 # Every field has an entry, those without effect as well: a test fails for a field that is forgotten here.
 _ZERO = {
     **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
@@ -93,18 +105,24 @@ _ZERO = {
         "gather_16bit_weights_on_model_save load_from_fp32_weights pipeline_loading_checkpoint",
     ),
     **_all(NeedlessZero, NEEDLESS),
-    # The last two are errors already when the configuration is loaded.
-    **_all(LaterZero, LATER),
+    "zenflow": _later(_BESIDE),
+    # These are errors already when the configuration is loaded.
+    **_each(_later("stage 1 is the one there is"), "save_muon_momentum_buffer_in_memory legacy_stage1"),
 }
 
 _TOP = {
     **_all(OutsideKeys, UNREAD),
     # A run without these would compute something else, or feed ranks what others are to have.
-    **_each(
-        Support(Kind.OFF, remedy="leave it out, or switch it off"),
-        "amp compression_training curriculum_learning data_efficiency elasticity expert_parallel hybrid_engine "
-        "progressive_layer_drop quantize_training sparse_attention tensor_parallel weight_quantization zenflow",
-    ),
+    "amp": _off("bf16, fp16 and torch_autocast compute in 16 bits without Apex"),
+    "elasticity": _off("checkpoints load on any number of ranks, and torchrun restarts them"),
+    "hybrid_engine": _off("generate inside zeropp.zero.GatheredParameters"),
+    "progressive_layer_drop": _off("leave layers out in the model's forward; ranks may differ in it"),
+    "sparse_attention": _off("torch's flex_attention has block masks"),
+    "weight_quantization": _off("zero_quantized_weights sends weights as int8"),
+    "zenflow": _off(_BESIDE),
+    **_each(_off("give the loader a sampler"), "curriculum_learning data_efficiency"),
+    **_each(_off("every rank is data-parallel"), "expert_parallel tensor_parallel"),
+    **_each(_off("models are trained as they are, and compressed by others"), "compression_training quantize_training"),
     **_each(
         BLOCK,
         "zero_optimization zeropp bf16 fp16 torch_autocast data_types aio checkpoint activation_checkpointing compile",
@@ -117,7 +135,8 @@ _TOP = {
     ),
     **_all(NeedlessTop, NEEDLESS),
     **_all(UnreadTop, UNREAD),
-    **_all(LaterTop, LATER),
+    "sequence_parallel_size": _later("every rank is data-parallel"),
+    "sparse_gradients": _later("gradients of embeddings travel like all others"),
     "seq_parallel_communication_data_type": Support(Kind.GOVERNED, governor="sequence_parallel_size"),
     "optimizer": _only(None, remedy="call zeropp.initialize, which makes it, or make it in your code and pass it in"),
     "scheduler": _only(None, remedy="call zeropp.initialize, which makes it, or make it in your code and step it"),
@@ -133,7 +152,7 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
             "device nvme_path buffer_count pin_memory pipeline_read pipeline_write ratio",
         ),
         "fast_init": NEEDLESS,
-        "super_offload": LATER,
+        "super_offload": _later(_BESIDE),
         "cpuadam_cores_perc": Support(Kind.GOVERNED, governor="super_offload"),
     },
     LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
@@ -168,12 +187,14 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         **_each(EFFECT, "tag_validation load_universal"),
         "use_node_local_storage": _only(False, remedy="save to a directory that all nodes see, and leave it at false"),
         "parallel_write": BLOCK,
-        "writer": LATER,
+        "writer": _later("zeropp.checkpoint.save(..., asynchronous=True) writes beside the training"),
         "checkpoint_serialization": NEEDLESS,
     },
     ParallelWriteConfig: _all(ParallelWriteConfig, NEEDLESS),
     ActivationCheckpointingConfig: {**_all(ActivationCheckpointingConfig, EFFECT), "partition_activations": NEEDLESS},
-    CompileConfig: _all(CompileConfig, LATER),
+    CompileConfig: _all(
+        CompileConfig, _later("engine.compile() compiles the model, and zeropp gathers outside of graphs")
+    ),
     OptimizerConfig: _governed(OptimizerConfig, "optimizer"),
     SchedulerConfig: _governed(SchedulerConfig, "scheduler"),
 }
@@ -206,9 +227,14 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             # The remedy is to make it in code, where no "auto" is filled in.
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
-            yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {remedy}"
+            yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {_with_reason(remedy, support)}"
         elif support.kind is Kind.OFF and _switched_on(value):
-            yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {support.remedy}"
+            remedy = _with_reason(support.remedy, support)
+            yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {remedy}"
+
+
+def _with_reason(remedy: str, support: Support) -> str:
+    return f"{remedy} ({support.instead})" if support.instead else remedy
 
 
 def _refused_types(config: Config) -> Iterator[str]:

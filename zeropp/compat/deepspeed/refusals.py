@@ -34,6 +34,7 @@ MODULES = {
     "deepspeed.monitor": "zeropp writes no logs of training; the loss and engine.get_global_grad_norm() are there to"
     " be written",
     "deepspeed.nebula": "zeropp.checkpoint saves asynchronously",
+    "deepspeed.ops.op_builder.builder": "zeropp compiles nothing before it runs",
     "deepspeed.ops.sparse_attention": "use torch's flex_attention",
     "deepspeed.ops.transformer": "use the layers of torch or transformers",
     "deepspeed.pipe": NO_PIPELINES,

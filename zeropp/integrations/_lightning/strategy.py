@@ -95,6 +95,13 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
                 "which hold this rank's slices; give the optimizer all parameters, and call requires_grad_() on those "
                 "to freeze and unfreeze, in a hook of the module"
             )
+        # Now, and not when they copy weights at the end of the training. Older versions have one of the two.
+        names, known = ("StochasticWeightAveraging", "WeightAveraging"), vars(self.packages.pytorch.callbacks)
+        if any(isinstance(each, tuple(known[name] for name in names if name in known)) for each in trainer.callbacks):
+            raise self.packages.misuse(
+                "StochasticWeightAveraging and WeightAveraging copy a whole model's weights, and a rank has parts; keep "
+                "an average with zeropp.ema in hooks of the module"
+            )
         overridden = self.packages.find("pytorch", "utilities.model_helpers.is_overridden")
         # A hook of the user's may clip otherwise each time, and asks the precision plugin for it.
         clip = None if overridden("configure_gradient_clipping", model) else trainer.gradient_clip_val

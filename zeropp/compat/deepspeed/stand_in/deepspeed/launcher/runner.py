@@ -14,8 +14,9 @@ def main(args: list[str] | None = None) -> int:
     """Say what to use; nothing is started."""
     given = " ".join(sys.argv[1:] if args is None else args)
     print(
-        f"zeropp's stand-in for DeepSpeed has no launcher, and did not start {given!r}; use torchrun: `torchrun "
-        "--nproc-per-node GPUS SCRIPT ...` on one node, and docs/multinode.md of zeropp on several",
+        f"zeropp's stand-in for DeepSpeed has no launcher, and did not start {given!r}; use torchrun: `python -m "
+        "zeropp.compat.deepspeed torchrun --nproc-per-node GPUS SCRIPT ...` on one node, and docs/multinode.md of "
+        "zeropp on several",
         file=sys.stderr,
     )
     return 2

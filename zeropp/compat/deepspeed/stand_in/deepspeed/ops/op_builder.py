@@ -6,6 +6,9 @@ from typing import NoReturn
 
 __all__ = ["AsyncIOBuilder", "CPUAdamBuilder", "CPULionBuilder", "FusedAdamBuilder", "FusedLambBuilder"]
 
+# As a package has one: else an import from below is refused in Python's words, which give no reason.
+__path__: list[str] = []
+
 
 class OpBuilder:
     """One operation.

@@ -5,7 +5,7 @@ from zeropp.zero import GatheredParameters, Init, MiCS_Init, ZeroParamStatus, re
 from . import offload_config, partition_parameters, stage3, stage_1_and_2, tiling
 from .parameter_offload import DeepSpeedZeRoOffload
 from .stage3 import unwrap_model_for_generation
-from .tiling import TiledLinear
+from .tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "DeepSpeedZeRoOffload",
@@ -13,6 +13,7 @@ __all__ = [
     "Init",
     "MiCS_Init",
     "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "offload_config",
     "partition_parameters",
