@@ -99,8 +99,8 @@ class TrainerStrategyParts(StrategyParts, TrainerArguments):
         names, known = ("StochasticWeightAveraging", "WeightAveraging"), vars(self.packages.pytorch.callbacks)
         if any(isinstance(each, tuple(known[name] for name in names if name in known)) for each in trainer.callbacks):
             raise self.packages.misuse(
-                "StochasticWeightAveraging and WeightAveraging copy a whole model's weights, and a rank has parts; keep "
-                "an average with zeropp.ema in hooks of the module"
+                "StochasticWeightAveraging and WeightAveraging copy a whole model's weights, and a rank has parts; "
+                "keep an average with zeropp.ema in hooks of the module"
             )
         overridden = self.packages.find("pytorch", "utilities.model_helpers.is_overridden")
         # A hook of the user's may clip otherwise each time, and asks the precision plugin for it.
