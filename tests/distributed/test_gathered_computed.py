@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,10 +66,12 @@ def reads(zero: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     "zero",
-    [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload_optimizer": {"device": "cpu"}}],
-    ids=["stage 1", "stage 3", "offload"],
+    [{"stage": 1}, {"stage": 3}, {"stage": 3, "offload_param": {"device": "nvme", "max_in_cpu": 0}}],
+    ids=["stage 1", "stage 3", "files"],
 )
-def test_what_is_read_has_the_dtype_of_outside(zero: dict[str, Any]) -> None:
+def test_what_is_read_has_the_dtype_of_outside(zero: dict[str, Any], tmp_path: Path) -> None:
+    if "offload_param" in zero:
+        zero = {**zero, "offload_param": {**zero["offload_param"], "nvme_path": str(tmp_path)}}
     assert run_ranks(2, reads, zero) == [[], []]
 
 

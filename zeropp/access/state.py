@@ -106,10 +106,10 @@ def gather_main(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
 
 def gather_computed(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
     """Every parameter of a buffer, rounded to the dtype that it is computed with."""
-    # Codes are no values yet; whatever else there is takes fewer bytes if it is rounded first.
+    # What codes stand for is rounded behind the way; values are on it, before anything travels.
     if isinstance(buffer, CodedBuffer):
         return [value.to(buffer.compute_dtype) for value in gather_main(engine, buffer)]
-    return gather_row(engine, buffer, engine.parking.values(buffer.shard).to(buffer.compute_dtype))
+    return gather_row(engine, buffer, engine.parking.values(buffer.shard), buffer.compute_dtype)
 
 
 def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -119,7 +119,7 @@ def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor, dtype: torch.dty
         engine: of the buffer.
         buffer: whose layout the row has.
         row: this rank's part.
-        dtype: of the result, where the row has codes; None for the row's.
+        dtype: that travels, and of the result; None for the row's. Of codes, what they are decoded to.
     """
     # Lanes of gathers write to it, outside the caller's mode.
     with torch.inference_mode(False):
