@@ -25,7 +25,6 @@ class Window:
         steps: as given.
         count: micro-batches of which a backward has run since the last step.
         together: micro-batches that the running or next forward and backward take together.
-        forced: whether a training engine's next ``step()`` ends the window, if its caller has said so.
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
@@ -40,9 +39,9 @@ class Window:
         # The same, unless a backward has failed since: whether zero_grad() does nothing, either.
         self._keeps = False
         self._ever_asked = self._explained = False
-        # A training engine's step() was called, ever, and in this window.
+        # A training engine says where windows end: by its calls of step(), of this window, or as its caller has said.
         self._by_calls, self._calls = False, 0
-        self.forced: bool | None = None
+        self._forced: bool | None = None
         self._fresh = True  # the next backward begins a micro-batch
         self._root_runs = False
 
@@ -54,7 +53,7 @@ class Window:
     @property
     def unfinished(self) -> bool:
         """Whether a ``step()`` would do nothing now."""
-        if self._by_calls or self.forced is not None:
+        if self._by_calls:
             # Between a step() and the backward that follows, the sums are not those that the next one steps with.
             return self._asked or not self.at_boundary
         return not self._owned and not self._skipped and self.count < self.steps
@@ -62,8 +61,8 @@ class Window:
     @property
     def at_boundary(self) -> bool:
         """Whether a training engine's next ``step()`` ends the window."""
-        if self.forced is not None:
-            return self.forced
+        if self._forced is not None:
+            return self._forced
         return not self._managed or self._calls + 1 >= self.steps
 
     @property
@@ -74,7 +73,7 @@ class Window:
     @property
     def closing(self) -> bool:
         """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
-        if self._by_calls or self.forced is not None:
+        if self._by_calls:
             return self.at_boundary
         # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
         return self.count + self._fresh * self.together >= self.steps
@@ -137,6 +136,10 @@ class Window:
         self._calls += 1
         self._asked = self._ever_asked = self._keeps = True
         return False
+
+    def force(self, is_boundary: bool) -> None:
+        """From here on a training engine's ``step()`` ends the window, or does not, as its caller says."""
+        self._forced, self._by_calls = is_boundary, True
 
     def warning(self) -> str | None:
         """What the caller of a ``step()`` must hear: once, that it may do nothing; and of each window cut short."""

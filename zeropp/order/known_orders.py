@@ -187,15 +187,13 @@ class KnownOrders:
     def note_silent(self, key: PhaseKey) -> bool:
         """Whether nothing is gathered in this kind of phase: there is nothing to learn, and a rank may run it alone."""
         # A module's forward may also touch weights outside of it, which an order tells of, once there is one.
-        if key[0] != "forward" or self._reach(key) or any(order.uses for order in self._orders(key)):
+        known = self._known[key].known if key in self._known else []
+        if key[0] != "forward" or self._reach(key) or any(order.uses for order in known):
             return False
         # Remembered as empty, it is followed from the first time on, and following says nothing.
         if key not in self._known:
             self.remember(key, CollectiveOrder())
         return True
-
-    def _orders(self, key: PhaseKey) -> list[CollectiveOrder]:
-        return self._known[key].known if key in self._known else []
 
     def forget_backwards(self) -> None:
         """Forget all orders of backwards, which were learned for other trained parameters."""

@@ -202,7 +202,7 @@ class Engine(Saving, Accessors, nn.Module):
                 "every step() is a boundary; set it to true, or leave the call out"
             )
         # Until the caller takes it back, which DeepSpeed's does not offer, either.
-        self.core.window.forced = bool(is_boundary)
+        self.core.window.force(bool(is_boundary))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
