@@ -64,8 +64,14 @@ CORNERS: dict[str, Program] = {
         "one comes once more to what all have found still there": (
             _USUAL,
             _USUAL,
-            Step((alike(3, (1, 1, 3, 3, 0, 2)),)),
+            Step((alike(3, (1, 1, 3, 3, 0, 2), BACK),)),
             Step((_apart(FULL, FULL, (1, 2, 3, 0, 3, 1)),)),
+        ),
+        "one comes once more to what all have passed over and then used twice": (
+            _USUAL,
+            _USUAL,
+            Step((alike(3, (3, 0, 0, 1, 2), BACK),)),
+            Step((_apart(FULL, FULL, (*FULL, 0)),)),
         ),
         "one uses what nobody has used": (EVENTS["all leave one out"], EVENTS["leaves one out"]),
         "one backward comes to more, after forwards have differed": (

@@ -68,7 +68,7 @@ FAULTS: dict[str, Fault] = {
         ),
         what_was_sent_for_another_order_keeps_its_place=("self.reductions.forget_sent(since)", "pass"),
         held_gradients_change_every_backward=("not (held and key[1])", "True"),
-        what_was_gathered_in_vain_stays=("        if since < place:\n", "        if False:\n"),
+        what_was_gathered_in_vain_stays=("        if since < place:", "        if False:"),
         units_used_twice_are_forgotten=(
             "self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)",
             "pass",
@@ -95,6 +95,7 @@ FAULTS: dict[str, Fault] = {
             "enumerate(self._own)",
         ),
         what_is_found_still_there_is_told_nobody=("self.passed_over |= unit.users == 1", "pass"),
+        a_second_use_of_what_was_passed_over_is_told_nobody=("self.passed_over |= once_more", "pass"),
         forwards_that_gather_nothing_count=(
             "        if not self.silent:\n            self._recent",
             "        if True:\n            self._recent",

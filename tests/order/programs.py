@@ -39,8 +39,9 @@ class Pass:
         return frozenset(self.late[rank]) if self.late else frozenset()
 
     def again_on(self, rank: int) -> Uses:
-        """Units whose modules a rank runs once more."""
-        return self.again[rank] if self.again else ()
+        """Units whose modules a rank runs once more: none where its backward comes to none of them."""
+        again = self.again[rank] if self.again else ()
+        return again if set(again).intersection(self.back[rank]) else ()
 
     def back_on(self, rank: int, frozen: Collection[int]) -> Uses:
         """What a rank's backward asks for: late units stay to its end, and those run again until it comes to them."""

@@ -58,13 +58,16 @@ class Refusals:
 
         Who has used one so before has asked for it, or found it still there and told of it at the boundary.
         """
-        ways = {self._way(rank, when, kind) for rank in range(self._program.ranks)}
-        if len(ways) == 1 or not self._is_silent(when, kind):
+        ways = {rank: self._way(rank, when, kind) for rank in range(self._program.ranks)}
+        part = self._program.steps[when[0]].passes[when[1]]
+        # What a rank runs again stays there until its backward comes to it, as often as that may be.
+        again = [part.again_on(rank) if "backward" in kind else () for rank in ways]
+        if len(set(zip(ways.values(), again, strict=True))) == 1 or not self._is_silent(when, kind):
             return False
         known: Counter[int] = Counter()
         for way in self._known(when, kind):
             known |= Counter(way)
-        return any(Counter(way) - known for way in ways)
+        return any(Counter(way) - known for way in ways.values())
 
     def _is_silent(self, when: _When, kind: str) -> bool:
         """Whether nobody listens at the end of such a pass: of what it may come to, all ranks have always used all."""

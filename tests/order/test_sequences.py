@@ -83,7 +83,7 @@ def test_one_event_where_units_are_persistent(persistent: Uses) -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "found"), [(5, (369, 19)), pytest.param(2, (878, 90), marks=pytest.mark.campaign)], ids=str
+    ("each", "found"), [(5, (372, 16)), pytest.param(2, (884, 84), marks=pytest.mark.campaign)], ids=str
 )
 def test_two_events_after_a_usual_step(each: int, found: tuple[int, int]) -> None:
     assert check_all(itertools.islice(sequences(2), 0, None, each)) == found

@@ -125,10 +125,13 @@ class Schedule:
         index = unit.index
         if unit.persistent:
             return self._wait_and_expose(unit)
+        once_more = index in self._own and unit.users == 1
         self._own.add(index)
         if index in self.live_units.retained:
             if self._order is None or self._order.find(index, self._position) is not None:
-                del self.live_units.retained[index]  # else it may be needed once more, and no gather of it is to come
+                del self.live_units.retained[index]
+            else:  # it stays, since no gather of it is to come, and the next time ranks may have to be asked
+                self.passed_over |= once_more
             return self._wait_and_expose(unit)
         while self._order is not None:  # past forks, and to its end if it does not have this use
             position = self._order.find(index, self._position)
@@ -187,9 +190,7 @@ class Schedule:
             fork = bool(self._forks)
             for each in self._advance(self._forks[0] if fork else len(self._order.uses), own=None):
                 self._issue(each)
-            if not fork and not self._may_be_asked():
-                break
-            if self._ask_at_fork(None):
+            if not (fork or self._may_be_asked()) or self._ask_at_fork(None):
                 break
         if self._order is None:
             self._agree_on(None)
@@ -383,8 +384,7 @@ class Schedule:
         self.known.note_variation(self.key)  # also if what is learned turns out to be known
         self.reductions.forget_sent(since)
         self._stop_following()
-        if since < place:
-            # Gathered in vain; what of it is used now is to have its place in the new order.
+        if since < place:  # gathered in vain; what of it is used now is to have its place in the new order
             self.live_units.release_retained()
 
     # Learning.
