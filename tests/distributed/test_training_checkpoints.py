@@ -52,6 +52,32 @@ def resumed(folder: Path, tag: str | None, **more: Any) -> tuple[Any, ...]:
     return losses, rates, zeropp.full_state(engine.module), path, state, counts
 
 
+def rates_after_a_load(folder: Path, offload: str) -> tuple[list[float], list[float]]:
+    """As where Accelerate has made another optimizer of a script's groups, and the scheduler has the script's."""
+    model = model_of()
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(theirs, lambda step: 1 / (1 + step))
+    config = settings() | {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": offload}}}
+    config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    optimizer = torch.optim.AdamW(theirs.param_groups)
+    engine = zeropp.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
+    seen, said = [], []
+    for step in range(3):
+        train(engine, step, step + 1)
+        schedule.step()
+        seen.append(engine.optimizer.param_groups[0]["lr"])
+        said.extend(schedule.get_last_lr())
+    return seen, said
+
+
+@pytest.mark.parametrize("offload", ["none", "cpu"])
+def test_a_scheduler_of_another_optimizer_of_the_same_groups_goes_on_after_a_load(offload: str, tmp_path: Path) -> None:
+    for seen, said in run_ranks(2, rates_after_a_load, tmp_path, offload):
+        assert seen == said == [0.25, 0.5 / 3, 0.125]
+
+
 @pytest.mark.parametrize("tag", [None, "global_step3"])
 def test_resuming_is_as_if_nothing_had_happened(tag: str | None, tmp_path: Path) -> None:
     run_ranks(2, save_after, tmp_path)

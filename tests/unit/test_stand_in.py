@@ -75,7 +75,29 @@ def test_a_command_that_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["no-such-command", "x"]) == 2
     said = capsys.readouterr().err
     assert "no-such-command" in said and "usage" in said
+    assert main(["deepspeed", "train.py"]) == 2 and "torchrun" in capsys.readouterr().err
+    assert main(["train.py"]) == 2 and "python train.py" in capsys.readouterr().err
     assert main([]) == 2 and main(["--help"]) == 0
+
+
+@pytest.mark.parametrize("name", ["deepspeed.py", "deepspeed/__init__.py"])
+def test_a_folder_of_that_name_beside_the_script_is_not_taken_for_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    (tmp_path / "train.py").write_text("import deepspeed")
+    assert main([sys.executable, str(tmp_path / "train.py")]) == 2
+    assert str(tmp_path / name) in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    assert main([sys.executable, "-c", "import deepspeed"]) == 2 and name in capsys.readouterr().err
+
+
+def test_a_module_that_is_run_as_a_command_warns_of_nothing() -> None:
+    env = {**compat.environment(), "PYTHONPATH": os.pathsep.join([STAND_IN, str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, "-W", "error", "-m", "deepspeed.utils.zero_to_fp32", "--help"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "usage" in done.stdout, done.stderr
 
 
 def test_libraries_that_have_looked_already_are_named(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from zeropp.checkpoint.together import telling, together
 from zeropp.checkpoint.values import decode, tensors_in
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.optimizer.groups import load_optimizer
 from zeropp.optimizer.slices import Slice
 from zeropp.optimizer.state import layout_id, load_carried
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -320,7 +321,7 @@ class Restore:
                 index += 1
             groups.append({**kept, **settings, "params": numbers})
         with telling("load_state_dict of the optimizer", inner):
-            inner.load_state_dict({"state": state, "param_groups": groups})
+            load_optimizer(inner, {"state": state, "param_groups": groups})
         for parameter, found in read.items():
             self._keep_kinds(inner.state.get(parameter, {}), found, names[parameter], parameter.dtype)
         optimizer.outcome.load(self.metadata.values["skipped_steps"], self.metadata.values.get("loss_scale"))

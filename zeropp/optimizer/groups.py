@@ -1,4 +1,4 @@
-"""A parameter group that comes after wrapping: checked, and the same on every rank."""
+"""Parameter groups after wrapping: one that is added, the same on every rank, and those that a load brings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
 from zeropp.optimizer.slices import Slices
 
-__all__ = ["add_group"]
+__all__ = ["add_group", "load_optimizer"]
 
 
 def add_group(
@@ -101,3 +101,18 @@ def _names(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], 
             raise ValueError(f"parameter {names[id(parameter)]!r} is in a group already, or twice in this one")
         found.append(names[id(parameter)])
     return found
+
+
+def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """As ``optimizer.load_state_dict(state)``, but its groups stay the dicts that they were.
+
+    torch puts new ones in their place. Where a scheduler holds them through another optimizer of the same dicts, as
+    after Accelerate has put DeepSpeed's Adam in place of torch's, it would set learning rates that nobody reads.
+    """
+    groups = list(optimizer.param_groups)
+    optimizer.load_state_dict(state)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    optimizer.param_groups[:] = groups

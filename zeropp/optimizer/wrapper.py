@@ -35,7 +35,7 @@ from zeropp.optimizer.checks import (
 )
 from zeropp.optimizer.elementwise import check_elementwise, count_states
 from zeropp.optimizer.feedback import CarriedErrors
-from zeropp.optimizer.groups import add_group
+from zeropp.optimizer.groups import add_group, load_optimizer
 from zeropp.optimizer.losses import TakesLosses
 from zeropp.optimizer.modes import switch_mode
 from zeropp.optimizer.norms import gradient_norms, scale_gradients
@@ -348,7 +348,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         saved = state_dict["zeropp"]
         self.engine.refresh.wait()
         load_main_weights(self.engine, saved)
-        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key != "zeropp"})
+        load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
         self.slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self.carried, saved.get("carried"))
         self.outcome.load(saved["skipped_steps"], saved.get("loss_scale"))

@@ -6,7 +6,7 @@ import os
 import sys
 
 from zeropp.compat.deepspeed import environment
-from zeropp.compat.deepspeed.place import require_alone
+from zeropp.compat.deepspeed.place import require_alone, require_first
 
 _USAGE = "usage: python -m zeropp.compat.deepspeed CMD ...   (as in: ... torchrun --nproc-per-node 8 train.py)"
 
@@ -18,11 +18,19 @@ def main(command: list[str]) -> int:
         return 0 if command else 2
     try:
         require_alone()
+        require_first(command)
         # In place of this process, so that signals and the exit status are the command's own.
         os.execvpe(command[0], command, environment())
     except (OSError, RuntimeError) as error:
-        print(f"cannot run {command[0]!r}: {error}\n{_USAGE}", file=sys.stderr)
+        print(f"cannot run {command[0]!r}: {error}{_advice(command[0])}\n{_USAGE}", file=sys.stderr)
     return 2
+
+
+def _advice(name: str) -> str:
+    """What is meant where people have left something out, or have DeepSpeed's habits."""
+    if name == "deepspeed":
+        return "; zeropp has no launcher, and torchrun --nproc-per-node N starts ranks"
+    return f"; a script needs its interpreter: python {name}" if name.endswith(".py") else ""
 
 
 if __name__ == "__main__":

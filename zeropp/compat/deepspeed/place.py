@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["STAND_IN", "VERSION", "require_alone"]
+__all__ = ["STAND_IN", "VERSION", "require_alone", "require_first"]
 
 # A folder that is no package: what is on the path has to hold the package, and may not be it.
 STAND_IN = str(Path(__file__).resolve().parent / "stand_in")
@@ -34,3 +35,21 @@ def require_alone() -> None:
             f"DeepSpeed is installed ({', '.join(others)}), and zeropp's stand-in would hide it; use an environment "
             "without it (pip uninstall deepspeed), or zeropp.initialize in your script"
         )
+
+
+def require_first(command: Sequence[str]) -> None:
+    """Refuse a command whose Python would find another ``deepspeed`` before what is on ``PYTHONPATH``.
+
+    Raises:
+        RuntimeError: one lies beside a script of the command; or in the working directory, where that comes first.
+    """
+    folders = [Path(each).parent for each in command if each.endswith(".py")]
+    if {"-c", "-m"}.intersection(command):
+        folders.append(Path())
+    for folder in folders:
+        for found in (folder / "deepspeed.py", folder / "deepspeed" / "__init__.py"):
+            if found.exists():
+                raise RuntimeError(
+                    f"{found.resolve()} would be imported in place of zeropp's stand-in, since Python looks there "
+                    "first; rename it, or start from elsewhere"
+                )

@@ -1,5 +1,9 @@
 """What scripts ask of parameters, modules and logs."""
 
+import importlib
+from types import ModuleType
+
+from zeropp.compat.deepspeed.refusals import refuse_attribute
 from zeropp.training import (
     OnDevice,
     RepeatingLoader,
@@ -26,7 +30,7 @@ from zeropp.zero import (
     z3_leaf_module,
 )
 
-from . import groups, zero_to_fp32
+from . import groups
 from .gradients import safe_update_full_grad_vectorized
 from .logging import log_dist, logger
 from .nvtx import instrument_w_nvtx
@@ -60,3 +64,10 @@ __all__ = [
     "z3_leaf_module",
     "zero_to_fp32",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    # Not before it is asked for: Python warns where a module that it runs as a command has been imported.
+    if name == "zero_to_fp32":
+        return importlib.import_module(f"{__name__}.{name}")
+    refuse_attribute("deepspeed.utils", name)
