@@ -289,9 +289,6 @@ def refused(what: str) -> str:
         given["lr_scheduler"] = 3
     elif what == "mesh":
         given["mesh_param"] = (2, 1)
-    elif what == "offload":
-        del config["optimizer"], config["scheduler"]
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     with pytest.raises((TypeError, ValueError)) as caught:
         zeropp.initialize(**given)
     return str(caught.value)
@@ -306,7 +303,6 @@ def refused(what: str) -> str:
         ("optimizer", "optimizer is a str; expected a torch.optim.Optimizer, a function"),
         ("scheduler", "lr_scheduler is or made 3, a int; expected an object with step()"),
         ("mesh", "mesh_param is not in zeropp"),
-        ("offload", "offload_optimizer is set, and there is no optimizer"),
     ],
 )
 def test_what_is_refused(what: str, told: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,26 @@ def inferred(zero: dict[str, Any], path: str) -> tuple[float, list[str]]:
 def test_inference_without_an_optimizer(world: int, zero: dict[str, Any], tmp_path: Path) -> None:
     for distance, told in run_ranks(world, inferred, zero, str(tmp_path)):
         assert distance == 0 and len(told) == 3 and all("made without one, for inference" in each for each in told)
+
+
+def evaluated(device: str, path: str) -> tuple[float, list[str]]:
+    """With the file that a script trains with: how far a forward is from the model's own, and warnings."""
+    model, whole = model_of(), model_of()
+    block = {"device": device, "nvme_path": path}
+    config = settings(zero={"offload_optimizer": block, "offload_param": block})
+    del config["optimizer"], config["scheduler"]
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        engine, *_ = zeropp.initialize(model=model, config=config)
+        return apart(engine(batch(0, 0)), whole(batch(0, 0))), [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_where_states_would_lie_does_not_matter_without_an_optimizer(device: str, tmp_path: Path) -> None:
+    """As Trainer and Accelerate ask for it where they only evaluate."""
+    for distance, said in run_ranks(2, evaluated, device, str(tmp_path)):
+        assert distance == 0
+        assert sum("offload_optimizer has no effect: there is no optimizer" in each for each in said) == 1
 
 
 def compiled() -> list[list[float]]:

@@ -17,11 +17,15 @@ from torch import Tensor
 
 from zeropp.config.precision import Fp16Config
 
-__all__ = ["LossScale"]
+__all__ = ["LossScale", "LossScaleError"]
 
 _log = logging.getLogger("zeropp")
 
 _FACTOR = 2.0
+
+
+class LossScaleError(RuntimeError):
+    """Gradients are not finite at the least scale there may be."""
 
 
 class LossScale:
@@ -152,7 +156,7 @@ class LossScale:
         if self.value == least:
             # For whoever goes on all the same: the step is counted as it would have been.
             self.iterations += 1
-            raise RuntimeError(
+            raise LossScaleError(
                 f"gradients are not finite at a loss scale of {self.value:g}, fp16.min_loss_scale, and it cannot be "
                 "lowered any more. Nothing was stepped. Losses or weights are most likely not finite themselves; look "
                 "at these, lower the learning rate, or train in bf16"

@@ -14,6 +14,7 @@ from zeropp.access.resting import RestingWeights
 from zeropp.config import Config
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
+from zeropp.params.loss_scale import LossScaleError
 from zeropp.training.accessors import ABSENT, Accessors
 from zeropp.training.data import make_loader
 from zeropp.training.saving import Saving
@@ -159,7 +160,12 @@ class Engine(Saving, Accessors, nn.Module):
     def _take_step(self, optimizer: ZeroOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
         count = self.core.window.count
         # Now: it ends where the caller says, however many micro-batches have come.
-        optimizer.step(now=True)
+        try:
+            optimizer.step(now=True)
+        except LossScaleError:
+            # For whoever goes on: added to these sums, no later gradient would be finite.
+            optimizer.zero_grad(now=True)
+            raise
         # Also after a skipped step, whose gradients are of no use.
         optimizer.zero_grad(now=True)
         # On a card this waits for the step's sum; a scheduler that had gone on could not be called back.

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from zeropp.comm.members import Group
-from zeropp.config import Config, ConfigError, require_supported
+from zeropp.config import Config, require_supported
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.setup.build import build_engine
 
@@ -43,10 +44,9 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     """
     require_supported(config)
     if config.steps_on_host:
-        raise ConfigError(
-            "zero_optimization.offload_optimizer is set, and there is no optimizer; leave it out for inference, or "
-            "give one"
-        )
+        # Scripts that train and evaluate have one file for both, from which transformers takes the optimizer alone.
+        notify("offload_optimizer has no effect: there is no optimizer, so nothing is stepped")
+        config = config.model_copy(update={"zero": config.zero.model_copy(update={"offload_optimizer": None})})
     # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
     model.requires_grad_(False)
     # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
