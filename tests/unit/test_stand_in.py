@@ -14,7 +14,7 @@ import pytest
 
 from zeropp.compat import deepspeed as compat
 from zeropp.compat.deepspeed.__main__ import main
-from zeropp.compat.deepspeed.place import STAND_IN, VERSION, require_alone
+from zeropp.compat.deepspeed.place import STAND_IN, VERSION, require_alone, require_first
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -91,6 +91,13 @@ def test_a_folder_of_that_name_beside_the_script_is_not_taken_for_it(
     assert str(tmp_path / name) in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert main([sys.executable, "-c", "import deepspeed"]) == 2 and name in capsys.readouterr().err
+
+
+def test_what_only_bears_the_name_of_an_argument_is_no_other_one(tmp_path: Path) -> None:
+    for name in ("train.py", "configs/deepspeed.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    require_first(["python", str(tmp_path / "train.py"), "-c", str(tmp_path / "configs/deepspeed.py")])
 
 
 def test_a_module_that_is_run_as_a_command_warns_of_nothing() -> None:

@@ -43,13 +43,14 @@ def require_first(command: Sequence[str]) -> None:
     Raises:
         RuntimeError: one lies beside a script of the command; or in the working directory, where that comes first.
     """
-    folders = [Path(each).parent for each in command if each.endswith(".py")]
-    if {"-c", "-m"}.intersection(command):
-        folders.append(Path())
-    for folder in folders:
-        for found in (folder / "deepspeed.py", folder / "deepspeed" / "__init__.py"):
-            if found.exists():
-                raise RuntimeError(
-                    f"{found.resolve()} would be imported in place of zeropp's stand-in, since Python looks there "
-                    "first; rename it, or start from elsewhere"
-                )
+    # The first is the script, whose folder Python looks in; others are arguments, such as a configuration in Python.
+    script = next((each for each in command if each.endswith(".py")), None)
+    if script is None and not {"-c", "-m"}.intersection(command):
+        return
+    folder = Path() if script is None else Path(script).parent
+    for found in (folder / "deepspeed.py", folder / "deepspeed" / "__init__.py"):
+        if found.exists():
+            raise RuntimeError(
+                f"{found.resolve()} would be imported in place of zeropp's stand-in, since Python looks there first; "
+                "rename it, or start from elsewhere"
+            )
