@@ -203,7 +203,9 @@ def test_errors_of_hops_reach_the_caller() -> None:
 def alone() -> str:
     """One rank of four does not run the forward."""
     model = sharded()
-    fsdp2.apply(model, hang_timeout=3.0)
+    # `apply` is collective, with the same limit; torch's first import of what shards takes seconds on a busy machine.
+    dist.barrier()
+    fsdp2.apply(model, hang_timeout=6.0)
     if dist.get_rank() == 3:
         return ""
     with pytest.raises(RuntimeError) as caught:

@@ -110,11 +110,12 @@ def test_inference_without_an_optimizer(world: int, zero: dict[str, Any], tmp_pa
         assert distance == 0 and len(told) == 3 and all("made without one, for inference" in each for each in told)
 
 
-def evaluated(device: str, path: str) -> tuple[float, list[str]]:
+def evaluated(stage: int, device: str, path: str) -> tuple[float, list[str]]:
     """With the file that a script trains with: how far a forward is from the model's own, and warnings."""
     model, whole = model_of(), model_of()
     block = {"device": device, "nvme_path": path}
-    config = settings(zero={"offload_optimizer": block, "offload_param": block})
+    zero = {"stage": stage, "offload_optimizer": block, **({"offload_param": block} if stage == 3 else {})}
+    config = settings(zero=zero)
     del config["optimizer"], config["scheduler"]
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
@@ -122,10 +123,10 @@ def evaluated(device: str, path: str) -> tuple[float, list[str]]:
         return apart(engine(batch(0, 0)), whole(batch(0, 0))), [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_where_states_would_lie_does_not_matter_without_an_optimizer(device: str, tmp_path: Path) -> None:
-    """As Trainer and Accelerate ask for it where they only evaluate."""
-    for distance, said in run_ranks(2, evaluated, device, str(tmp_path)):
+@pytest.mark.parametrize(("stage", "device"), [(3, "cpu"), (3, "nvme"), (0, "cpu"), (2, "cpu")])
+def test_where_states_would_lie_does_not_matter_without_an_optimizer(stage: int, device: str, tmp_path: Path) -> None:
+    """As Trainer and Accelerate ask for it where they only evaluate, and TRL for its reference model (stage 0)."""
+    for distance, said in run_ranks(2, evaluated, stage, device, str(tmp_path)):
         assert distance == 0
         assert sum("offload_optimizer has no effect: there is no optimizer" in each for each in said) == 1
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from zeropp.config import Config, ConfigError, load_config, require_supported
+from zeropp.config import Config, ConfigError, load_config, require_stage_for_offload, require_supported
 from zeropp.config.errors import UnsupportedConfigError
 from zeropp.config.inert import OutsideKeys
 from zeropp.config.support import SUPPORT, Kind
@@ -141,14 +141,38 @@ def test_overlap_comm_follows_the_stage(zero: dict[str, object], expected: bool)
     assert load_config({"zero_optimization": zero}).zero.overlap_comm is expected
 
 
+def refused_offload(stage: int, **blocks: object) -> tuple[str, ...]:
+    # Loading says nothing yet: for a model without an optimizer some of it does not matter.
+    config = load_config({"zero_optimization": {"stage": stage, **blocks}})
+    said = []
+    for check in (require_supported, require_stage_for_offload):
+        with pytest.raises(ConfigError) as caught:
+            check(config)
+        said.append(caught.value.problems)
+    assert said[0] == said[1]
+    return said[0]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ratio_needs_stage_3(stage: int) -> None:
-    (problem,) = problems({"zero_optimization": {"stage": stage, "offload_optimizer": {"ratio": 0.5}}})
+    (problem,) = refused_offload(stage, offload_optimizer={"ratio": 0.5})
     assert problem == (
         f"zero_optimization: offload_optimizer.ratio 0.5 needs stage 3, got stage {stage}; "
         "set stage 3 or leave ratio at 1"
     )
-    assert load_config({"zero_optimization": {"stage": stage, "offload_optimizer": {"ratio": 1}}})
+    require_supported(load_config({"zero_optimization": {"stage": stage, "offload_optimizer": {"ratio": 1}}}))
+
+
+def test_offload_needs_a_stage_that_partitions() -> None:
+    cpu = {"device": "cpu"}
+    (problem,) = refused_offload(0, offload_optimizer=cpu)
+    assert problem.startswith('zero_optimization: offload_optimizer.device "cpu" needs stage 1, 2 or 3, got stage 0')
+    both = refused_offload(0, offload_optimizer=cpu, offload_param=cpu)
+    assert len(both) == 2 and 'offload_param.device "cpu" needs stage 3, got stage 0' in both[1]
+    (problem,) = refused_offload(2, offload_optimizer=cpu, offload_param=cpu)
+    assert 'offload_param.device "cpu" needs stage 3, got stage 2' in problem
+    for stage in (1, 2, 3):
+        require_supported(load_config({"zero_optimization": {"stage": stage, "offload_optimizer": cpu}}))
 
 
 def test_an_old_implementation() -> None:

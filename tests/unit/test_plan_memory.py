@@ -338,6 +338,7 @@ def test_a_wrong_configuration_is_refused() -> None:
     [
         ({"weight_codec": "delta4"}, {"zero_hpz_partition_size": 4}, True, "makes none"),
         ({"weight_codec": "lossless"}, {"zero_hpz_partition_size": 2}, False, "computed with in fp32"),
+        ({}, {"stage": 0, "offload_optimizer": {"device": "cpu"}}, True, "needs stage 1, 2 or 3, got stage 0"),
     ],
 )
 @pytest.mark.parametrize("plan", [zeropp.plan.memory, zeropp.plan.traffic])

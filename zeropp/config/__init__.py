@@ -9,7 +9,7 @@ from zeropp.config.extension import ExtensionConfig
 from zeropp.config.load import ConfigSource, load_config
 from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
 from zeropp.config.precision import Bf16Config, Fp16Config
-from zeropp.config.support import require_supported
+from zeropp.config.support import require_stage_for_offload, require_supported
 from zeropp.config.top import Config
 from zeropp.config.zero import ZeroConfig
 
@@ -25,5 +25,6 @@ __all__ = [
     "UnsupportedConfigError",
     "ZeroConfig",
     "load_config",
+    "require_stage_for_offload",
     "require_supported",
 ]

@@ -9,7 +9,7 @@ from enum import Enum
 
 from zeropp.config.base import Block, notify, spellings
 from zeropp.config.describe import nested_block, value_text
-from zeropp.config.errors import UnsupportedConfigError
+from zeropp.config.errors import ConfigError, UnsupportedConfigError
 from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
 from zeropp.config.inert import (
     CompileConfig,
@@ -205,8 +205,37 @@ def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
     return SUPPORT[model][name].accepts or (model.model_fields[name].default,)
 
 
+def require_stage_for_offload(config: Config) -> None:
+    """Raises ConfigError where states or weights are to lie elsewhere in a stage that does not partition them.
+
+    Not when the configuration is loaded: without an optimizer, where its states would lie does not matter.
+    """
+    zero, wrong = config.zero, list[str]()
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        block = getattr(zero, key)
+        if block is not None and block.device != "none" and zero.stage < least:
+            wrong.append(
+                f'{key}.device "{block.device}" needs stage {"3" if least == 3 else "1, 2 or 3"}, got stage '
+                f'{zero.stage}; set such a stage, or the device to "none"'
+            )
+    states = zero.offload_optimizer
+    if states is not None and states.ratio < 1 and zero.stage != 3:
+        wrong.append(
+            f"offload_optimizer.ratio {states.ratio:g} needs stage 3, got stage {zero.stage}; "
+            "set stage 3 or leave ratio at 1"
+        )
+    if wrong:
+        raise ConfigError([f"zero_optimization: {each}" for each in wrong])
+
+
 def require_supported(config: Config) -> None:
-    """Raises UnsupportedConfigError with one line for each setting that this version cannot honour."""
+    """Raises for settings that contradict each other or that this version cannot honour, one line for each.
+
+    Raises:
+        ConfigError: offload in a stage that has nothing to offload.
+        UnsupportedConfigError: anything else.
+    """
+    require_stage_for_offload(config)
     refused = [*_refused(config, ()), *_refused_types(config), *_refused_main(config)]
     if refused:
         raise UnsupportedConfigError(refused)

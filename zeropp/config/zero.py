@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from zeropp.config.base import Count, Integer, Positive, alias
 from zeropp.config.deprecated import REPLACEMENTS, upgrade_zero
@@ -169,21 +169,3 @@ class ZeroConfig(NeedlessZero, LaterZero):
         if value:
             raise ValueError(f"true is refused; remove the key: {_GONE[info.field_name or '']}")
         return value
-
-    @model_validator(mode="after")
-    def _offload_needs_a_stage(self) -> ZeroConfig:
-        # Checked here, since a block does not see the stage beside it.
-        for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
-            block = getattr(self, key)
-            if block is not None and block.device != "none" and self.stage < least:
-                raise ValueError(
-                    f'{key}.device "{block.device}" needs stage {"3" if least == 3 else "1, 2 or 3"}, got stage '
-                    f'{self.stage}; set such a stage, or the device to "none"'
-                )
-        offload = self.offload_optimizer
-        if offload is not None and offload.ratio < 1 and self.stage != 3:
-            raise ValueError(
-                f"offload_optimizer.ratio {offload.ratio:g} needs stage 3, got stage {self.stage}; "
-                "set stage 3 or leave ratio at 1"
-            )
-        return self

@@ -8,7 +8,7 @@ from torch import nn
 
 from zeropp.comm.hops import GroupKey, Groups, Hop
 from zeropp.comm.ledger import Ledger
-from zeropp.config import Config, ConfigSource, load_config
+from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
 from zeropp.params.build import BufferKey, ask_for_hops, buffer_layouts, check_dtypes
 from zeropp.params.dtypes import computed_with
 from zeropp.partition.layout import BufferLayout
@@ -72,12 +72,13 @@ def outline(model: nn.Module, config: ConfigSource, world: int, local: int | Non
     """Cut a model that is not wrapped, as ZeroOptimizer would; meta parameters will do.
 
     Raises:
-        ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the groups or the weights' codec that the
-            configuration asks for.
+        ValueError: ``world`` is not positive, or ZeroOptimizer would refuse the groups, the weights' codec or the
+            offload that the configuration asks for.
     """
     if world < 1:
         raise ValueError(f"world is {world}; expected the number of ranks, at least 1")
     settings = load_config(config)
+    require_stage_for_offload(settings)
     parameters = computed_with(model, settings)
     # Without a number one node, whatever LOCAL_WORLD_SIZE says: the plan is for a machine that need not be this one.
     local = ranks_per_node(range(world), local or world)

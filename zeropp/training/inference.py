@@ -42,11 +42,13 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     Raises:
         ConfigError, TypeError, ValueError: configuration, model or group cannot be used.
     """
-    require_supported(config)
     if config.steps_on_host:
-        # Scripts that train and evaluate have one file for both, from which transformers takes the optimizer alone.
+        # Scripts that train and evaluate have one file for both, from which transformers takes the optimizer alone, and
+        # TRL's reference models have the file of stage 2 with the stage set to 0.
         notify("offload_optimizer has no effect: there is no optimizer, so nothing is stepped")
-        config = config.model_copy(update={"zero": config.zero.model_copy(update={"offload_optimizer": None})})
+    zero = config.zero.model_copy(update={"offload_optimizer": None})
+    config = config.model_copy(update={"zero_optimization": zero})
+    require_supported(config)
     # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
     model.requires_grad_(False)
     # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from zeropp.config.leaf import SPARSE_BLOCKS, LeafModuleConfig
 from zeropp.config.offload import OffloadOptimizerConfig, OffloadParamConfig
@@ -35,8 +35,3 @@ class DeepSpeedZeroConfig(ZeroConfig):
     """As zeropp's, for whoever reads or completes a block before there is a configuration around it."""
 
     leaf_module: DeepSpeedZeroLeafModuleConfig = DeepSpeedZeroLeafModuleConfig()
-
-    @model_validator(mode="after")
-    def _offload_needs_a_stage(self) -> DeepSpeedZeroConfig:
-        # The stage may be added later; the configuration that is trained with is checked for it.
-        return self
