@@ -184,6 +184,21 @@ def unscaled() -> str:
     assert optimizer.step_was_taken
     with pytest.raises(RuntimeError, match="not scaled"):
         loss_of(model, 1, 0).backward()  # the scaled one was the last backward's
+    optimizer.zero_grad()
+    assert torch.isfinite(optimizer.scale(loss_of(model, 2, 0)))  # to look at, and no more
+    with pytest.raises(RuntimeError, match="not scaled"):
+        loss_of(model, 2, 0).backward()
+    optimizer.zero_grad()
+    other = nn.Linear(WIDTH, 1)
+    optimizer.scale(other(batch(3, 0)).sum()).backward()  # comes to none of the model's weights
+    with pytest.raises(RuntimeError, match="not scaled"):
+        loss_of(model, 3, 0).backward()
+    optimizer.zero_grad()
+    twice = optimizer.scale(loss_of(model, 4, 0))
+    twice.backward(retain_graph=True)
+    twice.backward()
+    optimizer.step()
+    assert optimizer.step_was_taken
     return str(caught.value)
 
 

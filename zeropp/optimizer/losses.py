@@ -7,7 +7,6 @@ from torch import Tensor
 from zeropp.access.refusals import explain_freed
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.outcome import Outcome
-from zeropp.params.loss_scale import LossScale
 
 __all__ = ["TakesLosses"]
 
@@ -64,6 +63,3 @@ class TakesLosses:
             if "modified by an inplace operation" in str(error):
                 raise RuntimeError(explain_freed(self.engine, str(error))) from error
             raise
-        finally:
-            # Also of a loss that no parameter has led to, or that has failed: the next one is another.
-            LossScale.backward_ended()

@@ -387,7 +387,6 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def backward_ended(self) -> None:
         """Show gradients in the groups."""
         self.boundary.invalidate()
-        self.engine.reductions.loss_scale.backward_ended()
         self.outcome.step_was_taken = False
         if self.engine.reductions.holding:
             return

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from zeropp._compat import queue_end_of_backward
 from zeropp.config.precision import Fp16Config
 
 __all__ = ["LossScale", "LossScaleError"]
@@ -48,8 +49,8 @@ class LossScale:
         iterations: steps so far, skipped ones included; of a dynamic scale.
     """
 
-    # Which one the loss has whose backward comes next, or runs; None of a plain loss.
-    _taken: ClassVar[weakref.ref[LossScale] | None] = None
+    # Of the last backward of a scaled loss: a reference that is dead once it is over, and to the scale.
+    _taken: ClassVar[tuple[weakref.ref[Any], weakref.ref[LossScale]] | None] = None
 
     def __init__(self, config: Fp16Config, factor: float) -> None:
         self._config = config
@@ -68,15 +69,24 @@ class LossScale:
         self.wait_for_last: Callable[[], object] = lambda: None
 
     def apply(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; a backward of it may follow."""
-        LossScale._taken = weakref.ref(self)
-        if not self._config.enabled:
-            # The very tensor: a product with 1 would be a node in every graph.
-            return loss
-        if self.dynamic:
-            self.wait_for_last()
-        # In float32: 65536 is more than float16 has.
-        return loss.float() * self.value
+        """The loss times the scale; a backward that goes through it is one of a loss that was scaled."""
+        if self._config.enabled:
+            if self.dynamic:
+                self.wait_for_last()
+            # In float32: 65536 is more than float16 has.
+            scaled = loss.float() * self.value
+        else:
+            # Another tensor than the model's output, whose hooks would run before that of this one.
+            scaled = loss.view_as(loss)
+        if scaled.requires_grad:
+            this = weakref.ref(self)
+
+            # Said by the backward itself: whoever scales a loss may want to look at it, and no more.
+            def taken(_: Tensor) -> None:
+                LossScale._taken = queue_end_of_backward(lambda: None), this
+
+            scaled.register_hook(taken)
+        return scaled
 
     @property
     def factor(self) -> float:
@@ -95,7 +105,8 @@ class LossScale:
                 have two scales.
         """
         # Another model's, if the loss goes through both: it has been divided, and multiplied, there.
-        taken = None if LossScale._taken is None else LossScale._taken()
+        running, which = LossScale._taken or (lambda: None, lambda: None)
+        taken = None if running() is None else which()
         if taken is None and self._config.enabled:
             # Small gradients would vanish.
             raise RuntimeError(
@@ -116,11 +127,6 @@ class LossScale:
                 "to backward; step or zero_grad() between them, or take all of them to backward by one model"
             )
         self._share, self._scale = share, scale
-
-    @staticmethod
-    def backward_ended() -> None:
-        """Losses of the next backward are to be scaled anew."""
-        LossScale._taken = None
 
     def update(self, *, overflow: bool) -> None:
         """A step was taken, or skipped.
