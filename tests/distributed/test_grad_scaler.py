@@ -138,7 +138,7 @@ def test_grad_scaler_after_a_window_cut_short(poisoned: int) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 def test_grad_scaler_where_a_rank_owns_nothing(poisoned: int, world: int) -> None:
     """Two ranks: rank 1 owns nothing of the first unit. Four: ranks 2 and 3 own nothing."""
-    runs = run_ranks(world, train_scaled, None, poisoned, None, timeout=15)
+    runs = run_ranks(world, train_scaled, None, poisoned, None)
     check_scaled(runs, plain_scaled(None, world, poisoned, None))
 
 
