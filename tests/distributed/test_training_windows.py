@@ -155,3 +155,23 @@ def asks(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_boundary_that_the_caller_gives_is_believed(stage: int) -> None:
     assert run_ranks(2, asks, stage) == [[], []]
+
+
+def held(managed: bool) -> list[list[bool]]:
+    """After each backward of three windows of four: whether its sums wait for the ones to come."""
+    engine = engine_of(1, gradient_accumulation_steps=4, managed_gradient_accumulation=managed)
+    found = []
+    for window in range(3):
+        found.append([])
+        for number in range(4):
+            engine.backward(loss_of(engine, 4 * window + number, dist.get_rank()))
+            found[-1].append(engine.core.reductions.holding)
+            if managed or number == 3:
+                engine.step()
+    return found
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_sums_travel_with_the_last_micro_batch_in_every_window(managed: bool) -> None:
+    for found in run_ranks(2, held, managed):
+        assert found == [[True, True, True, False]] * 3

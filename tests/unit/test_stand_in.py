@@ -97,7 +97,21 @@ def test_what_only_bears_the_name_of_an_argument_is_no_other_one(tmp_path: Path)
     for name in ("train.py", "configs/deepspeed.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    require_first(["python", str(tmp_path / "train.py"), "-c", str(tmp_path / "configs/deepspeed.py")])
+    argument = str(tmp_path / "configs/deepspeed.py")
+    require_first(["python", str(tmp_path / "train.py"), "-c", argument])
+    require_first(["python", "-m", "train", argument])
+
+
+def test_a_module_is_looked_for_where_the_command_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind ``-m`` a word that ends in .py is an argument, or what a launcher starts: both folders count."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "deepspeed.py").touch()
+    with pytest.raises(RuntimeError, match="in place of zeropp's stand-in"):
+        require_first(["python", "-m", "train", "elsewhere/settings.py"])
+    (tmp_path / "deepspeed.py").rename(tmp_path / "elsewhere/deepspeed.py")
+    with pytest.raises(RuntimeError, match="in place of zeropp's stand-in"):
+        require_first(["python", "-m", "torch.distributed.run", "elsewhere/train.py"])
 
 
 def test_a_module_that_is_run_as_a_command_warns_of_nothing() -> None:

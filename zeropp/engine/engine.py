@@ -22,7 +22,6 @@ from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
 from zeropp.engine.idle import refuse_occupied
 from zeropp.engine.listener import Listener
 from zeropp.engine.loans import Loans
-from zeropp.engine.outstanding import Outstanding
 from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
 from zeropp.engine.pending import Pending
 from zeropp.engine.tensors import cast_inputs
@@ -40,6 +39,8 @@ from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit, UnitState
 
 __all__ = ["Engine"]
+
+_MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
 
 
 class Engine(GuardHandler):
@@ -104,7 +105,7 @@ class Engine(GuardHandler):
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = self._backwards = 0  # sets that were trained, each with backwards of its own; all backwards
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
-        self._outstanding = Outstanding()
+        self._outstanding: list[PhaseKey] = []
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
@@ -140,7 +141,7 @@ class Engine(GuardHandler):
             raise
         return changed
 
-    def leave(self, hooked: HookedModule, call: BackwardCall | None, *, returns: Return, failed: bool) -> None:
+    def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
         """A hooked module's forward is over: release its units, unless they are planned to stay."""
         if self.loans.computing:
             return None
@@ -157,8 +158,6 @@ class Engine(GuardHandler):
                 unit.users -= not self.kept.take(unit)
                 self.schedule.live_units.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
-                if call is not None and hooked.path and returns is not Return.UNHOOKED and self.schedule.silent:
-                    self._outstanding.watch(call if returns is Return.HOOKED else None)
                 self._end_forward()
         except BaseException:
             if self.hooks.depth == 0:
@@ -173,9 +172,12 @@ class Engine(GuardHandler):
             self.window.note_forward(hooked.path)
             self._expect_boundary()
         key: PhaseKey = ("forward", hooked.path, training, grad)
-        if grad:
-            self._outstanding.add(key)
-        self.schedule.begin(key, self._backward_key() if grad else None)
+        outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
+        self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
+        # A part that gathers nothing any rank may run alone, as one does that saves a prompt's embeddings; the others
+        # know nothing of it. Where a model is run by its parts, its parts are what ranks run together.
+        if grad and not (self.schedule.silent and hooked.path and self.window.root_runs):
+            self._outstanding = outstanding
         self.phase = Phase.FORWARD
         self._expose(unit for unit in self.persistent if not unit.announced)
 
@@ -227,7 +229,7 @@ class Engine(GuardHandler):
         self.phase = Phase.BACKWARD
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
         self._ending = queue_end_of_backward(self._end_backward)
-        self.schedule.begin(self._backward_key(), None)
+        self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.backward_ran = True
         self._expose(self.persistent)
         self._backward.begin()
@@ -248,9 +250,9 @@ class Engine(GuardHandler):
         """Say whether the running or next backward is the last before a step, as far as one can know."""
         self.reductions.last = self.window.closing or not self.mode.sums
 
-    def _backward_key(self) -> PhaseKey:
+    def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         # Which units a backward comes to follows from the forwards that it may go back through.
-        return ("backward", self.reductions.holding, self.trained_set, *self._outstanding.keys())
+        return ("backward", self.reductions.holding, self.trained_set, *outstanding)
 
     # Parameters touched elsewhere, persistent ones, failures.
 

@@ -84,8 +84,8 @@ class HookHandler(Protocol):
         """A hooked module's forward begins; returns changed (args, kwargs) or None."""
         ...
 
-    def leave(self, hooked: HookedModule, call: BackwardCall | None, *, returns: Return, failed: bool) -> None:
-        """A hooked module's forward is over; ``call`` lives as long as its graph, None where it has none."""
+    def leave(self, hooked: HookedModule, *, returns: Return, failed: bool) -> None:
+        """A hooked module's forward is over."""
         ...
 
     def backward_reached(self, call: BackwardCall) -> None:
@@ -400,7 +400,7 @@ class ModuleHooks:
                     returns = Return.HOOKED
                 elif hooked.trainable or differentiable((args, kwargs)):
                     returns = Return.UNHOOKED
-            handler.leave(hooked, frame.call, returns=returns, failed=failed)
+            handler.leave(hooked, returns=returns, failed=failed)
             # The outermost forward is over, and hooked modules may change.
             if later and not stack:
                 self._extend_later()

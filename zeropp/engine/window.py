@@ -43,7 +43,7 @@ class Window:
         self._by_calls, self._calls = False, 0
         self._forced: bool | None = None
         self._fresh = True  # the next backward begins a micro-batch
-        self._root_runs = False
+        self.root_runs = False
 
     @property
     def owned(self) -> bool:
@@ -73,8 +73,9 @@ class Window:
     @property
     def closing(self) -> bool:
         """Whether the running or next backward belongs to the last micro-batch, as far as one can know."""
-        if self._by_calls:
+        if self._by_calls and (self._managed or self._forced is not None):
             return self.at_boundary
+        # Also of a caller who has the boundary, and steps whenever it wants: windows are mostly as long as they say.
         # A second backward of one micro-batch, for another loss of the same forward, does not count once more.
         return self.count + self._fresh * self.together >= self.steps
 
@@ -99,8 +100,8 @@ class Window:
         called as a whole.
         """
         # Once the root has run, forwards of parts are never taken for micro-batches again.
-        self._root_runs |= path == ""
-        self._fresh |= path == "" or not self._root_runs
+        self.root_runs |= path == ""
+        self._fresh |= path == "" or not self.root_runs
 
     def note_backward(self) -> None:
         """A backward is over."""

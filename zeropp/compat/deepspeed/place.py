@@ -45,11 +45,15 @@ def require_first(command: Sequence[str]) -> None:
     """
     # The first is the script, whose folder Python looks in; others are arguments, such as a configuration in Python.
     script = next((each for each in command if each.endswith(".py")), None)
-    if script is None and not {"-c", "-m"}.intersection(command):
-        return
-    folder = Path() if script is None else Path(script).parent
-    for found in (folder / "deepspeed.py", folder / "deepspeed" / "__init__.py"):
-        if found.exists():
+    before = list(command if script is None else command[: command.index(script)])
+    folders = [] if script is None else [Path(script).parent]
+    # A module or a text is looked for in the working directory; it may be a launcher, whose argument the script is.
+    by_name = not {"-c", "-m"}.isdisjoint(before)
+    folders += [Path()] if by_name else []
+    for found in (folder / name for folder in folders for name in ("deepspeed.py", "deepspeed/__init__.py")):
+        # Behind a module it is an argument, most likely: a script of that name would find itself.
+        named = by_name and script is not None and found == Path(script)
+        if found.exists() and not named:
             raise RuntimeError(
                 f"{found.resolve()} would be imported in place of zeropp's stand-in, since Python looks there first; "
                 "rename it, or start from elsewhere"
