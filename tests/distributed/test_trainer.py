@@ -106,6 +106,15 @@ def test_other_stages_and_offload(how: str, tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_a_batch_size_that_is_found(stage: str, tmp_path: Path) -> None:
+    """Accelerate destroys the engine whose batch was too large; the next one takes its model."""
+    (tmp_path / stage).mkdir()
+    compare(tmp_path, [f"short:{stage}"])
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(900)
 def test_bfloat16(tmp_path: Path) -> None:
     """Main weights in float32; the one process computes under autocast, which rounds elsewhere."""
     if torch.cuda.device_count() < 2:

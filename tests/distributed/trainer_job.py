@@ -126,7 +126,7 @@ def arguments(folder: Path, name: str, config: dict[str, Any], **more: Any) -> T
     return TrainingArguments(str(folder / f"{name}-{'plain' if PLAIN else 'ranks'}"), use_cpu=PLAIN, **given)
 
 
-def made(model: Any, args: TrainingArguments, kind: str, **more: Any) -> Trainer:
+def made(model: Any, args: TrainingArguments, kind: str, trainer: type[Trainer] = Trainer, **more: Any) -> Trainer:
     trained = [p for p in model.parameters() if p.requires_grad]
     if PLAIN:
         # What the JSON says: no decay, and its schedule, which transformers has under no name.
@@ -137,7 +137,7 @@ def made(model: Any, args: TrainingArguments, kind: str, **more: Any) -> Trainer
             optimizer,
             WarmupDecayLR(optimizer, STEPS, warmup_max_lr=args.learning_rate, warmup_num_steps=2, warmup_type="linear"),
         )
-    return Trainer(model, args, train_dataset=Samples(kind), eval_dataset=Samples(kind), **more)
+    return trainer(model, args, train_dataset=Samples(kind), eval_dataset=Samples(kind), **more)
 
 
 def told(trainer: Trainer) -> dict[str, list[float]]:
@@ -189,6 +189,25 @@ def resumes(folder: Path, kind: str, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+class Short(Trainer):
+    """Has memory for four samples a micro-batch over all ranks, and no more."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._train_batch_size > 4 // RANKS:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return super().training_step(*args, **kwargs)
+
+
+def shrinks(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """A batch that is too large, and the one that ``auto_find_batch_size`` comes to, with another engine."""
+    begin()
+    model = transformers.LlamaForCausalLM.from_pretrained(saved("decoder", folder))
+    args = arguments(folder, "short", config, auto_find_batch_size=True, per_device_train_batch_size=8 // RANKS)
+    trainer = made(model, args, "decoder", Short)
+    trainer.train()
+    return {**told(trainer), "eval": trainer.evaluate()["eval_loss"]}
+
+
 def adapts(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """LoRA on a decoder: adapters and its head are trained and saved."""
     from peft import LoraConfig, get_peft_model
@@ -211,7 +230,7 @@ def with_(config: dict[str, Any], **zero: Any) -> dict[str, Any]:
 
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
-    """A kind of :data:`MODELS`, "resume", "lora", or one of these with another setting behind a colon."""
+    """A kind of :data:`MODELS`, "resume", "lora", "short", or one of these with another setting behind a colon."""
     kind, _, how = kind.partition(":")
     config = {
         "": ZERO3, "bf16": ZERO3, "1": with_(ZERO3, stage=1), "2": with_(ZERO3, stage=2),
@@ -221,6 +240,8 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
         return resumes(folder, "decoder", config)
     if kind == "lora":
         return adapts(folder, config)
+    if kind == "short":
+        return shrinks(folder / how, config)
     return trains(folder / (how or "."), kind, config, bf16=how == "bf16")
 
 

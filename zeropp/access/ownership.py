@@ -1,4 +1,4 @@
-"""Whose the engine is, and how a model whose optimizer is gone is wrapped again.
+"""Whose the engine is, and how a model whose optimizer or engine is gone is wrapped again.
 
 [Note: ownership] The model's modules own its engine, so trained weights live as long as any of them. The engine knows
 modules and the optimizer weakly, and parameters know the engine weakly: no cycle, so that memory and hooks go with the
@@ -7,11 +7,13 @@ last module, without the garbage collector. The optimizer owns the engine, too, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
 from zeropp.access.refusals import has_tensors, restorer
+from zeropp.access.resting import RestingWeights
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.hops import Comm
 from zeropp.config.base import notify
@@ -20,11 +22,11 @@ from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.parking import NOTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
-from zeropp.params.guard import handler_of, is_managed
+from zeropp.params.guard import handler_of, is_managed, unguard, unregister
 from zeropp.params.piece import piece_of
 from zeropp.params.spread import is_whole, take_over
 
-__all__ = ["Former", "former_engines", "give_to_modules"]
+__all__ = ["Former", "cached_whole", "former_engines", "give_back", "give_to_modules"]
 
 
 def give_to_modules(model: nn.Module, engine: Engine) -> None:
@@ -34,6 +36,35 @@ def give_to_modules(model: nn.Module, engine: Engine) -> None:
         # keeps.
         module.__dict__[OWNED_AS] = engine
         engine.on_close(restorer(module, OWNED_AS))
+
+
+def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
+    """Every parameter's weights where this rank has all of them, as in stages 0 to 2; none otherwise. Collective.
+
+    In the dtype that the model computes with, and in the engine's own memory, which lives as long as they do.
+    """
+    if engine.closed or engine.agreement.lost is not None:
+        return {}
+    # What comes now is cleaning up, after an error perhaps: another one would hide it.
+    with contextlib.suppress(RuntimeError):
+        engine.finish_load()
+        engine.refresh.start_put_off()
+        resting, found = RestingWeights(engine), dict[nn.Parameter, Tensor]()
+        for parameter in (parameter for unit in engine.units for parameter in unit.parameters):
+            values = resting(parameter)
+            if values is None:
+                return {}
+            found[parameter] = values
+        return found
+    return {}
+
+
+def give_back(weights: Mapping[nn.Parameter, Tensor]) -> None:
+    """Make plain parameters of those of an engine that is closed."""
+    unguard(weights)
+    for parameter, values in weights.items():
+        parameter.data = values
+        unregister(parameter)
 
 
 def former_engines(model: nn.Module) -> list[Engine]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from zeropp._compat import is_compiled
+from zeropp.access.ownership import cached_whole, give_back
 from zeropp.access.resting import RestingWeights
 from zeropp.config import Config
 from zeropp.engine.engine import Engine as Core
@@ -382,12 +383,19 @@ class Engine(Saving, Accessors, nn.Module):
         return is_compiled(self.module)
 
     def destroy(self) -> None:
-        """Take zeropp off the model; values are lost with the optimizer. The engine cannot be used any more."""
+        """Take zeropp off the model. Collective. The engine and the optimizer cannot be used any more.
+
+        In stages 0 to 2 the model keeps its weights, in the dtype that it computed with, and is a plain one again; it
+        can be given to ``initialize`` once more. In stage 3 they are lost with the optimizer, and so are main weights
+        and states in every stage.
+        """
+        weights = cached_whole(self.core)
         # It closes what gathers and reduces, after the step that the host may be at.
         if self.optimizer is not None:
             self.optimizer.close()
         else:
             self.core.close()
+        give_back(weights)
 
     def _trained(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:
