@@ -40,8 +40,6 @@ from zeropp.params.unit import Unit, UnitState
 
 __all__ = ["Engine"]
 
-_MAX_OUTSTANDING = 8  # forwards without backward that make a difference to the kind of the next backward
-
 
 class Engine(GuardHandler):
     """Gathers before use, releases after, reduces in backward.
@@ -172,7 +170,7 @@ class Engine(GuardHandler):
             self.window.note_forward(hooked.path)
             self._expect_boundary()
         key: PhaseKey = ("forward", hooked.path, training, grad)
-        outstanding = [*self._outstanding, key][-_MAX_OUTSTANDING:]
+        outstanding = [*self._outstanding, key][-8:]  # the last ones tell kinds of backwards apart well enough
         self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
         # A part that gathers nothing any rank may run alone, as one does that saves a prompt's embeddings; the others
         # know nothing of it. Where a model is run by its parts, its parts are what ranks run together.
