@@ -86,16 +86,35 @@ def test_losses_are_scaled_in_float32() -> None:
     loss = torch.tensor(2.0, dtype=torch.float16)
     assert scale(initial_scale_power=20).apply(loss) == 2.0 * 2**20  # infinite in float16
     off = LossScale(load_config(None).fp16, 1.0)
-    assert off.apply(loss) is loss and off.value == off.factor == 1.0 and not off.dynamic
+    assert off.apply(loss).data_ptr() == loss.data_ptr() and off.apply(loss).dtype == loss.dtype
+    assert off.value == off.factor == 1.0 and not off.dynamic
+
+
+def begins(of: LossScale, weight: torch.Tensor) -> torch.Tensor:
+    """A loss whose backward the scale hears of, as of an engine's hooks on what a model returns."""
+    output = weight * 2
+    output.register_hook(lambda _: of.backward_begins(1, first=True))
+    return output.sum()
 
 
 def test_a_backward_without_scale_is_refused() -> None:
-    own = scale()
+    own, weight = scale(), torch.ones(2, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"optimizer\.backward\(loss\)"):
-        own.backward_begins(1, first=True)
-    own.apply(torch.tensor(1.0))
-    own.backward_begins(1, first=True)
-    own.backward_ended()
+        begins(own, weight).backward()
+    scaled = own.apply(begins(own, weight))
     with pytest.raises(RuntimeError, match="not scaled"):
-        own.backward_begins(1, first=True)
-    LossScale(load_config(None).fp16, 1.0).backward_begins(1, first=True)
+        begins(own, weight).backward()  # another loss than the one that was
+    scaled.backward()
+    with pytest.raises(RuntimeError, match="not scaled"):
+        begins(own, weight).backward()
+    begins(LossScale(load_config(None).fp16, 1.0), weight).backward()
+
+
+def test_a_scaled_backward_that_fails_is_over() -> None:
+    own, weight = scale(), torch.ones(2, requires_grad=True)
+    loss = begins(own, weight)
+    loss.register_hook(lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        own.apply(loss).backward()
+    with pytest.raises(RuntimeError, match="not scaled"):
+        begins(own, weight).backward()
