@@ -25,6 +25,7 @@ class Window:
         steps: as given.
         count: micro-batches of which a backward has run since the last step.
         together: micro-batches that the running or next forward and backward take together.
+        root_runs: whether the model has been called as a whole, with a graph; for good, once it has.
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
