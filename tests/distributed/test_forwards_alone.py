@@ -94,11 +94,11 @@ def keeps(stage: int, how: str) -> float:
             read: Any = [model.prompt(TOKENS).square().mean()]
             if how == "in a cycle":
                 read.append(read)
-                del read
-                if step and rank == 0:
-                    gc.collect()
             elif rank == 0 and step:
                 kept.append(read)
+            del read
+            if rank == 0 and step:
+                gc.collect()
             loss_of(model, step, rank).backward()
             optimizer.step()
             optimizer.zero_grad()
