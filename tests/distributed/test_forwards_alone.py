@@ -55,6 +55,9 @@ def trains(stage: int, who: int) -> float:
     plain, rank = Prompted().double(), dist.get_rank()
     steps = torch.optim.SGD(plain.parameters(), lr=0.5)
     wanted: Any = None
+    if rank == who:
+        # Before the model has run as a whole, and with a graph.
+        assert torch.equal(model.prompt(TOKENS), plain.prompt(TOKENS))
     for step in range(5):
         loss = loss_of(model, step, rank)
         if rank == who and step in (1, 3):

@@ -164,18 +164,18 @@ class Engine(GuardHandler):
 
     def _begin_forward(self, hooked: HookedModule, training: bool) -> None:
         grad = torch.is_grad_enabled()
+        key: PhaseKey = ("forward", hooked.path, training, grad)
         if grad:  # without a graph no backward follows, and gradients stay as they are
             if (listener := self.listener) is not None:
                 listener.graph_begins()
             self.window.note_forward(hooked.path)
             self._expect_boundary()
-        key: PhaseKey = ("forward", hooked.path, training, grad)
-        outstanding = [*self._outstanding, key][-8:]  # the last ones tell kinds of backwards apart well enough
-        self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
-        # A part that gathers nothing any rank may run alone, as one does that saves a prompt's embeddings; the others
-        # know nothing of it. Where a model is run by its parts, its parts are what ranks run together.
-        if grad and not (self.schedule.silent and hooked.path and self.window.root_runs):
-            self._outstanding = outstanding
+            outstanding = [*self._outstanding, key]
+            if self.window.root_runs:
+                # One rank alone may run a part that gathers nothing: to save a prompt's embeddings, for one.
+                outstanding = [each for each in outstanding if not (each[1] and self.schedule.known.note_silent(each))]
+            self._outstanding = outstanding[-8:]  # the last ones tell kinds of backwards apart well enough
+        self.schedule.begin(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
         self._expose(unit for unit in self.persistent if not unit.announced)
 
