@@ -20,7 +20,7 @@ __all__ = ["Environment", "run_file"]
 _INSIDE = Path(__file__).with_name("inside")
 _ASK = """
 import json, sys
-import deepspeed, pytest, torch
+import deepspeed, hjson, pytest, torch
 found = {"deepspeed": deepspeed.__version__, "torch": torch.__version__, "pytest": pytest.__version__}
 print(json.dumps(found), file=sys.stderr)
 """

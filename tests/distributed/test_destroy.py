@@ -1,4 +1,4 @@
-"""What ``engine.destroy()`` leaves: in stages 0 to 2 a plain model with its weights, which can be wrapped again."""
+"""What ``engine.destroy()`` leaves: the model with its weights, to be wrapped again; in stages 0 to 2 a plain one."""
 
 from __future__ import annotations
 
@@ -96,22 +96,91 @@ def test_another_engine_after_one_that_failed(stage: int) -> None:
     assert max(run_ranks(2, short_of_memory, stage)) == 0.0
 
 
-def of_stage_3() -> tuple[str, bool]:
-    model = model_of()
-    engine = engine_of(model, 3)
-    train(engine, 0, 1)
+def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, float]:
+    """Distances: of a forward after it, of main weights that are taken over, and of a training that goes on."""
+    kind = torch.bfloat16 if more.get("bf16") else torch.float64
+    model, plain = model_of().to(kind), model_of().to(kind)
+    engine = engine_of(model, 3, **copy.deepcopy(more))
+    train(engine, 0, 2)
+    if how == "a window's middle":
+        engine.backward(loss_of(engine, 9, dist.get_rank()))
+    if how == "states away":
+        engine.offload_states()
     engine.destroy()
-    with pytest.raises(ValueError, match="values were given up") as caught:
-        engine_of(model, 3)
-    # Nothing of a stage that keeps them holds the engine, either.
-    other = engine_of(model_of(), 1)
-    model, core = other.module, weakref.ref(other.core)
-    other.destroy()
-    del other
+    engine.destroy()
+    if how == "states away":
+        engine.reload_states()
+    main = zeropp.full_state(model)
+    plain.load_state_dict(main)
+    x = batch(7, 0).to(kind)
+    with torch.no_grad():
+        forward = float((model(x) - plain(x)).abs().max())
+    again = engine_of(model, 3, **copy.deepcopy(more))
+    kept = worst(zeropp.full_state(model), main)
+    with pytest.raises(RuntimeError, match="another wrapping of the model had ended this engine"):
+        engine.step()
+    # From the main weights, which 16 bits would round.
+    plain = plain.float() if kind == torch.bfloat16 else plain
+    plain.load_state_dict(main)
+    train(again, 2, 2)
+    train(engine_of(plain, 3, **copy.deepcopy(more)), 2, 2)
+    return forward, kept, worst(zeropp.full_state(model), zeropp.full_state(plain))
+
+
+@pytest.mark.parametrize("how", ["after a step", "a window's middle", "states away"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"zero": {"stage3_param_persistence_threshold": 50}},
+        {"bf16": {"enabled": True}, "zero": {"offload_optimizer": CPU, "offload_param": CPU}},
+        {"zero": {"zero_hpz_partition_size": 2}},
+    ],
+    ids=str,
+)
+def test_a_model_of_stage_3_stays_partitioned(more: dict[str, Any], how: str) -> None:
+    for distances in run_ranks(2, stays_partitioned, more, how):
+        assert distances == (0.0, 0.0, 0.0)
+
+
+def of_inference(stage: int) -> float:
+    """Evaluated by an engine that is destroyed, then trained, in another stage, as if it had not been."""
+    model, plain = model_of(), model_of()
+    first = settings(gradient_accumulation_steps=1, zero={"stage": stage})
+    del first["optimizer"], first["scheduler"]
+    for each in (model, plain):
+        next(each.parameters()).requires_grad_(False)
+    engine = zeropp.initialize(model=model, config=first)[0]
+    with torch.no_grad():
+        engine(batch(0, 0))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    engine.destroy()
+    for each in (model, plain):
+        train(engine_of(each, 2), 0, 2)
+    return worst(zeropp.full_state(model), zeropp.full_state(plain))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_that_was_evaluated(stage: int) -> None:
+    """What is trained is what was before; the rest stays frozen."""
+    assert max(run_ranks(2, of_inference, stage)) == 0.0
+
+
+def holders(stage: int) -> tuple[bool, bool]:
+    """Whether the engine is gone: once it was destroyed, and once the model is gone, too."""
+    engine = engine_of(model_of(), stage)
+    train(engine, 0, 1)
+    model, core, optimizer = engine.module, weakref.ref(engine.core), weakref.ref(engine.optimizer)
+    engine.destroy()
+    del engine
     gc.collect()
-    return str(caught.value), core() is None and model is not None
+    gone = core() is None
+    assert optimizer() is None
+    del model
+    gc.collect()
+    return gone, core() is None
 
 
-def test_values_are_given_up_in_stage_3() -> None:
-    for said, gone in run_ranks(2, of_stage_3):
-        assert "by close()" in said and gone
+@pytest.mark.parametrize("stage", [1, 3])
+def test_who_holds_the_engine(stage: int) -> None:
+    assert run_ranks(2, holders, stage) == [(stage == 1, True)] * 2

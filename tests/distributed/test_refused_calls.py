@@ -124,8 +124,9 @@ def try_every_call() -> tuple[dict[str, dict[str, str]], float]:
         del calls[taken_off]  # the model is plain again
     optimizer.close()
     try_all(
-        "after close(), which gave up the partitioned values; engine.destroy() closes, and so does Accelerate's "
-        "free_memory(), as at the end of transformers' Trainer.train()"
+        "after close(), engine.destroy() or another wrapping of the model had ended this engine; Accelerate's "
+        "free_memory() destroys, and with it transformers' Trainer.train() at its start. Wrap the model again, or "
+        "after close() one that has its values"
     )
     return said, far
 

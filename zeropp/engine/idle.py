@@ -39,8 +39,9 @@ def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, 
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
     if engine.closed:
         raise RuntimeError(
-            f"{what} was called after close(), which gave up the partitioned values; engine.destroy() closes, and so "
-            "does Accelerate's free_memory(), as at the end of transformers' Trainer.train()"
+            f"{what} was called after close(), engine.destroy() or another wrapping of the model had ended this "
+            "engine; Accelerate's free_memory() destroys, and with it transformers' Trainer.train() at its start. Wrap "
+            "the model again, or after close() one that has its values"
         )
     if engine.running:
         raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")

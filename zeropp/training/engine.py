@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +54,7 @@ class Engine(Saving, Accessors, nn.Module):
         given: dict[str, Any],
         *,
         core: Core,
+        frozen: Sequence[nn.Parameter],
         local_rank: int,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -66,6 +67,7 @@ class Engine(Saving, Accessors, nn.Module):
             loaded: the configuration, checked.
             given: the same as the user gave it.
             core: that the model has.
+            frozen: parameters that are so for this engine's time alone.
             local_rank: of this process on its node.
             collate_fn: makes batches, in loaders that are made here.
         """
@@ -75,6 +77,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.loaded_config, self.config = loaded, given
         # Held here: without an optimizer nobody else would.
         self.core, self.device = core, core.device
+        self._frozen = frozen
         # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
         core.reductions.loss_scale.divides_plain = True
         # Of what no step changes, as an average of weights, rounded values would be all there is.
@@ -383,19 +386,28 @@ class Engine(Saving, Accessors, nn.Module):
         return is_compiled(self.module)
 
     def destroy(self) -> None:
-        """Take zeropp off the model. Collective. The engine and the optimizer cannot be used any more.
+        """End this engine and its optimizer, but not the model's weights. Collective.
 
-        In stages 0 to 2 the model keeps its weights, in the dtype that it computed with, and is a plain one again; it
-        can be given to ``initialize`` once more. In stage 3 they are lost with the optimizer, and so are main weights
-        and states in every stage.
+        Where every rank has whole weights, as in stages 0 to 2, the model is a plain one again, in the dtype that it
+        computed with. In stage 3 it stays partitioned, each rank with its part, and runs as one without an optimizer;
+        that, and zeropp's threads and groups, goes with the model. Either can be given to ``initialize`` once more, and
+        in stage 3 main weights go on from there.
         """
+        if self.core.closed:
+            return  # before, or by a newer engine, whose the model is now
         weights = cached_whole(self.core)
-        # It closes what gathers and reduces, after the step that the host may be at.
-        if self.optimizer is not None:
-            self.optimizer.close()
-        else:
-            self.core.close()
-        give_back(weights)
+        if weights or self.core.agreement.lost is not None:
+            # It closes what gathers and reduces, after the step that the host may be at.
+            if self.optimizer is not None:
+                self.optimizer.close()
+            else:
+                self.core.close()
+            give_back(weights)
+        elif self.optimizer is not None:
+            self.optimizer.retired = True  # the model's modules have the core, for as long as nobody takes it over
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen = ()
 
     def _trained(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:

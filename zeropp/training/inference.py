@@ -30,7 +30,9 @@ class _Nobody:
         """There was none."""
 
 
-def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Engine:
+def wrap_for_inference(
+    model: nn.Module, config: Config, group: Group, device: torch.device | None
+) -> tuple[Engine, list[nn.Parameter]]:
     """Partition a model that is not going to be trained; all its parameters are frozen. Collective.
 
     Args:
@@ -38,6 +40,9 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
         config: of which partitioning, ``offload_param``, ``bf16`` or ``fp16``, and what encodes weights have an effect.
         group: ranks to partition over; None for all.
         device: to compute on; None for the model's.
+
+    Returns:
+        The engine; the parameters that were not frozen before.
 
     Raises:
         ConfigError, TypeError, ValueError: configuration, model or group cannot be used.
@@ -50,6 +55,7 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     config = config.model_copy(update={"zero_optimization": zero})
     require_supported(config)
     # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.requires_grad_(False)
     # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
-    return build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0)
+    return build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0), trained

@@ -82,9 +82,12 @@ def initialize(
     local_rank = _align_local_rank(args)
     group = _group(mpu)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
-    wrapped, core = _wrap(loaded, model, inner, group, args)
+    wrapped, core, frozen = _wrap(loaded, model, inner, group, args)
     scheduler = _make_scheduler(loaded, wrapped, lr_scheduler)
-    engine = Engine(model, wrapped, scheduler, loaded, given, core=core, local_rank=local_rank, collate_fn=collate_fn)
+    engine = Engine(
+        model, wrapped, scheduler, loaded, given,
+        core=core, frozen=frozen, local_rank=local_rank, collate_fn=collate_fn,
+    )  # fmt: skip
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, wrapped, engine.training_dataloader, engine.lr_scheduler
@@ -92,20 +95,20 @@ def initialize(
 
 def _wrap(
     loaded: Config, model: nn.Module, inner: Optimizer | None, group: Group, args: Any
-) -> tuple[ZeroOptimizer | None, Core]:
-    """Partition the model; its optimizer, unless it is for inference, and what gathers and reduces."""
+) -> tuple[ZeroOptimizer | None, Core, list[nn.Parameter]]:
+    """Partition the model; its optimizer or None, what gathers and reduces, and parameters frozen for inference."""
     # The engine has made what these name; whoever wraps the model refuses what it cannot make.
     rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
     # A model that was built in pieces knows where it is going to train.
     device = None if built_for(model) is not None else _device(args)
     if inner is None:
-        wrapped, core = None, wrap_for_inference(model, rest, group, device)
+        wrapped, (core, frozen) = None, wrap_for_inference(model, rest, group, device)
     else:
         wrapped = TrainingOptimizer(inner, model, rest, process_group=group, device=device)
-        core = wrapped.engine
+        core, frozen = wrapped.engine, []
     if loaded.zero.stage == 3:
         mark_configured(model, loaded.zero.leaf_module)
-    return wrapped, core
+    return wrapped, core, frozen
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
