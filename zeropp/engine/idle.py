@@ -9,7 +9,7 @@ from zeropp.engine.loans import Loans
 from zeropp.engine.parking import Parking
 from zeropp.order.known_orders import Phase
 
-__all__ = ["Occupied", "refuse_occupied"]
+__all__ = ["Occupied", "ended", "refuse_occupied"]
 
 
 class Occupied(Protocol):
@@ -38,11 +38,7 @@ class Occupied(Protocol):
 def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, needs: Collection[str]) -> None:
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
     if engine.closed:
-        raise RuntimeError(
-            f"{what} was called after close(), engine.destroy() or another wrapping of the model had ended this "
-            "engine; Accelerate's free_memory() destroys, and with it transformers' Trainer.train() at its start. Wrap "
-            "the model again, or after close() one that has its values"
-        )
+        raise ended(what)
     if engine.running:
         raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")
     if engine.loans and not lent:
@@ -51,3 +47,12 @@ def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, 
     if engine.averaged and not averaged:
         raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
     engine.parking.require(what, needs)
+
+
+def ended(what: str) -> RuntimeError:
+    """What is raised by a call that comes too late."""
+    return RuntimeError(
+        f"{what} was called after close(), engine.destroy() or another wrapping of the model had ended this engine; "
+        "Accelerate's free_memory() destroys, and with it transformers' Trainer.train() at its start. Wrap the model "
+        "again, or after close() one that has its values"
+    )

@@ -14,6 +14,7 @@ from zeropp.access.ownership import cached_whole, give_back
 from zeropp.access.resting import RestingWeights
 from zeropp.config import Config
 from zeropp.engine.engine import Engine as Core
+from zeropp.engine.idle import ended
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.loss_scale import LossScaleError
 from zeropp.training.accessors import ABSENT, Accessors
@@ -91,7 +92,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.batch = loaded.resolve_batch(core.comm.world)
         self.micro_steps = self.global_steps = self.global_samples = 0
-        self._coalescing = self._applied = False
+        self._coalescing = self._applied = self._destroyed = False
 
     def __getattr__(self, name: str) -> Any:
         """The model's attributes."""
@@ -188,7 +189,7 @@ class Engine(Saving, Accessors, nn.Module):
         forgets at any time.
         """
         if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none)
+            self._trained("zero_grad").zero_grad(set_to_none)
 
     # Where windows end.
 
@@ -393,7 +394,7 @@ class Engine(Saving, Accessors, nn.Module):
         that, and zeropp's threads and groups, goes with the model. Either can be given to ``initialize`` once more, and
         in stage 3 main weights go on from there.
         """
-        if self.core.closed:
+        if self._destroyed or self.core.closed:
             return  # before, or by a newer engine, whose the model is now
         weights = cached_whole(self.core)
         if weights or self.core.agreement.lost is not None:
@@ -407,7 +408,7 @@ class Engine(Saving, Accessors, nn.Module):
             self.optimizer.retired = True  # the model's modules have the core, for as long as nobody takes it over
         for parameter in self._frozen:
             parameter.requires_grad_(True)
-        self._frozen = ()
+        self._destroyed = True
 
     def _trained(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:
@@ -415,4 +416,7 @@ class Engine(Saving, Accessors, nn.Module):
                 f"{what}() needs an optimizer, and this engine was made without one, for inference; give initialize() "
                 'an optimizer, or an "optimizer" block in the configuration'
             )
+        if self._destroyed:
+            # In stage 3 it could still be trained, and a script that goes on with it has not meant that.
+            raise ended(what)
         return self.optimizer
