@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_losses_are_scaled_in_float32() -> None:
     loss = torch.tensor(2.0, dtype=torch.float16)
     assert scale(initial_scale_power=20).apply(loss) == 2.0 * 2**20  # infinite in float16
     off = LossScale(load_config(None).fp16, 1.0)
-    assert off.apply(loss).data_ptr() == loss.data_ptr() and off.apply(loss).dtype == loss.dtype
+    assert off.apply(loss) == 2.0 and off.apply(loss).dtype == loss.dtype
     assert off.value == off.factor == 1.0 and not off.dynamic
 
 
@@ -118,3 +119,88 @@ def test_a_scaled_backward_that_fails_is_over() -> None:
         own.apply(loss).backward()
     with pytest.raises(RuntimeError, match="not scaled"):
         begins(own, weight).backward()
+
+
+def plain() -> LossScale:
+    """Of float32, whose losses count for a part of a window unless somebody has divided them."""
+    own = LossScale(load_config(None).fp16, 1.0)
+    own.divides_plain = True
+    return own
+
+
+def test_a_loss_may_be_edited_in_place_after_it_was_scaled() -> None:
+    own, weight = plain(), torch.ones(2, requires_grad=True)
+    output = weight * 2
+    output.register_hook(lambda _: own.backward_begins(4, first=True))
+    loss = own.apply(output.sum())
+    loss += 1.0
+    loss.backward()
+    assert own.factor == 1.0
+    begins_after = weight * 2
+    begins_after.register_hook(lambda _: own.backward_begins(4, first=True))
+    begins_after.sum().backward()
+    assert own.factor == 0.25
+
+
+@pytest.mark.parametrize("make", [plain, scale])
+def test_a_loss_of_detached_outputs_stands_for_them_up_to_the_step(make: Any) -> None:
+    """As of a gradient cache: the outputs' own backwards, of which there may be several, begin with its gradients."""
+    own, weight = make(), torch.ones(2, requires_grad=True)
+
+    def output() -> torch.Tensor:
+        found = weight * 2
+        found.register_hook(lambda _: own.backward_begins(4, first=True))
+        return found
+
+    outputs = output(), output()
+    leaves = [each.detach().requires_grad_() for each in outputs]
+    own.apply(torch.stack(leaves).sum()).backward()
+    for each, leaf in zip(outputs, leaves, strict=True):
+        each.backward(leaf.grad)
+        assert own.factor == (1.0 if make is plain else 0.5 / own.value)
+    own.update(overflow=False)
+    if make is plain:
+        output().sum().backward()
+        assert own.factor == 0.25
+    else:
+        with pytest.raises(RuntimeError, match="not scaled"):
+            output().sum().backward()
+
+
+def test_a_scaled_loss_keeps_its_scale() -> None:
+    """The scale may have moved since: a step that overflows leaves its graph as it was."""
+    own, weight = scale(initial_scale_power=4, hysteresis=1), torch.ones(2, requires_grad=True)
+    scaled = own.apply(begins(own, weight))
+    own.update(overflow=True)
+    scaled.backward()
+    assert own.value == 8 and own.factor == 0.5 / 16
+
+
+def test_two_scales_in_one_backward_are_refused() -> None:
+    first, second, weight = (
+        scale(initial_scale_power=4),
+        scale(initial_scale_power=8),
+        torch.ones(2, requires_grad=True),
+    )
+    with pytest.raises(RuntimeError, match="scales 256 and 16, of two engines; take each to a backward of its own"):
+        (first.apply(begins(first, weight)) + second.apply(begins(second, weight))).backward()
+    first.apply(begins(first, weight)).backward()
+    equal = scale(initial_scale_power=4)
+    (first.apply(begins(first, weight)) + equal.apply(begins(equal, weight))).backward()
+    assert first.factor == equal.factor == 0.5 / 16
+
+
+def test_a_backward_in_another_thread_has_its_own_scale() -> None:
+    own, other = scale(initial_scale_power=4), scale(initial_scale_power=8)
+    weights = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    others = other.apply(begins(other, weights[1]))
+
+    def beside(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=others.backward)
+        thread.start()
+        thread.join()
+
+    loss = begins(own, weights[0])
+    loss.register_hook(beside)
+    own.apply(loss).backward()
+    assert own.factor == 0.5 / 16 and other.factor == 0.5 / 256

@@ -4,6 +4,10 @@
 the sums knows of it: norms, clipping and steps are those of unscaled gradients, and what overflows shows as a norm that
 is not finite, on every rank. A loss may come from several models, each with a scale: it has that of whoever took it to
 its backward, which all of them take out.
+
+That a loss was scaled is said by the backward that goes through it: whoever scales one may want to look at it, and no
+more. A scaled loss of detached outputs comes to no model by itself; its gradients do, by backwards that begin at the
+outputs (a gradient cache, losses in chunks). So a scaled backward that met no model stands for those up to the step.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zeropp._compat import queue_end_of_backward
+from zeropp._compat import current_graph_task, queue_end_of_backward
 from zeropp.config.precision import Fp16Config
 
 __all__ = ["LossScale", "LossScaleError"]
@@ -27,6 +32,23 @@ _FACTOR = 2.0
 
 class LossScaleError(RuntimeError):
     """Gradients are not finite at the least scale there may be."""
+
+
+@dataclass(eq=False)
+class _Scaled:
+    """A backward that goes through a scaled loss.
+
+    Attributes:
+        task: autograd's number of it.
+        value: the scale.
+        running: dead once it is over.
+        met: whether it has come to a model.
+    """
+
+    task: int
+    value: float
+    running: weakref.ref[Any]
+    met: bool = False
 
 
 class LossScale:
@@ -49,8 +71,8 @@ class LossScale:
         iterations: steps so far, skipped ones included; of a dynamic scale.
     """
 
-    # Of the last backward of a scaled loss: a reference that is dead once it is over, and to the scale.
-    _taken: ClassVar[tuple[weakref.ref[Any], weakref.ref[LossScale]] | None] = None
+    # Of all models: a loss may go through several.
+    _running: ClassVar[list[_Scaled]] = []
 
     def __init__(self, config: Fp16Config, factor: float) -> None:
         self._config = config
@@ -63,6 +85,7 @@ class LossScale:
         self.divides_plain = False
         # Of the losses of a window: a micro-batch's part, where they were not divided, and the scale that they have.
         self._share, self._scale = 1.0, self.value
+        self._unmet: float | None = None  # the scale of a backward that met no model
         self._last_overflow = -1
         self._left = config.hysteresis  # overflows until the scale is halved, that one included
         # Waits for what has become of the last step, where the host does not know yet.
@@ -76,16 +99,12 @@ class LossScale:
             # In float32: 65536 is more than float16 has.
             scaled = loss.float() * self.value
         else:
-            # Another tensor than the model's output, whose hooks would run before that of this one.
-            scaled = loss.view_as(loss)
+            # Another tensor than the model's output, whose hooks would run before that of this one; and no view of it,
+            # which an edit in place would take the hook off.
+            scaled = loss.clone()
         if scaled.requires_grad:
-            this = weakref.ref(self)
-
-            # Said by the backward itself: whoever scales a loss may want to look at it, and no more.
-            def taken(_: Tensor) -> None:
-                LossScale._taken = queue_end_of_backward(lambda: None), this
-
-            scaled.register_hook(taken)
+            this, value = weakref.ref(self), self.value
+            scaled.register_hook(lambda _: _begin(this, value))
         return scaled
 
     @property
@@ -104,17 +123,15 @@ class LossScale:
             RuntimeError: it was not scaled, and float16 needs it; or losses of one window were divided in two ways, or
                 have two scales.
         """
-        # Another model's, if the loss goes through both: it has been divided, and multiplied, there.
-        running, which = LossScale._taken or (lambda: None, lambda: None)
-        taken = None if running() is None else which()
-        if taken is None and self._config.enabled:
+        scale = self._found()
+        if scale is None and self._config.enabled:
             # Small gradients would vanish.
             raise RuntimeError(
                 "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
                 "or optimizer.scale(loss).backward()"
             )
-        share = 1 / steps if taken is None and self.divides_plain else 1.0
-        scale = 1.0 if taken is None else taken.value
+        share = 1 / steps if scale is None and self.divides_plain else 1.0
+        scale = 1.0 if scale is None else scale
         # Gradients that are held back are multiplied once, all of a window together.
         if not first and share != self._share:
             raise RuntimeError(
@@ -128,12 +145,22 @@ class LossScale:
             )
         self._share, self._scale = share, scale
 
+    def _found(self) -> float | None:
+        """The scale of the loss whose backward has come to this model; None if it has none."""
+        running, task = _running(), current_graph_task()
+        # Of another task where checkpointing runs a backward inside that of the loss.
+        found = [each for each in running if each.task == task] or running
+        for each in found:
+            each.met = True
+        return found[-1].value if found else self._unmet
+
     def update(self, *, overflow: bool) -> None:
         """A step was taken, or skipped.
 
         Raises:
             RuntimeError: it overflowed at the least scale; on every rank.
         """
+        self._unmet = None
         # A static scale is the user's: an overflow there is skipped and counted, and no more.
         if not self.dynamic:
             return
@@ -189,3 +216,28 @@ class LossScale:
         if self.dynamic:
             self.value, self.iterations = float(state["value"]), int(state["iterations"])
             self._last_overflow, self._left = int(state["last_overflow"]), int(state["left"])
+
+
+def _running() -> list[_Scaled]:
+    """Backwards of scaled losses that are not over; one that failed is."""
+    LossScale._running = [each for each in LossScale._running if each.running() is not None]
+    return LossScale._running
+
+
+def _begin(owner: weakref.ref[LossScale], value: float) -> None:
+    """The running backward comes to a loss with this scale."""
+    task = current_graph_task()
+    for each in _running():
+        if each.task == task and each.value != value:
+            # Where both losses go through one model, no single factor takes both scales out.
+            raise RuntimeError(
+                f"one backward goes through losses with scales {each.value:g} and {value:g}, of two engines; take each "
+                "to a backward of its own, or scale their sum by one of the engines"
+            )
+
+    def over() -> None:
+        if (this := owner()) is not None:
+            this._unmet = None if scaled.met else value
+
+    scaled = _Scaled(task, value, queue_end_of_backward(over))
+    LossScale._running.append(scaled)
