@@ -22,7 +22,9 @@ CPU = {"device": "cpu"}
 
 def engine_of(model: nn.Module, stage: int, **more: Any) -> Any:
     zero = {"stage": stage, **more.pop("zero", {})}
-    return zeropp.initialize(model=model, config=settings(gradient_accumulation_steps=1, zero=zero, **more))[0]
+    config = settings(gradient_accumulation_steps=1, zero=zero, **more)
+    del config["scheduler"]  # whose warm-up begins with rates of 0
+    return zeropp.initialize(model=model, config=config)[0]
 
 
 def train(engine: Any, first: int, steps: int) -> None:
@@ -45,6 +47,7 @@ def destroyed(stage: int, more: dict[str, Any]) -> tuple[float, float, float]:
     left = worst(dict(model.state_dict()), values)
     plain.load_state_dict(values)
     assert all(type(each) is nn.Parameter and each.grad is None for each in model.parameters())
+    assert worst(values, dict(model_of().to(next(plain.parameters()).dtype).state_dict())) > 0.01, "it was trained"
     x = batch(7, 0).to(next(plain.parameters()).dtype)
     forward = float((model(x) - plain(x)).abs().max())
     # Plain torch can step it, move it, copy it.
@@ -74,26 +77,30 @@ def runs_out(_: Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def short_of_memory(stage: int) -> float:
+def short_of_memory(stage: int, first: bool) -> float:
     """As transformers' ``auto_find_batch_size``: a backward fails, the engine is destroyed, another one trains."""
     model, plain = model_of(), model_of()
-    engine = engine_of(model, stage)
-    train(engine, 0, 1)
-    first = next(module for module in model.modules() if isinstance(module, nn.Linear))
-    hook = first.register_forward_hook(lambda module, args, output: output.register_hook(runs_out) and None)
+    # All in one unit, but where it would stay whole: of the gradients of a backward that fails, some have come.
+    engine = engine_of(model, stage, zeropp={"unit_min_blocks": 0 if stage == 3 else 100, "hang_timeout": 20})
+    if not first:
+        train(engine, 0, 1)
+    layer = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    hook = layer.register_forward_hook(lambda module, args, output: output.register_hook(runs_out) and None)
     with pytest.raises(torch.OutOfMemoryError):
         engine.backward(loss_of(engine, 1, dist.get_rank()))
     hook.remove()
     engine.destroy()
-    plain.load_state_dict(model.state_dict())
+    assert stage == 3 or all(parameter.grad is None for parameter in model.parameters())
+    plain.load_state_dict(zeropp.full_state(model) if stage == 3 else model.state_dict())
     train(engine_of(model, stage), 1, 2)
     train(engine_of(plain, stage), 1, 2)
     return worst(zeropp.full_state(model), zeropp.full_state(plain))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_another_engine_after_one_that_failed(stage: int) -> None:
-    assert max(run_ranks(2, short_of_memory, stage)) == 0.0
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_engine_after_one_that_failed(stage: int, first: bool) -> None:
+    assert max(run_ranks(2, short_of_memory, stage, first)) == 0.0
 
 
 def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, float]:
@@ -112,6 +119,7 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
         with pytest.raises(RuntimeError, match=r"engine.destroy\(\) or another wrapping"):
             call()
     main = zeropp.full_state(model)
+    assert worst(main, dict(model_of().state_dict())) > 0.01, "it was trained"
     plain.load_state_dict(main)
     x = batch(7, 0).to(kind)
     with torch.no_grad():
@@ -141,6 +149,38 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
 def test_a_model_of_stage_3_stays_partitioned(more: dict[str, Any], how: str) -> None:
     for distances in run_ranks(2, stays_partitioned, more, how):
         assert distances == (0.0, 0.0, 0.0)
+
+
+def away(how: str) -> tuple[float, float]:
+    """Of stage 2, where not all weights are at hand: how far they are afterwards, and where training goes on."""
+    model, plain = model_of(), model_of()
+    if how == "frozen codes":
+        for each in (model, plain):
+            each.blocks[1].requires_grad_(False)
+    zero = {"zero_quantized_nontrainable_weights": how == "frozen codes"}
+    engine = engine_of(model, 2, zero=dict(zero))
+    train(engine, 0, 2)
+    main = zeropp.full_state(model)
+    if how == "states away":
+        engine.offload_states()
+        engine.destroy()
+    elif how == "lent":
+        with zeropp.zero.GatheredParameters(list(model.parameters())):
+            engine.destroy()
+    else:
+        engine.destroy()
+    left = worst(zeropp.full_state(model), main)
+    plain.load_state_dict(main)
+    for each in (model, plain):
+        train(engine_of(each, 2, zero=dict(zero)), 2, 2)
+    return left, worst(zeropp.full_state(model), zeropp.full_state(plain))
+
+
+@pytest.mark.parametrize("how", ["states away", "lent", "frozen codes"])
+def test_values_that_are_not_at_hand_stay_with_the_engine(how: str) -> None:
+    """Codes are those of before: what is encoded once more may come out otherwise."""
+    for left, gone_on in run_ranks(2, away, how):
+        assert left == 0.0 and gone_on < (0.05 if how == "frozen codes" else 1e-12)
 
 
 def of_inference(stage: int) -> float:

@@ -20,6 +20,7 @@ from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.parking import NOTHING
+from zeropp.params.carried import drop
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import handler_of, is_managed, unguard, unregister
@@ -43,7 +44,9 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
 
     In the dtype that the model computes with, and in the engine's own memory, which lives as long as they do.
     """
-    if engine.closed or engine.agreement.lost is not None:
+    # Asked whether it runs, an engine forgets a backward that has failed, with what that has brought, which a plain
+    # model would add to its next gradients.
+    if engine.closed or engine.running or engine.agreement.lost is not None:
         return {}
     # What comes now is cleaning up, after an error perhaps: another one would hide it.
     with contextlib.suppress(RuntimeError):
@@ -65,6 +68,7 @@ def give_back(weights: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, values in weights.items():
         parameter.data = values
         unregister(parameter)
+        drop(parameter)
 
 
 def former_engines(model: nn.Module) -> list[Engine]:
