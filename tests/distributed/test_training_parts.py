@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 import zeropp
@@ -185,3 +186,25 @@ def plainly() -> list[float]:
 
 def test_a_trainer_that_takes_hooks_off_to_generate() -> None:
     assert run_ranks(2, generates) == run_ranks(2, plainly)
+
+
+def recomputed(kind: str, around: bool, reentrant: bool) -> list[float]:
+    """Losses in 16 bits, of batches in another dtype; the whole model is checkpointed by what runs it, or is not."""
+    engine = zeropp.initialize(model=model_of(), config=settings(**{kind: {"enabled": True}}))[0]
+    losses = []
+    for number in range(4):
+        x = batch(number, torch.distributed.get_rank()).requires_grad_()
+        found = checkpoint(engine, x, use_reentrant=reentrant) if around else engine(x)
+        loss = found.float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_checkpointing_around_the_whole_model(kind: str, reentrant: bool) -> None:
+    """Its inputs are cast whenever it runs."""
+    plainly, found = (run_ranks(2, recomputed, kind, around, reentrant) for around in (False, True))
+    assert found == plainly and plainly[0][3] != plainly[0][0]

@@ -128,6 +128,7 @@ class Engine(GuardHandler):
                 self.finish_load()
                 self.refresh.start_put_off()
                 self._begin_forward(hooked, training)
+            if not running or hooked.path == "":  # the whole model, run once more by checkpointing around it, too
                 changed = cast_inputs(args, kwargs, self.input_dtype)
             for unit in hooked.units:
                 unit.users += 1
@@ -143,8 +144,7 @@ class Engine(GuardHandler):
         """A hooked module's forward is over: release its units, unless they are planned to stay."""
         if self.loans.computing:
             return None
-        # A model may catch an error of an inner module and go on. In backward an error may be checkpointing's own, by
-        # which it ends a recomputation early.
+        # A model may catch an inner module's error and go on; in backward, checkpointing ends a recomputation by one.
         if failed and (self.agreement.lost is not None or (self.phase is Phase.FORWARD and self.hooks.depth == 0)):
             return self.recover()
         try:
