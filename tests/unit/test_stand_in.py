@@ -114,6 +114,28 @@ def test_a_module_is_looked_for_where_the_command_is_given(tmp_path: Path, monke
         require_first(["python", "-m", "torch.distributed.run", "elsewhere/train.py"])
 
 
+@pytest.mark.parametrize("how", [["-mtrain"], ["-um", "train"], ["-cimport deepspeed"], ["-"], ["--module", "train"]])
+def test_names_are_told_by_options_however_they_are_written(
+    how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    require_first(["python", *how])
+    (tmp_path / "deepspeed.py").touch()
+    with pytest.raises(RuntimeError, match="in place of zeropp's stand-in"):
+        require_first(["python", *how])
+    require_first(["torchrun", "--nproc-per-node", "2", "other/train.py", *how])
+
+
+def test_a_script_is_where_its_link_leads_to(tmp_path: Path) -> None:
+    for folder in ("real", "links"):
+        (tmp_path / folder).mkdir()
+    for name in ("train.py", "deepspeed.py"):
+        (tmp_path / "real" / name).touch()
+    (tmp_path / "links/train.py").symlink_to(tmp_path / "real/train.py")
+    with pytest.raises(RuntimeError, match=r"real/deepspeed\.py would be imported"):
+        require_first(["python", str(tmp_path / "links/train.py")])
+
+
 def test_a_module_that_is_run_as_a_command_warns_of_nothing() -> None:
     env = {**compat.environment(), "PYTHONPATH": os.pathsep.join([STAND_IN, str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, "-W", "error", "-m", "deepspeed.utils.zero_to_fp32", "--help"]

@@ -70,7 +70,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> N
             if id(parameter) not in own:
                 raise ValueError(
                     f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
-                    "model; make the optimizer from model.parameters() of the very model that is wrapped"
+                    "model; make the optimizer from model.parameters() of the very model that is wrapped, and make a "
+                    "new one if this was wrapped before: it steps slices, of values that went on without it"
                 )
             state = optimizer.state.get(parameter, {})
             if any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
@@ -192,7 +193,7 @@ def refuse_inner_step(*args: object, **kwargs: object) -> None:
     """Stand in for the wrapped optimizer's ``step``, which would change weights behind the engine's back."""
     raise RuntimeError(
         "this optimizer is wrapped by a ZeroOptimizer; call step() on that one, or the new weights would never be "
-        "gathered"
+        "gathered. If that one was closed or destroyed, make a new optimizer: this one has slices, not parameters"
     )
 
 

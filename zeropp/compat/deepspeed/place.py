@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = ["STAND_IN", "VERSION", "require_alone", "require_first"]
 
+# Python's options for a module, a text or its standard input, alone or joined (-um pkg, -mpkg); and torchrun's.
+_BY_NAME = re.compile(r"-[bBdEhiIOPqRsSuvVx]*[cm].*|-|--module")
 # A folder that is no package: what is on the path has to hold the package, and may not be it.
 STAND_IN = str(Path(__file__).resolve().parent / "stand_in")
 # Whose calls these are, as libraries ask for; the folder with its metadata has the same one in its name.
@@ -46,13 +49,14 @@ def require_first(command: Sequence[str]) -> None:
     # The first is the script, whose folder Python looks in; others are arguments, such as a configuration in Python.
     script = next((each for each in command if each.endswith(".py")), None)
     before = list(command if script is None else command[: command.index(script)])
-    folders = [] if script is None else [Path(script).parent]
+    # The real one, where the script is a link to a file elsewhere.
+    folders = [] if script is None else [Path(script).resolve().parent]
     # A module or a text is looked for in the working directory; it may be a launcher, whose argument the script is.
-    by_name = not {"-c", "-m"}.isdisjoint(before)
+    by_name = any(_BY_NAME.fullmatch(each) for each in before)
     folders += [Path()] if by_name else []
     for found in (folder / name for folder in folders for name in ("deepspeed.py", "deepspeed/__init__.py")):
         # Behind a module it is an argument, most likely: a script of that name would find itself.
-        named = by_name and script is not None and found == Path(script)
+        named = by_name and script is not None and found.resolve() == Path(script).resolve()
         if found.exists() and not named:
             raise RuntimeError(
                 f"{found.resolve()} would be imported in place of zeropp's stand-in, since Python looks there first; "
