@@ -22,7 +22,7 @@ CLASSES = {
     "decoder": "LlamaForCausalLM", "encoder": "BertForMaskedLM", "encoder-decoder": "T5ForConditionalGeneration",
     "vision": "ViTForImageClassification", "experts": "MixtralForCausalLM",
 }  # fmt: skip
-KINDS = [*CLASSES, "resume", "lora"]
+KINDS = [*CLASSES, "resume", "again", "lora"]
 ROOT = Path(__file__).resolve().parents[2]
 EXACT = 2e-6  # float32, relative: sums over ranks are in another order
 
@@ -82,7 +82,7 @@ def compare(folder: Path, kinds: list[str], bound: float = EXACT) -> None:
 @pytest.mark.timeout(300)
 def test_trainer_trains_as_one_process(tmp_path: Path) -> None:
     """Decoder, encoder, encoder-decoder, vision, experts: losses, norms, evaluation, generation while partitioned, and
-    the file of ``save_model`` in plain transformers; a run that is resumed; LoRA.
+    the file of ``save_model`` in plain transformers; a run that is resumed; one model in three Trainers; LoRA.
     """
     compare(tmp_path, KINDS)
     adapters = tmp_path / "lora-ranks" / "final" / "adapter_model.safetensors"

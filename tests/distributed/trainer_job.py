@@ -208,6 +208,23 @@ def shrinks(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return {**told(trainer), "eval": trainer.evaluate()["eval_loss"]}
 
 
+def goes_on(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Three Trainers of one model: one evaluates, the next two train."""
+    begin()
+    args = [arguments(folder, f"again-{number}", config) for number in range(3)]
+    model = transformers.LlamaForCausalLM.from_pretrained(saved("decoder", folder))
+    first = made(model, args[0], "decoder")
+    found: dict[str, Any] = {"before": first.evaluate()["eval_loss"], "loss": [], "grad_norm": []}
+    # An engine that evaluates has frozen the model.
+    first.accelerator.free_memory()
+    for each in args[1:]:
+        begin()
+        trainer = made(model, each, "decoder")
+        trainer.train()
+        found = {**found, **{key: found[key] + values[:2] for key, values in told(trainer).items()}}
+    return {**found, "eval": trainer.evaluate()["eval_loss"]}
+
+
 def adapts(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """LoRA on a decoder: adapters and its head are trained and saved."""
     from peft import LoraConfig, get_peft_model
@@ -230,7 +247,7 @@ def with_(config: dict[str, Any], **zero: Any) -> dict[str, Any]:
 
 
 def run(folder: Path, kind: str) -> dict[str, Any]:
-    """A kind of :data:`MODELS`, "resume", "lora", "short", or one of these with another setting behind a colon."""
+    """A kind of :data:`MODELS`, "resume", "again", "lora", "short"; or one with another setting behind a colon."""
     kind, _, how = kind.partition(":")
     config = {
         "": ZERO3, "bf16": ZERO3, "1": with_(ZERO3, stage=1), "2": with_(ZERO3, stage=2),
@@ -238,6 +255,8 @@ def run(folder: Path, kind: str) -> dict[str, Any]:
     }[how]  # fmt: skip
     if kind == "resume":
         return resumes(folder, "decoder", config)
+    if kind == "again":
+        return goes_on(folder, config)
     if kind == "lora":
         return adapts(folder, config)
     if kind == "short":

@@ -195,10 +195,15 @@ def _make_optimizer(
         return optimizer
     if optimizer is None and loaded.optimizer is None:
         return None
-    params = model_parameters
-    if params is None:
-        # Frozen ones would be slices without gradients; a group of those that are unfrozen later can be added.
-        params = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Frozen ones would be slices without gradients; a group of those that are unfrozen later can be added.
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    params: Any = list(trained if model_parameters is None else model_parameters)
+    if not params:
+        raise ValueError(
+            "there is an optimizer to make, and no parameter for it: none was given, or none of the model requires "
+            "gradients. An engine without an optimizer freezes its model until destroy(), as Accelerate's "
+            "free_memory() calls it; or call model.requires_grad_()"
+        )
     if optimizer is not None:
         if not callable(optimizer):
             raise TypeError(
