@@ -34,7 +34,7 @@ class TakesLosses:
         """A micro-batch's loss as :meth:`backward` takes it: divided, and times :attr:`loss_scale`.
 
         Args:
-            loss: scalar.
+            loss: scalar, and all of it: what is added afterwards is neither divided nor scaled.
             scale_wrt_gas: divide it by the configured gradient_accumulation_steps.
 
         Raises:

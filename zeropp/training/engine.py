@@ -136,7 +136,7 @@ class Engine(Saving, Accessors, nn.Module):
         """The loss as :meth:`backward` would take it, for ``engine.scale(loss).backward()``: divided, and scaled.
 
         Args:
-            loss: scalar.
+            loss: scalar, and all of it: what is added afterwards is neither divided nor scaled.
             scale_wrt_gas: False if the loss has been divided already.
         """
         return self._trained("scale").scale(loss, scale_wrt_gas=scale_wrt_gas)
