@@ -125,8 +125,14 @@ def nothing(model: nn.Module, optimizer: zeropp.ZeroOptimizer) -> None:
 ALONE: dict[str, tuple[Callable[[nn.Module, zeropp.ZeroOptimizer], None], str]] = {
     "full_state": (alone_full_state, r"rank 0 called full_state\(\) alone; it is collective"),
     "GatheredParameters": (alone_gathered, "rank 0 called GatheredParameters of .* alone; it is collective"),
-    "evaluation": (alone_evaluation, "different numbers of forwards.*: rank 0 in a forward without gradients, in eval"),
-    "step": (alone_step, r"different numbers of forwards.*: rank 0 in step\(\), rank 1 in a forward with gradients"),
+    "evaluation": (
+        alone_evaluation,
+        "different forwards, backwards or steps.*: rank 0 in a forward without gradients, in eval",
+    ),
+    "step": (
+        alone_step,
+        r"different forwards, backwards or steps.*: rank 0 in step\(\), rank 1 in a forward with gradients",
+    ),
     "nothing": (nothing, "rank 0 does not wait for others: failed or ended"),
 }
 

@@ -38,8 +38,8 @@ WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
         (
             {0: Account("waiting", where=EVALUATION), 1: WAITING},
             2,
-            "the ranks made different numbers of forwards, backwards or steps: rank 0 in a forward without gradients, "
-            "in eval mode, rank 1 in a forward with gradients",
+            "the ranks made different forwards, backwards or steps, or numbers of them: rank 0 in a forward without "
+            "gradients, in eval mode, rank 1 in a forward with gradients",
         ),
         (
             {0: WAITING, 1: Account("asking for unit 'head'", where=FORWARD)},
@@ -70,6 +70,8 @@ def test_phases_in_words() -> None:
     assert describe_phase(("forward", "", True, True)) == "a forward with gradients"
     assert describe_phase(("forward", "head", False, False)) == "a forward of 'head' without gradients, in eval mode"
     assert describe_phase(("backward", False, 3, ("forward", "", True, True))) == "a backward"
+    parts = [("forward", path, True, True) for path in ("encoder", "")]
+    assert describe_phase(("backward", False, 3, *parts)) == "a backward after forwards of 'encoder', the model"
 
 
 def test_names_of_ranks() -> None:

@@ -101,7 +101,7 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
     places = _by({rank: account.where for rank, account in accounts.items()})
     if len(places) > 1:
         parts = ", ".join(f"{name_ranks(ranks)} in {where or 'no pass'}" for where, ranks in places.items())
-        return f"the ranks made different numbers of forwards, backwards or steps: {parts}"
+        return f"the ranks made different forwards, backwards or steps, or numbers of them: {parts}"
     if len(_by({rank: account.doing for rank, account in accounts.items()})) > 1:
         return "the ranks ran different modules, or in another order; look for code that depends on the rank"
     return "all ranks wait for each other at the same place: a connection or a device may be stuck"

@@ -27,9 +27,12 @@ class Phase(Enum):
 def describe_phase(key: PhaseKey) -> str:
     """A kind of phase in words, for errors."""
     if key[0] == "backward":
-        # Mostly there is one; where ranks have run others, which nobody has taken to a backward, their numbers tell.
-        forwards = sum(isinstance(part, tuple) for part in key)
-        return "a backward" if forwards < 2 else f"a backward after {forwards} forwards with gradients"
+        # Mostly there is one; where ranks have run others, which nobody has taken to a backward, their numbers tell,
+        # and their order where they are of parts of the model.
+        paths = [part[1] for part in key if isinstance(part, tuple)]
+        if any(paths):
+            return f"a backward after forwards of {', '.join(repr(path) if path else 'the model' for path in paths)}"
+        return "a backward" if len(paths) < 2 else f"a backward after {len(paths)} forwards with gradients"
     # ("forward", path of the module that was called, training, grad mode): see Engine._begin_forward.
     _, path, training, grad = key
     where = f" of {path!r}" if path else ""
