@@ -42,6 +42,8 @@ def play(calls: str, steps: int = 4, *, managed: bool = True) -> str:
         ("ffbb s ffbb s ffbb s ffbb s", "...T"),  # and two forwards
         ("f p b p b s f b s f b s f b s", "...T"),  # an auxiliary loss from a part of the model
         ("p b s p b s p b s p b s", "...T"),  # a model that is never called as a whole
+        ("f b s p b s p b s p b s", "...T"),  # or once
+        ("p b s f b s p b p b s f b s p b s", "...T."),
         ("fb fb fb fb s fb fb fb fb s", "TT"),
         ("fb fb fb fb sz fb fb s fb s fb fb fb fb s", "TzTTT"),  # short windows, even of one
         ("fb fb fb fb fb fb s", "T"),  # a long one

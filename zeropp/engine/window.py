@@ -17,6 +17,8 @@ __all__ = ["Window"]
 class Window:
     """Counts micro-batches: all backwards since the last forward of the root that recorded a graph are one.
 
+    So are those since a ``step()`` that did nothing: whoever calls it after each micro-batch has said where one ends.
+
     Args:
         steps: micro-batches in a window, gradient_accumulation_steps.
         managed: False leaves the boundary to the caller from the start.
@@ -127,6 +129,8 @@ class Window:
             return self._owned or self.count > 0
         if self.unfinished:
             self._asked = self._ever_asked = self._keeps = True
+            # Also where parts of the model are run from here on.
+            self._fresh = True
             return False
         return True
 
