@@ -152,7 +152,7 @@ def test_a_model_of_stage_3_stays_partitioned(more: dict[str, Any], how: str) ->
 
 
 def away(how: str) -> tuple[float, float]:
-    """Of stage 2, where not all weights are at hand: how far they are afterwards, and where training goes on."""
+    """Distances, where a stage 2 has not all weights at hand: of those left, and of a training that goes on."""
     model, plain = model_of(), model_of()
     if how == "frozen codes":
         for each in (model, plain):

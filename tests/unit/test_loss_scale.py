@@ -122,7 +122,7 @@ def test_a_scaled_backward_that_fails_is_over() -> None:
 
 
 def plain() -> LossScale:
-    """Of float32, whose losses count for a part of a window unless somebody has divided them."""
+    """One for float32, whose losses count for a part of a window unless somebody has divided them."""
     own = LossScale(load_config(None).fp16, 1.0)
     own.divides_plain = True
     return own
@@ -165,6 +165,16 @@ def test_a_loss_of_detached_outputs_stands_for_them_up_to_the_step(make: Any) ->
     else:
         with pytest.raises(RuntimeError, match="not scaled"):
             output().sum().backward()
+
+
+def test_several_losses_of_one_backward_are_over_with_it() -> None:
+    """Also those that autograd comes to when the model's backward has begun."""
+    own, weight = scale(), torch.ones(2, requires_grad=True)
+    early = own.apply(weight.sum())
+    late = own.apply(begins(own, weight))
+    torch.autograd.backward([early, late])
+    with pytest.raises(RuntimeError, match="not scaled"):
+        begins(own, weight).backward()
 
 
 def test_a_scaled_loss_keeps_its_scale() -> None:

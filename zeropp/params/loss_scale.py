@@ -227,8 +227,9 @@ def _running() -> list[_Scaled]:
 def _begin(owner: weakref.ref[LossScale], value: float) -> None:
     """The running backward comes to a loss with this scale."""
     task = current_graph_task()
-    for each in _running():
-        if each.task == task and each.value != value:
+    same = [each for each in _running() if each.task == task]
+    for each in same:
+        if each.value != value:
             # Where both losses go through one model, no single factor takes both scales out.
             raise RuntimeError(
                 f"one backward goes through losses with scales {each.value:g} and {value:g}, of two engines; take each "
@@ -239,5 +240,6 @@ def _begin(owner: weakref.ref[LossScale], value: float) -> None:
         if (this := owner()) is not None:
             this._unmet = None if scaled.met else value
 
-    scaled = _Scaled(task, value, queue_end_of_backward(over))
+    # Of several losses of one backward, the first may have come to the model already.
+    scaled = _Scaled(task, value, queue_end_of_backward(over), met=any(each.met for each in same))
     LossScale._running.append(scaled)

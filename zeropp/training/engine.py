@@ -77,8 +77,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.loaded_config, self.config = loaded, given
         # Held here: without an optimizer nobody else would.
-        self.core, self.device = core, core.device
-        self._frozen = frozen
+        self.core, self.device, self._frozen = core, core.device, frozen
         # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
         core.reductions.loss_scale.divides_plain = True
         # Of what no step changes, as an average of weights, rounded values would be all there is.
@@ -394,15 +393,12 @@ class Engine(Saving, Accessors, nn.Module):
         that, and zeropp's threads and groups, goes with the model. Either can be given to ``initialize`` once more, and
         in stage 3 main weights go on from there.
         """
-        if self._destroyed or self.core.closed:
-            return  # before, or by a newer engine, whose the model is now
+        if self._destroyed or self.core.closed:  # before, or by a newer engine, whose the model is now
+            return
         weights = cached_whole(self.core)
         if weights or self.core.agreement.lost is not None:
-            # It closes what gathers and reduces, after the step that the host may be at.
-            if self.optimizer is not None:
-                self.optimizer.close()
-            else:
-                self.core.close()
+            # The optimizer closes what gathers and reduces, after the step that the host may be at.
+            (self.core if self.optimizer is None else self.optimizer).close()
             give_back(weights)
         elif self.optimizer is not None:
             self.optimizer.retired = True  # the model's modules have the core, for as long as nobody takes it over

@@ -80,14 +80,12 @@ def initialize(
     # Before anything is asked of ranks; a wrong file is an error without them.
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     local_rank = _align_local_rank(args)
-    group = _group(mpu)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
-    wrapped, core, frozen = _wrap(loaded, model, inner, group, args)
+    wrapped, core, frozen = _wrap(loaded, model, inner, _group(mpu), args)
     scheduler = _make_scheduler(loaded, wrapped, lr_scheduler)
     engine = Engine(
-        model, wrapped, scheduler, loaded, given,
-        core=core, frozen=frozen, local_rank=local_rank, collate_fn=collate_fn,
-    )  # fmt: skip
+        model, wrapped, scheduler, loaded, given, core=core, frozen=frozen, local_rank=local_rank, collate_fn=collate_fn
+    )
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, wrapped, engine.training_dataloader, engine.lr_scheduler
