@@ -142,29 +142,49 @@ def test_a_loss_may_be_edited_in_place_after_it_was_scaled() -> None:
     assert own.factor == 0.25
 
 
-@pytest.mark.parametrize("make", [plain, scale])
-def test_a_loss_of_detached_outputs_stands_for_them_up_to_the_step(make: Any) -> None:
-    """As of a gradient cache: the outputs' own backwards, of which there may be several, begin with its gradients."""
-    own, weight = make(), torch.ones(2, requires_grad=True)
+def begins_window(of: LossScale, weight: torch.Tensor) -> torch.Tensor:
+    output = weight * 2
+    output.register_hook(lambda _: of.backward_begins(4, first=True))
+    return output
 
-    def output() -> torch.Tensor:
-        found = weight * 2
-        found.register_hook(lambda _: own.backward_begins(4, first=True))
-        return found
 
-    outputs = output(), output()
-    leaves = [each.detach().requires_grad_() for each in outputs]
-    own.apply(torch.stack(leaves).sum()).backward()
-    for each, leaf in zip(outputs, leaves, strict=True):
-        each.backward(leaf.grad)
-        assert own.factor == (1.0 if make is plain else 0.5 / own.value)
-    own.update(overflow=False)
-    if make is plain:
-        output().sum().backward()
-        assert own.factor == 0.25
-    else:
-        with pytest.raises(RuntimeError, match="not scaled"):
-            output().sum().backward()
+@pytest.mark.parametrize("end", ["update", "forget", "load"])
+@pytest.mark.parametrize("scaled_by", ["this engine", "another"])
+def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(scaled_by: str, end: str) -> None:
+    """As of a gradient cache, over one model or two; and up to the end of the window."""
+    own, weight = plain(), torch.ones(2, requires_grad=True)
+    owner = own if scaled_by == "this engine" else plain()
+    output = begins_window(own, weight)
+    leaf = output.detach().requires_grad_()
+    owner.apply(leaf.sum()).backward()
+    with pytest.raises(
+        RuntimeError, match=r"whose model its backward did not come to.*take the loss to loss\.backward"
+    ):
+        output.backward(leaf.grad)
+    # What the error says to do: the loss by itself, and the outputs by the engine.
+    own.apply((begins_window(own, weight) * leaf.grad).sum()).backward()
+    assert own.factor == 1.0
+    {"update": lambda: owner.update(overflow=False), "forget": owner.forget,
+     "load": lambda: owner.load_state_dict(owner.state_dict())}[end]()  # fmt: skip
+    begins_window(own, weight).sum().backward()
+    assert own.factor == 0.25
+
+
+def test_where_nothing_is_divided_detached_outputs_are_as_in_torch() -> None:
+    own, weight = LossScale(load_config(None).fp16, 1.0), torch.ones(2, requires_grad=True)
+    output = begins_window(own, weight)
+    leaf = output.detach().requires_grad_()
+    own.apply(leaf.sum()).backward()
+    output.backward(leaf.grad)
+    assert own.factor == 1.0
+
+
+def test_a_loss_that_meets_its_model_by_another_way_leaves_nothing_behind() -> None:
+    """As of a discriminator's loss on what a generator made, and then a plain one of either."""
+    first, second, weight = plain(), plain(), torch.ones(2, requires_grad=True)
+    second.apply((begins_window(first, weight) + begins_window(second, weight)).sum()).backward()
+    begins_window(first, weight).sum().backward()
+    assert first.factor == 0.25 and second.factor == 1.0
 
 
 def test_several_losses_of_one_backward_are_over_with_it() -> None:

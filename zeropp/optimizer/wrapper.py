@@ -399,6 +399,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """A new window begins, with nothing to show."""
         self.boundary.invalidate()
         self.engine.window.restart()
+        self.engine.reductions.loss_scale.forget()
         for part in self.slices.stepped:
             part.show_gradient(False)
 

@@ -6,13 +6,15 @@ is not finite, on every rank. A loss may come from several models, each with a s
 its backward, which all of them take out.
 
 That a loss was scaled is said by the backward that goes through it: whoever scales one may want to look at it, and no
-more. A scaled loss of detached outputs comes to no model by itself; its gradients do, by backwards that begin at the
-outputs (a gradient cache, losses in chunks). So a scaled backward that met no model stands for those up to the step.
+more. What backward makes of a scaled loss of detached outputs (a gradient cache, a loss in chunks) is scaled, too, and
+nothing says so where it goes on from the outputs: there a plain loss is refused, since it may be either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,10 @@ __all__ = ["LossScale", "LossScaleError"]
 _log = logging.getLogger("zeropp")
 
 _FACTOR = 2.0
+_DETACHED = (
+    ". Of outputs that were detached take the loss to loss.backward(), and then (outputs * gradients).sum() to "
+    "optimizer.backward()"
+)
 
 
 class LossScaleError(RuntimeError):
@@ -40,15 +46,19 @@ class _Scaled:
 
     Attributes:
         task: autograd's number of it.
+        thread: in which it came to the loss.
+        owner: whose scale it is.
         value: the scale.
         running: dead once it is over.
-        met: whether it has come to a model.
+        met: whether it has come to the owner's model.
     """
 
     task: int
+    thread: int
+    owner: weakref.ref[LossScale]
     value: float
     running: weakref.ref[Any]
-    met: bool = False
+    met: bool
 
 
 class LossScale:
@@ -71,8 +81,10 @@ class LossScale:
         iterations: steps so far, skipped ones included; of a dynamic scale.
     """
 
-    # Of all models: a loss may go through several.
+    # Of all models: a loss may go through several. And those whose own model a scaled backward of this window has not
+    # come to.
     _running: ClassVar[list[_Scaled]] = []
+    _unmet: ClassVar[weakref.WeakSet[LossScale]] = weakref.WeakSet()
 
     def __init__(self, config: Fp16Config, factor: float) -> None:
         self._config = config
@@ -85,7 +97,6 @@ class LossScale:
         self.divides_plain = False
         # Of the losses of a window: a micro-batch's part, where they were not divided, and the scale that they have.
         self._share, self._scale = 1.0, self.value
-        self._unmet: float | None = None  # the scale of a backward that met no model
         self._last_overflow = -1
         self._left = config.hysteresis  # overflows until the scale is halved, that one included
         # Waits for what has become of the last step, where the host does not know yet.
@@ -120,15 +131,20 @@ class LossScale:
             first: whether this backward is the first of one.
 
         Raises:
-            RuntimeError: it was not scaled, and float16 needs it; or losses of one window were divided in two ways, or
-                have two scales.
+            RuntimeError: it was not scaled, and float16 needs it; or it may have been, by way of detached outputs; or
+                losses of one window were divided in two ways, or have two scales.
         """
         scale = self._found()
         if scale is None and self._config.enabled:
             # Small gradients would vanish.
             raise RuntimeError(
                 "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
-                "or optimizer.scale(loss).backward()"
+                f"or optimizer.scale(loss).backward(){_DETACHED if LossScale._unmet else ''}"
+            )
+        if scale is None and self.divides_plain and steps > 1 and LossScale._unmet:
+            raise RuntimeError(
+                "a loss of this window was scaled by an engine whose model its backward did not come to, so whether "
+                f"this one is to be divided by the {steps} micro-batches cannot be told{_DETACHED}"
             )
         share = 1 / steps if scale is None and self.divides_plain else 1.0
         scale = 1.0 if scale is None else scale
@@ -148,11 +164,16 @@ class LossScale:
     def _found(self) -> float | None:
         """The scale of the loss whose backward has come to this model; None if it has none."""
         running, task = _running(), current_graph_task()
-        # Of another task where checkpointing runs a backward inside that of the loss.
-        found = [each for each in running if each.task == task] or running
+        # Of another task where checkpointing runs a backward inside that of the loss, mostly in the same thread.
+        found = [each for each in running if each.task == task]
+        found = found or [each for each in running if each.thread == threading.get_ident()] or running
         for each in found:
-            each.met = True
-        return found[-1].value if found else self._unmet
+            each.met |= each.owner() is self
+        return found[-1].value if found else None
+
+    def forget(self) -> None:
+        """The window's gradients are forgotten, and what was said of its losses."""
+        LossScale._unmet.discard(self)
 
     def update(self, *, overflow: bool) -> None:
         """A step was taken, or skipped.
@@ -160,7 +181,7 @@ class LossScale:
         Raises:
             RuntimeError: it overflowed at the least scale; on every rank.
         """
-        self._unmet = None
+        self.forget()
         # A static scale is the user's: an overflow there is skipped and counted, and no more.
         if not self.dynamic:
             return
@@ -212,6 +233,7 @@ class LossScale:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state; a static scale stays as it is configured."""
+        self.forget()
         # A run may go on with another scale than it was saved with, but only if somebody has said so.
         if self.dynamic:
             self.value, self.iterations = float(state["value"]), int(state["iterations"])
@@ -220,8 +242,11 @@ class LossScale:
 
 def _running() -> list[_Scaled]:
     """Backwards of scaled losses that are not over; one that failed is."""
-    LossScale._running = [each for each in LossScale._running if each.running() is not None]
-    return LossScale._running
+    for each in [each for each in LossScale._running if each.running() is None]:
+        # Another thread may have been first.
+        with contextlib.suppress(ValueError):
+            LossScale._running.remove(each)
+    return list(LossScale._running)
 
 
 def _begin(owner: weakref.ref[LossScale], value: float) -> None:
@@ -237,9 +262,10 @@ def _begin(owner: weakref.ref[LossScale], value: float) -> None:
             )
 
     def over() -> None:
-        if (this := owner()) is not None:
-            this._unmet = None if scaled.met else value
+        if not scaled.met and (this := owner()) is not None:
+            LossScale._unmet.add(this)
 
     # Of several losses of one backward, the first may have come to the model already.
-    scaled = _Scaled(task, value, queue_end_of_backward(over), met=any(each.met for each in same))
+    met = any(each.met for each in same if each.owner() is owner())
+    scaled = _Scaled(task, threading.get_ident(), owner, value, queue_end_of_backward(over), met)
     LossScale._running.append(scaled)
