@@ -132,8 +132,12 @@ def queue_end_of_backward(callback: Callable[[], None]) -> weakref.ref[Callable[
 
 
 def will_execute(node: Node) -> bool:
-    """Whether the running backward pass comes to a node of the graph."""
-    return torch._C._will_engine_execute_node(node)
+    """Whether the running backward pass comes to a node of the graph; a leaf's counts as one in ``autograd.grad``."""
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # There torch does not tell for leaves. Most often they are what the gradients are asked for.
+        return True
 
 
 def is_compiled(module: nn.Module) -> bool:

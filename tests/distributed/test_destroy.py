@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -115,7 +116,12 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
         engine.offload_states()
     engine.destroy()
     engine.destroy()
-    for call in (engine.step, engine.zero_grad, lambda: engine.backward(torch.zeros(()))):
+    trains: dict[str, Any] = {
+        "engine": engine.step, "optimizer": engine.optimizer.step, "zero_grad": engine.zero_grad,
+        "loss": lambda: engine.backward(torch.zeros(())), "model": lambda: model(batch(7, 0).to(kind)),
+        "state": engine.optimizer.state_dict,
+    }  # fmt: skip
+    for call in trains.values():
         with pytest.raises(RuntimeError, match=r"engine.destroy\(\) or another wrapping"):
             call()
     main = zeropp.full_state(model)
@@ -156,7 +162,7 @@ def away(how: str) -> tuple[float, float]:
     model, plain = model_of(), model_of()
     if how == "frozen codes":
         for each in (model, plain):
-            each.blocks[1].requires_grad_(False)
+            cast(Any, each).blocks[1].requires_grad_(False)
     zero = {"zero_quantized_nontrainable_weights": how == "frozen codes"}
     engine = engine_of(model, 2, zero=dict(zero))
     train(engine, 0, 2)
@@ -204,6 +210,53 @@ def of_inference(stage: int) -> float:
 def test_a_model_that_was_evaluated(stage: int) -> None:
     """What is trained is what was before; the rest stays frozen."""
     assert max(run_ranks(2, of_inference, stage)) == 0.0
+
+
+def chosen_meanwhile(how: str) -> list[str]:
+    """Names of what is trained after two engines for inference, of which the first one failed, or after one."""
+    model = model_of()
+    only = settings(gradient_accumulation_steps=1)
+    del only["optimizer"], only["scheduler"]
+    with pytest.raises(ValueError, match="hpz"):
+        zeropp.initialize(model=model, config={**only, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}})
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    engines = [zeropp.initialize(model=model, config=only)[0] for _ in range(2 if how == "twice" else 1)]
+    if how == "adapter":
+        model.adapter = nn.Linear(2, 2).double()
+    for engine in engines:
+        engine.destroy()
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_what_evaluating_has_frozen_is_trainable_again_unless_somebody_has_chosen() -> None:
+    names = [name for name, _ in model_of().named_parameters()]
+    assert run_ranks(2, chosen_meanwhile, "twice") == [names] * 2
+    assert run_ranks(2, chosen_meanwhile, "adapter") == [["adapter.weight", "adapter.bias"]] * 2
+
+
+def rounded_elsewhere(how: str) -> tuple[float, float]:
+    """Distances of what is left of a stage 2 under autocast, and inside of an average that is applied."""
+    model = model_of().float()
+    more = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}} if how == "autocast" else {}
+    engine = engine_of(model, 2, **more)
+    average = zeropp.ema(model, decay=0.5)
+    for number in range(2):
+        engine.backward(engine(batch(number, dist.get_rank()).float()).float().square().mean())
+        engine.step()
+        average.update()
+    main = zeropp.full_state(model)
+    with average.applied() if how == "average" else contextlib.nullcontext():
+        engine.destroy()
+    with torch.no_grad():
+        model(batch(0, 0).float())
+    left = worst(zeropp.full_state(model), main)
+    engine_of(model, 2)
+    return left, worst(zeropp.full_state(model), main)
+
+
+@pytest.mark.parametrize("how", ["autocast", "average"])
+def test_weights_that_are_not_the_main_ones_are_not_left_behind(how: str) -> None:
+    assert run_ranks(2, rounded_elsewhere, how) == [(0.0, 0.0)] * 2
 
 
 def holders(stage: int) -> tuple[bool, bool]:

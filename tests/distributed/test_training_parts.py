@@ -208,3 +208,41 @@ def test_checkpointing_around_the_whole_model(kind: str, reentrant: bool) -> Non
     """Its inputs are cast whenever it runs."""
     plainly, found = (run_ranks(2, recomputed, kind, around, reentrant) for around in (False, True))
     assert found == plainly and plainly[0][3] != plainly[0][0]
+
+
+class Inward(torch.nn.Module):
+    """Calls itself once, with what is to stay in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        if scale is None:
+            found: torch.Tensor = self(x, torch.tensor([1003.3]))
+            return found
+        assert scale.dtype == torch.float32
+        return self.layer(x) * scale.to(x.dtype)
+
+
+def inward() -> torch.dtype:
+    config = settings(bf16={"enabled": True})
+    return zeropp.initialize(model=Inward(), config=config)[0](torch.ones(2, 4)).dtype
+
+
+def test_a_model_that_calls_itself_has_its_outer_inputs_cast_alone() -> None:
+    assert run_ranks(2, inward) == [torch.bfloat16] * 2
+
+
+def salient() -> float:
+    """Distance of a gradient with respect to inputs, by a frozen model."""
+    engine, plain = zeropp.initialize(model=model_of(), config=settings())[0], model_of()
+    engine.module.requires_grad_(False)
+    x, same = (batch(0, torch.distributed.get_rank()).requires_grad_() for _ in range(2))
+    (found,) = torch.autograd.grad(engine(x).square().mean(), x)
+    (wanted,) = torch.autograd.grad(plain(same).square().mean(), same)
+    return apart(found, wanted)
+
+
+def test_gradients_of_inputs_alone() -> None:
+    assert run_ranks(2, salient) == [0.0, 0.0]

@@ -124,6 +124,8 @@ def test_names_are_told_by_options_however_they_are_written(
     with pytest.raises(RuntimeError, match="in place of zeropp's stand-in"):
         require_first(["python", *how])
     require_first(["torchrun", "--nproc-per-node", "2", "other/train.py", *how])
+    for launcher in (["mpirun", "-mca", "btl", "tcp"], ["mpirun", "-map-by", "node"], ["srun", "-c4"]):
+        require_first([*launcher, "python", "-u", "other/train.py", "-model", "small"])
 
 
 def test_a_script_is_where_its_link_leads_to(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
     """
     # Asked whether it runs, an engine forgets a backward that has failed, with what that has brought, which a plain
     # model would add to its next gradients.
-    if engine.closed or engine.running or engine.agreement.lost is not None:
+    if engine.closed or engine.running or engine.averaged or engine.agreement.lost is not None:
+        return {}
+    # Some of these weights are rounded, and some not: what a plain forward does with them ends in an error.
+    if engine.maker.config.torch_autocast.enabled:
         return {}
     # What comes now is cleaning up, after an error perhaps: another one would hide it.
     with contextlib.suppress(RuntimeError):
@@ -91,7 +94,7 @@ def former_engines(model: nn.Module) -> list[Engine]:
                 "that has its values, and let go of a ZeroOptimizer without close() to wrap its model again"
             )
         # An optimizer that lives would go on stepping former main weights, and the new engine not know of it.
-        if handler.listener is not None and not getattr(handler.listener, "retired", False):
+        if handler.listener is not None and not handler.retired:
             raise ValueError(
                 f"parameter {name!r} is already managed by a ZeroOptimizer; give several parameter groups to one "
                 "optimizer, or let go of that one first (del optimizer): the next takes the main weights over"

@@ -108,8 +108,8 @@ class Engine(GuardHandler):
         self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
         self.parking, self.loans = Parking(), Loans()  # what is away; uses of GatheredParameters that are open
-        # Main weights hold an average; the engine is off its model; a state dict is being copied into the parameters.
-        self.averaged = self.closed = self.loading = False
+        # Main weights hold an average; it is off its model; a state dict is copied in; the next may take its place.
+        self.averaged = self.closed = self.loading = self.retired = False
         self.unit_of = {id(parameter): unit for unit in self.units for parameter in unit.parameters}
 
     # Forward.
@@ -128,7 +128,7 @@ class Engine(GuardHandler):
                 self.finish_load()
                 self.refresh.start_put_off()
                 self._begin_forward(hooked, training)
-            if not running or hooked.path == "":  # the whole model, run once more by checkpointing around it, too
+            if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too
                 changed = cast_inputs(args, kwargs, self.input_dtype)
             for unit in hooked.units:
                 unit.users += 1

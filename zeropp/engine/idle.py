@@ -17,6 +17,7 @@ class Occupied(Protocol):
 
     Attributes:
         closed: it was taken off its model.
+        retired: it is not trained any more.
         phase: the running pass.
         loans: uses of GatheredParameters that are open.
         averaged: main weights hold an average.
@@ -24,6 +25,7 @@ class Occupied(Protocol):
     """
 
     closed: bool
+    retired: bool
     phase: Phase
     loans: Loans
     averaged: bool
@@ -37,7 +39,7 @@ class Occupied(Protocol):
 
 def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, needs: Collection[str]) -> None:
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
-    if engine.closed:
+    if engine.closed or (engine.retired and "lp_grads" in needs):
         raise ended(what)
     if engine.running:
         raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")

@@ -64,10 +64,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             does not wait for a step, it waits for it when one of these four is asked for.
         grad_scaler: torch's, if one scales the losses and errors are carried over (``zeropp_loco_param``): they follow
             its scale. Without it a change of the scale disturbs them for a step.
-        retired: the next one that wraps the model may take its weights over, as if this one were gone.
     """
-
-    retired = False
 
     grad_norm: float | None = told("grad_norm")
     skipped_steps: int = told("skipped_steps")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.loss_scale import LossScaleError
 from zeropp.training.accessors import ABSENT, Accessors
 from zeropp.training.data import make_loader
+from zeropp.training.inference import thaw
 from zeropp.training.saving import Saving
 
 __all__ = ["Engine"]
@@ -55,7 +56,6 @@ class Engine(Saving, Accessors, nn.Module):
         given: dict[str, Any],
         *,
         core: Core,
-        frozen: Sequence[nn.Parameter],
         local_rank: int,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
@@ -68,7 +68,6 @@ class Engine(Saving, Accessors, nn.Module):
             loaded: the configuration, checked.
             given: the same as the user gave it.
             core: that the model has.
-            frozen: parameters that are so for this engine's time alone.
             local_rank: of this process on its node.
             collate_fn: makes batches, in loaders that are made here.
         """
@@ -77,7 +76,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
         self.loaded_config, self.config = loaded, given
         # Held here: without an optimizer nobody else would.
-        self.core, self.device, self._frozen = core, core.device, frozen
+        self.core, self.device = core, core.device
         # loss.backward() is as good as engine.backward(loss), which DeepSpeed documents.
         core.reductions.loss_scale.divides_plain = True
         # Of what no step changes, as an average of weights, rounded values would be all there is.
@@ -91,7 +90,7 @@ class Engine(Saving, Accessors, nn.Module):
         self.training_dataloader: DataLoader[Any] | None = None
         self.batch = loaded.resolve_batch(core.comm.world)
         self.micro_steps = self.global_steps = self.global_samples = 0
-        self._coalescing = self._applied = self._destroyed = False
+        self._coalescing = self._applied = False
 
     def __getattr__(self, name: str) -> Any:
         """The model's attributes."""
@@ -393,18 +392,15 @@ class Engine(Saving, Accessors, nn.Module):
         that, and zeropp's threads and groups, goes with the model. Either can be given to ``initialize`` once more, and
         in stage 3 main weights go on from there.
         """
-        if self._destroyed or self.core.closed:  # before, or by a newer engine, whose the model is now
+        if self.core.retired or self.core.closed:  # before, or by a newer engine, whose the model is now
             return
         weights = cached_whole(self.core)
         if weights or self.core.agreement.lost is not None:
             # The optimizer closes what gathers and reduces, after the step that the host may be at.
             (self.core if self.optimizer is None else self.optimizer).close()
             give_back(weights)
-        elif self.optimizer is not None:
-            self.optimizer.retired = True  # the model's modules have the core, for as long as nobody takes it over
-        for parameter in self._frozen:
-            parameter.requires_grad_(True)
-        self._destroyed = True
+        self.core.retired = True  # where it is not closed, the model's modules have it until somebody takes it over
+        thaw(self.core, self.module)
 
     def _trained(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:
@@ -412,7 +408,7 @@ class Engine(Saving, Accessors, nn.Module):
                 f"{what}() needs an optimizer, and this engine was made without one, for inference; give initialize() "
                 'an optimizer, or an "optimizer" block in the configuration'
             )
-        if self._destroyed:
-            # In stage 3 it could still be trained, and a script that goes on with it has not meant that.
+        # In stage 3 it could still be trained, and a script that goes on with it has not meant that.
+        if self.core.retired:
             raise ended(what)
         return self.optimizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -9,9 +11,14 @@ from zeropp.comm.members import Group
 from zeropp.config import Config, require_supported
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.params.guard import handler_of
 from zeropp.setup.build import build_engine
 
-__all__ = ["wrap_for_inference"]
+__all__ = ["thaw", "wrap_for_inference"]
+
+
+# Parameters that an engine has frozen for its time, which its model may keep.
+_frozen: weakref.WeakKeyDictionary[Engine, list[nn.Parameter]] = weakref.WeakKeyDictionary()
 
 
 class _Nobody:
@@ -30,9 +37,7 @@ class _Nobody:
         """There was none."""
 
 
-def wrap_for_inference(
-    model: nn.Module, config: Config, group: Group, device: torch.device | None
-) -> tuple[Engine, list[nn.Parameter]]:
+def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Engine:
     """Partition a model that is not going to be trained; all its parameters are frozen. Collective.
 
     Args:
@@ -40,9 +45,6 @@ def wrap_for_inference(
         config: of which partitioning, ``offload_param``, ``bf16`` or ``fp16``, and what encodes weights have an effect.
         group: ranks to partition over; None for all.
         device: to compute on; None for the model's.
-
-    Returns:
-        The engine; the parameters that were not frozen before.
 
     Raises:
         ConfigError, TypeError, ValueError: configuration, model or group cannot be used.
@@ -55,7 +57,28 @@ def wrap_for_inference(
     config = config.model_copy(update={"zero_optimization": zero})
     require_supported(config)
     # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad or _is_frozen(parameter)]
     model.requires_grad_(False)
-    # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
-    return build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0), trained
+    try:
+        # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
+        engine = build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0)
+    except BaseException:
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        raise
+    _frozen[engine] = trained
+    return engine
+
+
+def _is_frozen(parameter: nn.Parameter) -> bool:
+    """Whether an engine that has evaluated the model has frozen this one."""
+    handler = handler_of(parameter)
+    return isinstance(handler, Engine) and any(parameter is each for each in _frozen.get(handler, ()))
+
+
+def thaw(engine: Engine, model: nn.Module) -> None:
+    """Let what :func:`wrap_for_inference` has frozen be trainable again, unless somebody has chosen what is."""
+    # As peft does, which freezes all and adds what is trained.
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        for parameter in _frozen.pop(engine, ()):
+            parameter.requires_grad_(True)

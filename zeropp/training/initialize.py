@@ -81,11 +81,9 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     local_rank = _align_local_rank(args)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
-    wrapped, core, frozen = _wrap(loaded, model, inner, _group(mpu), args)
+    wrapped, core = _wrap(loaded, model, inner, _group(mpu), args)
     scheduler = _make_scheduler(loaded, wrapped, lr_scheduler)
-    engine = Engine(
-        model, wrapped, scheduler, loaded, given, core=core, frozen=frozen, local_rank=local_rank, collate_fn=collate_fn
-    )
+    engine = Engine(model, wrapped, scheduler, loaded, given, core=core, local_rank=local_rank, collate_fn=collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, wrapped, engine.training_dataloader, engine.lr_scheduler
@@ -93,20 +91,20 @@ def initialize(
 
 def _wrap(
     loaded: Config, model: nn.Module, inner: Optimizer | None, group: Group, args: Any
-) -> tuple[ZeroOptimizer | None, Core, list[nn.Parameter]]:
-    """Partition the model; its optimizer or None, what gathers and reduces, and parameters frozen for inference."""
+) -> tuple[ZeroOptimizer | None, Core]:
+    """Partition the model; its optimizer, unless it is for inference, and what gathers and reduces."""
     # The engine has made what these name; whoever wraps the model refuses what it cannot make.
     rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
     # A model that was built in pieces knows where it is going to train.
     device = None if built_for(model) is not None else _device(args)
     if inner is None:
-        wrapped, (core, frozen) = None, wrap_for_inference(model, rest, group, device)
+        wrapped, core = None, wrap_for_inference(model, rest, group, device)
     else:
         wrapped = TrainingOptimizer(inner, model, rest, process_group=group, device=device)
-        core, frozen = wrapped.engine, []
+        core = wrapped.engine
     if loaded.zero.stage == 3:
         mark_configured(model, loaded.zero.leaf_module)
-    return wrapped, core, frozen
+    return wrapped, core
 
 
 def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
@@ -193,6 +191,8 @@ def _make_optimizer(
         return optimizer
     if optimizer is None and loaded.optimizer is None:
         return None
+    if isinstance(model_parameters, Tensor):
+        raise TypeError("model_parameters is a Tensor; expected several, in a list, or parameter groups")
     # Frozen ones would be slices without gradients; a group of those that are unfrozen later can be added.
     trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
     params: Any = list(trained if model_parameters is None else model_parameters)

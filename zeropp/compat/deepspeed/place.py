@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,8 @@ from pathlib import Path
 
 __all__ = ["STAND_IN", "VERSION", "require_alone", "require_first"]
 
-# Python's options for a module, a text or its standard input, alone or joined (-um pkg, -mpkg); and torchrun's.
-_BY_NAME = re.compile(r"-[bBdEhiIOPqRsSuvVx]*[cm].*|-|--module")
+# Python's options for a module, a text or its standard input, joined to others or to what they name: -um, -mpkg, -.
+_JOINED = re.compile(r"-[bBdEhiOqRsSuvVx]*[cm].*|-")
 # A folder that is no package: what is on the path has to hold the package, and may not be it.
 STAND_IN = str(Path(__file__).resolve().parent / "stand_in")
 # Whose calls these are, as libraries ask for; the folder with its metadata has the same one in its name.
@@ -52,7 +53,7 @@ def require_first(command: Sequence[str]) -> None:
     # The real one, where the script is a link to a file elsewhere.
     folders = [] if script is None else [Path(script).resolve().parent]
     # A module or a text is looked for in the working directory; it may be a launcher, whose argument the script is.
-    by_name = any(_BY_NAME.fullmatch(each) for each in before)
+    by_name = not {"-c", "-m", "--module"}.isdisjoint(before) or any(map(_JOINED.fullmatch, _options(before)))
     folders += [Path()] if by_name else []
     for found in (folder / name for folder in folders for name in ("deepspeed.py", "deepspeed/__init__.py")):
         # Behind a module it is an argument, most likely: a script of that name would find itself.
@@ -62,3 +63,9 @@ def require_first(command: Sequence[str]) -> None:
                 f"{found.resolve()} would be imported in place of zeropp's stand-in, since Python looks there first; "
                 "rename it, or start from elsewhere"
             )
+
+
+def _options(command: Sequence[str]) -> list[str]:
+    """What follows Python in a command up to the first word that is no option: launchers have other ones."""
+    behind = itertools.dropwhile(lambda each: not Path(each).name.startswith("python"), command)
+    return list(itertools.takewhile(lambda each: each.startswith("-"), itertools.islice(behind, 1, None)))

@@ -24,9 +24,14 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     model = _SIGNATURE.bind_partial(*args, **kwargs).arguments.get("model")
     # The first argument is args: a model in its place is what DeepSpeed's error most often is about.
     assert model is not None, "initialize() got no model; give model=..., the first argument is the command line's"
-    if isinstance(model, nn.Module):
-        _let_go(model)
-    made = zeropp_initialize(*args, **kwargs)
+    former = _let_go(model) if isinstance(model, nn.Module) else []
+    try:
+        made = zeropp_initialize(*args, **kwargs)
+    except BaseException:
+        # What could not be wrapped once more is trained as before.
+        for core in former:
+            core.retired = False
+        raise
     engine = made[0]
     engine.writes_module_states = True
     assert engine.core.resting is not None  # of every training engine
@@ -40,9 +45,11 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     return made
 
 
-def _let_go(model: nn.Module) -> None:
-    """Let a model that is given once more be the newer engine's, with the weights that it has."""
-    for core in {id(core): core for core in map(handler_of, model.parameters()) if isinstance(core, Core)}.values():
-        # One for inference is taken over as it is; a step that the host is at is waited for by the new one.
-        if isinstance(core.listener, ZeroOptimizer):
-            core.listener.retired = True
+def _let_go(model: nn.Module) -> list[Core]:
+    """Let a model that is given once more be the newer engine's, with the weights that it has. Returns its engines."""
+    cores = {id(core): core for core in map(handler_of, model.parameters()) if isinstance(core, Core)}
+    # One for inference is taken over as it is; a step that the host is at is waited for by the new one.
+    found = [core for core in cores.values() if isinstance(core.listener, ZeroOptimizer) and not core.retired]
+    for core in found:
+        core.retired = True
+    return found
