@@ -118,8 +118,7 @@ def stays_partitioned(more: dict[str, Any], how: str) -> tuple[float, float, flo
     engine.destroy()
     trains: dict[str, Any] = {
         "engine": engine.step, "optimizer": engine.optimizer.step, "zero_grad": engine.zero_grad,
-        "loss": lambda: engine.backward(torch.zeros(())), "model": lambda: model(batch(7, 0).to(kind)),
-        "state": engine.optimizer.state_dict,
+        "loss": lambda: engine.backward(torch.zeros(())), "state": engine.optimizer.state_dict,
     }  # fmt: skip
     for call in trains.values():
         with pytest.raises(RuntimeError, match=r"engine.destroy\(\) or another wrapping"):
@@ -189,6 +188,24 @@ def test_values_that_are_not_at_hand_stay_with_the_engine(how: str) -> None:
         assert left == 0.0 and gone_on < (0.05 if how == "frozen codes" else 1e-12)
 
 
+def begins_again(stage: int) -> float:
+    """Distance of a second training that begins with the first one's initial weights, as of another fold."""
+    model, plain = model_of(), model_of()
+    initial = copy.deepcopy(model.state_dict())
+    engine = engine_of(model, stage)
+    train(engine, 0, 2)
+    engine.destroy()
+    model.load_state_dict(initial)
+    for each in (model, plain):
+        train(engine_of(each, stage), 2, 2)
+    return worst(zeropp.full_state(model), zeropp.full_state(plain))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_other_weights_may_be_loaded_between_two_engines(stage: int) -> None:
+    assert run_ranks(2, begins_again, stage) == [0.0, 0.0]
+
+
 def of_inference(stage: int) -> float:
     """Evaluated by an engine that is destroyed, then trained, in another stage, as if it had not been."""
     model, plain = model_of(), model_of()
@@ -220,9 +237,11 @@ def chosen_meanwhile(how: str) -> list[str]:
     with pytest.raises(ValueError, match="hpz"):
         zeropp.initialize(model=model, config={**only, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}})
     assert all(parameter.requires_grad for parameter in model.parameters())
-    engines = [zeropp.initialize(model=model, config=only)[0] for _ in range(2 if how == "twice" else 1)]
-    if how == "adapter":
+    engines = [zeropp.initialize(model=model, config=only)[0]]
+    if how != "twice":
         model.adapter = nn.Linear(2, 2).double()
+    if how != "adapter":
+        engines.append(zeropp.initialize(model=model, config=only)[0])
     for engine in engines:
         engine.destroy()
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -231,7 +250,8 @@ def chosen_meanwhile(how: str) -> list[str]:
 def test_what_evaluating_has_frozen_is_trainable_again_unless_somebody_has_chosen() -> None:
     names = [name for name, _ in model_of().named_parameters()]
     assert run_ranks(2, chosen_meanwhile, "twice") == [names] * 2
-    assert run_ranks(2, chosen_meanwhile, "adapter") == [["adapter.weight", "adapter.bias"]] * 2
+    for how in ("adapter", "adapter, twice"):
+        assert run_ranks(2, chosen_meanwhile, how) == [["adapter.weight", "adapter.bias"]] * 2
 
 
 def rounded_elsewhere(how: str) -> tuple[float, float]:

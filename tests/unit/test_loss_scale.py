@@ -148,7 +148,7 @@ def begins_window(of: LossScale, weight: torch.Tensor) -> torch.Tensor:
     return output
 
 
-@pytest.mark.parametrize("end", ["update", "forget", "load"])
+@pytest.mark.parametrize("end", ["forget", "load"])
 @pytest.mark.parametrize("scaled_by", ["this engine", "another"])
 def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(scaled_by: str, end: str) -> None:
     """As of a gradient cache, over one model or two; and up to the end of the window."""
@@ -158,16 +158,25 @@ def test_a_plain_loss_is_refused_that_may_be_scaled_by_way_of_detached_outputs(s
     leaf = output.detach().requires_grad_()
     owner.apply(leaf.sum()).backward()
     with pytest.raises(
-        RuntimeError, match=r"whose model its backward did not come to.*take the loss to loss\.backward"
+        RuntimeError, match=r"its backward did not come to that engine's model.*take the loss to loss\.backward"
     ):
         output.backward(leaf.grad)
     # What the error says to do: the loss by itself, and the outputs by the engine.
     own.apply((begins_window(own, weight) * leaf.grad).sum()).backward()
     assert own.factor == 1.0
-    {"update": lambda: owner.update(overflow=False), "forget": owner.forget,
-     "load": lambda: owner.load_state_dict(owner.state_dict())}[end]()  # fmt: skip
+    {"forget": owner.forget, "load": lambda: owner.load_state_dict(owner.state_dict())}[end]()
     begins_window(own, weight).sum().backward()
     assert own.factor == 0.25
+
+
+def test_gradients_of_a_loss_that_another_engine_has_scaled_are_refused() -> None:
+    """Also where nothing is divided: they are larger by the scale."""
+    half, own, weight = scale(), LossScale(load_config(None).fp16, 1.0), torch.ones(2, requires_grad=True)
+    output = begins_window(own, weight)
+    leaf = output.detach().requires_grad_()
+    half.apply(leaf.sum()).backward()
+    with pytest.raises(RuntimeError, match="whether this one is scaled or divided already"):
+        output.backward(leaf.grad)
 
 
 def test_where_nothing_is_divided_detached_outputs_are_as_in_torch() -> None:

@@ -9,7 +9,7 @@ from zeropp.engine.loans import Loans
 from zeropp.engine.parking import Parking
 from zeropp.order.known_orders import Phase
 
-__all__ = ["Occupied", "ended", "refuse_occupied"]
+__all__ = ["Occupied", "refuse_occupied", "refuse_retired"]
 
 
 class Occupied(Protocol):
@@ -17,7 +17,7 @@ class Occupied(Protocol):
 
     Attributes:
         closed: it was taken off its model.
-        retired: it is not trained any more.
+        retired: it was destroyed, or the model is being wrapped again.
         phase: the running pass.
         loans: uses of GatheredParameters that are open.
         averaged: main weights hold an average.
@@ -39,8 +39,8 @@ class Occupied(Protocol):
 
 def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, needs: Collection[str]) -> None:
     """See :meth:`zeropp.engine.engine.Engine.require_idle`."""
-    if engine.closed or (engine.retired and "lp_grads" in needs):
-        raise ended(what)
+    if engine.closed:
+        raise _ended(what)
     if engine.running:
         raise RuntimeError(f"{what} was called in the middle of a {engine.phase.value}; call it between passes")
     if engine.loans and not lent:
@@ -51,7 +51,17 @@ def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, 
     engine.parking.require(what, needs)
 
 
-def ended(what: str) -> RuntimeError:
+def refuse_retired(engine: Occupied, what: str) -> None:
+    """Refuse to train what stays partitioned behind an engine that was destroyed: scripts that go on have not meant it.
+
+    Raises:
+        RuntimeError: it is retired.
+    """
+    if engine.retired:
+        raise _ended(what)
+
+
+def _ended(what: str) -> RuntimeError:
     """What is raised by a call that comes too late."""
     return RuntimeError(
         f"{what} was called after close(), engine.destroy() or another wrapping of the model had ended this engine; "

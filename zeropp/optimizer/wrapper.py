@@ -19,6 +19,7 @@ from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
 from zeropp.engine.boundary import Boundary
 from zeropp.engine.engine import Engine
+from zeropp.engine.idle import refuse_retired
 from zeropp.engine.parking import NOTHING
 from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import (
@@ -243,6 +244,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         window, loss = self.engine.window, None
         if closure is not None and not window.owned:  # hooks must not run before it is known that a step is taken
             loss, closure = torch.enable_grad()(closure)(), None
+        refuse_retired(self.engine, "step")
         self.engine.require_idle("step", beside_step=True)
         taken = window.ask(now=now)
         warning = None if now else window.warning()
@@ -263,6 +265,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.require_idle("step", beside_step=True)
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
         self.engine.refresh.wait()
+        self.engine.reductions.loss_scale.forget()
         self._take_edits()
         self.boundary.check_settings()
         verdict = self._decide()
@@ -318,6 +321,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
 
         Not collective, and not the whole state: every rank saves its own, in a file of its own, and loads that.
         """
+        refuse_retired(self.engine, "state_dict")
         self.engine.require_idle("state_dict")
         state = dict(self.inner.state_dict())
         state["zeropp"] = {
@@ -375,6 +379,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @torch.no_grad()
     def backward_begins(self) -> None:
         """Gradients may have been edited since the last one."""
+        refuse_retired(self.engine, "backward")
         window = self.engine.window
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         self._take_edits()

@@ -31,8 +31,8 @@ _log = logging.getLogger("zeropp")
 
 _FACTOR = 2.0
 _DETACHED = (
-    ". Of outputs that were detached take the loss to loss.backward(), and then (outputs * gradients).sum() to "
-    "optimizer.backward()"
+    ". Of outputs that were detached, in float32, take the loss to loss.backward(), and then (outputs.float() * "
+    "gradients).sum() to backward() of the engine or optimizer"
 )
 
 
@@ -141,10 +141,11 @@ class LossScale:
                 "fp16 is enabled, and this backward is of a loss that was not scaled; call optimizer.backward(loss), "
                 f"or optimizer.scale(loss).backward(){_DETACHED if LossScale._unmet else ''}"
             )
-        if scale is None and self.divides_plain and steps > 1 and LossScale._unmet:
+        matters = (self.divides_plain and steps > 1) or any(each._config.enabled for each in LossScale._unmet)
+        if scale is None and LossScale._unmet and matters:
             raise RuntimeError(
-                "a loss of this window was scaled by an engine whose model its backward did not come to, so whether "
-                f"this one is to be divided by the {steps} micro-batches cannot be told{_DETACHED}"
+                "a loss was scaled by an engine that has not stepped since, and its backward did not come to that "
+                f"engine's model, so whether this one is scaled or divided already cannot be told{_DETACHED}"
             )
         share = 1 / steps if scale is None and self.divides_plain else 1.0
         scale = 1.0 if scale is None else scale
@@ -172,7 +173,7 @@ class LossScale:
         return found[-1].value if found else None
 
     def forget(self) -> None:
-        """The window's gradients are forgotten, and what was said of its losses."""
+        """The window is over, and with it what was said of its losses."""
         LossScale._unmet.discard(self)
 
     def update(self, *, overflow: bool) -> None:
@@ -181,7 +182,6 @@ class LossScale:
         Raises:
             RuntimeError: it overflowed at the least scale; on every rank.
         """
-        self.forget()
         # A static scale is the user's: an overflow there is skipped and counted, and no more.
         if not self.dynamic:
             return

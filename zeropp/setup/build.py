@@ -130,6 +130,7 @@ def _partition(
     _share_buffers(model, config, comm, device)
     engine = make_engine(config, comm, maker, units, device)
     engine.on_close(maker.homes.close)
+    engine.on_close(engine.reductions.loss_scale.forget)
     _install(model, engine, specs, own)
     autocast_forwards(model, engine, config)
     await_values(model, engine, awaited)

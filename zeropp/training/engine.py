@@ -14,7 +14,7 @@ from zeropp.access.ownership import cached_whole, give_back
 from zeropp.access.resting import RestingWeights
 from zeropp.config import Config
 from zeropp.engine.engine import Engine as Core
-from zeropp.engine.idle import ended
+from zeropp.engine.idle import refuse_retired
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.loss_scale import LossScaleError
 from zeropp.training.accessors import ABSENT, Accessors
@@ -388,9 +388,9 @@ class Engine(Saving, Accessors, nn.Module):
         """End this engine and its optimizer, but not the model's weights. Collective.
 
         Where every rank has whole weights, as in stages 0 to 2, the model is a plain one again, in the dtype that it
-        computed with. In stage 3 it stays partitioned, each rank with its part, and runs as one without an optimizer;
-        that, and zeropp's threads and groups, goes with the model. Either can be given to ``initialize`` once more, and
-        in stage 3 main weights go on from there.
+        computed with. In stage 3, under ``torch_autocast`` and inside an average it stays partitioned, each rank with
+        its part, and runs as one without an optimizer; that, and zeropp's threads and groups, goes with the model.
+        Either can be given to ``initialize`` once more, and main weights that were left go on from there.
         """
         if self.core.retired or self.core.closed:  # before, or by a newer engine, whose the model is now
             return
@@ -399,8 +399,9 @@ class Engine(Saving, Accessors, nn.Module):
             # The optimizer closes what gathers and reduces, after the step that the host may be at.
             (self.core if self.optimizer is None else self.optimizer).close()
             give_back(weights)
-        self.core.retired = True  # where it is not closed, the model's modules have it until somebody takes it over
         thaw(self.core, self.module)
+        self.core.reductions.loss_scale.forget()
+        self.core.retired = True  # where it is not closed, the model's modules have it until somebody takes it over
 
     def _trained(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:
@@ -408,7 +409,5 @@ class Engine(Saving, Accessors, nn.Module):
                 f"{what}() needs an optimizer, and this engine was made without one, for inference; give initialize() "
                 'an optimizer, or an "optimizer" block in the configuration'
             )
-        # In stage 3 it could still be trained, and a script that goes on with it has not meant that.
-        if self.core.retired:
-            raise ended(what)
+        refuse_retired(self.core, what)
         return self.optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 
 import torch
@@ -17,8 +18,8 @@ from zeropp.setup.build import build_engine
 __all__ = ["thaw", "wrap_for_inference"]
 
 
-# Parameters that an engine has frozen for its time, which its model may keep.
-_frozen: weakref.WeakKeyDictionary[Engine, list[nn.Parameter]] = weakref.WeakKeyDictionary()
+# Parameters that an engine has frozen for its time. Weakly: one that knew its module would keep the engine for good.
+_frozen: weakref.WeakKeyDictionary[Engine, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
 class _Nobody:
@@ -57,28 +58,41 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     config = config.model_copy(update={"zero_optimization": zero})
     require_supported(config)
     # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad or _is_frozen(parameter)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Of another engine for inference before this one, where nobody has chosen since.
+    frozen = trained or [parameter for parameter in model.parameters() if _is_frozen(parameter)]
     model.requires_grad_(False)
     try:
         # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
         engine = build_engine(model, config, group, _Nobody(), None, device, lambda: ["inference"], lambda: 0)
     except BaseException:
-        for parameter in trained:
-            parameter.requires_grad_(True)
+        _unfreeze(trained)
         raise
-    _frozen[engine] = trained
+    _frozen[engine] = [weakref.ref(parameter) for parameter in frozen]
     return engine
 
 
 def _is_frozen(parameter: nn.Parameter) -> bool:
     """Whether an engine that has evaluated the model has frozen this one."""
     handler = handler_of(parameter)
-    return isinstance(handler, Engine) and any(parameter is each for each in _frozen.get(handler, ()))
+    return isinstance(handler, Engine) and any(parameter is ref() for ref in _frozen.get(handler, ()))
 
 
 def thaw(engine: Engine, model: nn.Module) -> None:
     """Let what :func:`wrap_for_inference` has frozen be trainable again, unless somebody has chosen what is."""
+    frozen = [parameter for ref in _frozen.pop(engine, ()) if (parameter := ref()) is not None]
     # As peft does, which freezes all and adds what is trained.
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        for parameter in _frozen.pop(engine, ()):
+        _unfreeze(frozen)
+    elif not all(parameter.requires_grad for parameter in frozen):
+        notify(
+            "parameters that were frozen to evaluate stay so, since others have been made trainable meanwhile; call "
+            "requires_grad_() of what is to be trained, too"
+        )
+
+
+def _unfreeze(parameters: list[nn.Parameter]) -> None:
+    # Cleaning up, after an error perhaps, which another one would hide.
+    with contextlib.suppress(RuntimeError):
+        for parameter in parameters:
             parameter.requires_grad_(True)
