@@ -399,9 +399,10 @@ class Engine(Saving, Accessors, nn.Module):
             # The optimizer closes what gathers and reduces, after the step that the host may be at.
             (self.core if self.optimizer is None else self.optimizer).close()
             give_back(weights)
-        thaw(self.core, self.module)
-        self.core.reductions.loss_scale.forget()
         self.core.retired = True  # where it is not closed, the model's modules have it until somebody takes it over
+        self.core.reductions.loss_scale.forget()
+        # Last: a warning of it may be an error.
+        thaw(self.core, self.module)
 
     def _trained(self, what: str) -> ZeroOptimizer:
         if self.optimizer is None:

@@ -60,7 +60,7 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     # Trained ones would have main weights in float32, gradients, and room for both, which nobody uses.
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # Of another engine for inference before this one, where nobody has chosen since.
-    frozen = trained or [parameter for parameter in model.parameters() if _is_frozen(parameter)]
+    frozen = trained or _frozen_before(model)
     model.requires_grad_(False)
     try:
         # The engine keeps its listener weakly: gone at once, so that the model can be wrapped again, to be trained.
@@ -72,10 +72,10 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     return engine
 
 
-def _is_frozen(parameter: nn.Parameter) -> bool:
-    """Whether an engine that has evaluated the model has frozen this one."""
-    handler = handler_of(parameter)
-    return isinstance(handler, Engine) and any(parameter is ref() for ref in _frozen.get(handler, ()))
+def _frozen_before(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that engines which have evaluated the model have frozen."""
+    engines = {handler for handler in map(handler_of, model.parameters()) if isinstance(handler, Engine)}
+    return [parameter for engine in engines for ref in _frozen.get(engine, ()) if (parameter := ref()) is not None]
 
 
 def thaw(engine: Engine, model: nn.Module) -> None:
