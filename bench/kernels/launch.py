@@ -15,7 +15,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,8 +64,11 @@ def no_launcher(device: str) -> Iterator[None]:
         return lambda *arguments, **options: None
 
     kernel = type(triton_side.copy.gather_kernel)
-    fast = {name: getattr(triton_side, name) for name in triton_side.__all__} if device == "cpu" else {}
-    with mock.patch.object(kernel, "__getitem__", nothing), mock.patch.multiple(reference, **fast):
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(kernel, "__getitem__", nothing))
+        if device == "cpu":
+            for name in triton_side.__all__:
+                patches.enter_context(mock.patch.object(reference, name, getattr(triton_side, name)))
         yield
 
 

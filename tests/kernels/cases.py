@@ -42,11 +42,14 @@ def poisoned(nbytes: int) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Equal bit for bit, but any NaN equals any other: their payload is the machine's own affair."""
-    a, b = a.cpu(), b.cpu()
+    """True if both have the same dtype, shape and bits; any NaN equals any other, since machines choose its payload."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    # Flat: a tensor without dimensions has no view as bytes.
+    a, b = a.cpu().reshape(-1), b.cpu().reshape(-1)
     if a.dtype.is_floating_point:
         nan = a.isnan()
         if not torch.equal(nan, b.isnan()):
             return False
         a, b = a.masked_fill(nan, 0), b.masked_fill(nan, 0)
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

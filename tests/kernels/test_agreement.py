@@ -107,10 +107,28 @@ def test_lossless(numel: int, dtype: torch.dtype) -> None:
 def test_a_sum_of_negative_zeros_is_one(bits: int) -> None:
     """Scales below zero, which no encoder writes: the first product opens the sum, whatever its sign."""
     layout = message_layout(4096, bits)
-    message = torch.zeros(2 * layout.nbytes, dtype=torch.uint8, device=DEVICE)
+    message = torch.zeros(2 * layout.nbytes, dtype=torch.uint8)
     for own in message.view(2, -1):
         own[layout.scales_offset :].view(torch.bfloat16)[: layout.groups] = -1.0
-    out = torch.ones(4096, device=DEVICE), torch.ones(4096, device=DEVICE)
-    device.reduce_(message, out[0], 2, bits, False, 1.0, False, None, None)
-    reference.reduce_(message, out[1], 2, bits, False, 1.0, False, None, None)
-    assert same_bits(*out) and bool(out[0].signbit().all())
+    fast, plain = torch.ones(4096, device=DEVICE), torch.ones(4096)
+    device.reduce_(message.to(DEVICE), fast, 2, bits, False, 1.0, False, None, None)
+    reference.reduce_(message, plain, 2, bits, False, 1.0, False, None, None)
+    assert same_bits(fast, plain) and bool(plain.signbit().all())
+
+
+REFUSED = {
+    "quantize_": lambda x, bytes_: reference.quantize_(x, bytes_, 1, 8, False, None, 0.0, False),
+    "reduce_": lambda x, bytes_: reference.reduce_(bytes_, x, 1, 8, False, 1.0, False, None, None),
+    "sum_": lambda x, bytes_: reference.sum_(x, x, 1, 1.0, False, None, None),
+    "gather_": lambda x, bytes_: reference.gather_([x], torch.zeros(3, 1), x, x, x, 1.0, x, None, False),
+    "delta_apply_": lambda x, bytes_: reference.delta_apply_(bytes_, x, 1),
+    "lossless_count_": lambda x, bytes_: reference.lossless_count_(x, x, bytes_),
+    "lossless_decode_": lambda x, bytes_: reference.lossless_decode_(bytes_, x, x, 1, 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reference_refuses_other_devices_by_name(name: str) -> None:
+    x, message = torch.empty(256, device="meta"), torch.empty(4096, dtype=torch.uint8, device="meta")
+    with pytest.raises(ValueError, match=r"take tensors on the CPU, got one on meta; call the operation of the same"):
+        REFUSED[name](x, message)

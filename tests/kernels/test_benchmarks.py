@@ -14,6 +14,7 @@ from bench.common.machine import machine
 from bench.kernels import launch, report
 from bench.kernels.operations import OPERATIONS, Operation
 from tests.kernels.operations import NAMES
+from zeropp_kernels import reference
 
 NUMEL = 6144
 
@@ -87,6 +88,17 @@ def test_host_time_apart_from_the_launcher(
         assert all((output == 77).all() for output in outputs), f"{name} ran its kernel"
         run()
         assert not any((output == 77).all() for output in outputs)
+
+
+def test_only_the_launcher_is_replaced_on_a_card() -> None:
+    """The reference operations stay as they are there, since no call comes to them."""
+    pytest.importorskip("triton", reason="Triton comes for Linux only")
+    before = {name: getattr(reference, name) for name in NAMES}
+    with launch.no_launcher("cuda"):
+        assert {name: getattr(reference, name) for name in NAMES} == before
+    with launch.no_launcher("cpu"):
+        assert all(getattr(reference, name) is not operation for name, operation in before.items())
+    assert {name: getattr(reference, name) for name in NAMES} == before
 
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from ..wire import MessageLayout
 
 __all__ = [
-    "TILE", "Part", "decode_", "encode_", "parts", "rotate_", "saturate_", "scale_values", "scratch", "tiles",
-    "unrotate_",
+    "TILE", "Part", "decode_", "encode_", "parts", "require_cpu", "rotate_", "saturate_", "scale_values", "scratch",
+    "tiles", "unrotate_",
 ]  # fmt: skip
 
 # Elements: 512 KiB of float32, so that a tile and its scratch stay in a core's cache.
@@ -54,6 +54,22 @@ def scratch(name: str, rows: int, columns: int, dtype: torch.dtype = torch.float
     return buffer[: rows * columns].view(rows, columns)
 
 
+def require_cpu(tensor: Tensor) -> None:
+    """Refuse a tensor that is not on the CPU.
+
+    Scratch is on the CPU. On a GPU torch would also round differently: it divides by a number by multiplying with the
+    inverse.
+
+    Raises:
+        ValueError: the tensor is on another device.
+    """
+    if tensor.device.type != "cpu":
+        raise ValueError(
+            f"reference operations take tensors on the CPU, got one on {tensor.device}; call the operation of the same "
+            "name in zeropp_kernels, which launches the kernel there, or move the tensors to the CPU"
+        )
+
+
 @dataclass(frozen=True)
 class Part:
     """Codes uint8 [groups, bytes of a group] and scales (bits of bfloat16) int16 [groups] of one message."""
@@ -67,6 +83,7 @@ class Part:
 
 def parts(messages: Tensor, layout: MessageLayout, count: int) -> list[Part]:
     """Views of ``count`` messages that follow each other."""
+    require_cpu(messages)
     found = []
     for index in range(count):
         message = messages[index * layout.nbytes : (index + 1) * layout.nbytes]

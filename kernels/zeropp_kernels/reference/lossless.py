@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..wire import BLOCK, SECTION, LosslessLayout, blocks_of, lossless_layout, sections_of
-from .blocks import TILE, scratch
+from .blocks import TILE, require_cpu, scratch
 
 __all__ = ["lossless_count_", "lossless_decode_", "lossless_encode_"]
 
@@ -85,6 +85,7 @@ def _per_section(flags: Tensor) -> Tensor:
 
 def lossless_count_(values: Tensor, reference: Tensor, starts: Tensor) -> None:
     """See :func:`zeropp_kernels.lossless_count_`."""
+    require_cpu(values)
     for piece in _tiles(values.numel()):
         escapes, far = _escapes(_differences(values[piece], reference[piece])[1])
         own = slice(1 + piece.start // SECTION, 1 + sections_of(piece.stop))
@@ -106,6 +107,7 @@ class _Message:
 
 
 def _views(message: Tensor, layout: LosslessLayout) -> _Message:
+    require_cpu(message)
     # A row of 128 elements has 64 bytes; byte j holds j and j + 64.
     codes = message[: layout.codes_nbytes].view(-1, _ROW // 2)
     starts = message[layout.starts_offset : layout.room8_offset].view(torch.int32).view(-1, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..wire import message_layout
-from .blocks import TILE, Part, decode_, parts, saturate_, scratch, tiles, unrotate_
+from .blocks import TILE, Part, decode_, parts, require_cpu, saturate_, scratch, tiles, unrotate_
 from .stats import measure_, scale_number
 
 __all__ = ["dequantize_", "reduce_", "sum_", "sum_tile_"]
@@ -68,6 +68,7 @@ def sum_(
     flag: Tensor | None, device_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See :func:`zeropp_kernels.sum_`."""
+    require_cpu(messages)
     scale = scale_number(scale, device_scale)
     values = messages.view(count, -1)
     for start in range(0, out.numel(), TILE):

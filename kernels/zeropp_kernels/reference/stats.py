@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..wire import BLOCK, blocks_of
-from .blocks import TILE, scratch
+from .blocks import TILE, require_cpu, scratch
 
 __all__ = ["measure_", "report_", "scale_number", "scaled"]
 
@@ -47,6 +47,7 @@ def scaled(source: Tensor, scale: float) -> Iterator[tuple[int, Tensor]]:
 
     The last tile ends in zeros; callers may not keep a tile.
     """
+    require_cpu(source)
     for start in range(0, source.numel(), TILE):
         part = source[start : start + TILE]
         values = scratch("values", blocks_of(part.numel()), BLOCK)
