@@ -64,12 +64,14 @@ def unwrapped_for_generation(engine: Any) -> Any:
 
 
 @torch.no_grad()
-def rollout(model: nn.Module, draws: torch.Generator) -> Tensor:
-    """Tokens [ROLLOUTS, prompt and LENGTH], sampled."""
-    tokens = torch.tensor([list(PROMPT)] * ROLLOUTS)
+def rollout(model: nn.Module, draws: torch.Generator, device: torch.device) -> Tensor:
+    """Tokens [ROLLOUTS, prompt and LENGTH] on the device, sampled by a generator on the CPU."""
+    tokens = torch.tensor([list(PROMPT)] * ROLLOUTS).to(device)
     for _ in range(LENGTH):
         odds = F.softmax(model(tokens)[:, -1].float(), dim=-1)
-        tokens = torch.cat([tokens, torch.multinomial(odds, 1, generator=draws)], 1)
+        # Drawn on the CPU, so that a seed gives the same draws wherever the model is.
+        drawn = torch.multinomial(odds.cpu(), 1, generator=draws)
+        tokens = torch.cat([tokens, drawn.to(device)], 1)
     return tokens
 
 
@@ -106,7 +108,7 @@ def train(args: argparse.Namespace) -> list[float]:
     for step in range(args.steps):
         engine.optimizer.offload_states(include=[OffloadStateTypeEnum.optim_states], device=OffloadDeviceEnum.cpu)
         with unwrapped_for_generation(engine) as model:
-            tokens = rollout(model, draws)
+            tokens = rollout(model, draws, engine.device)
         engine.reload_states()
         reward = (tokens[:, -LENGTH:] == WANTED).float().mean(-1)
         with torch.no_grad():

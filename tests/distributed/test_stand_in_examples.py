@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.distributed.harness import run_ranks
 from tests.distributed.stand_in import standing_in
@@ -26,6 +28,28 @@ def rewarded(steps: int) -> list[float]:
             return loop.train(loop.parse_arguments([f"--steps={steps}"]))
         finally:
             del sys.modules["trl_style_loop"]
+
+
+def device_of_tokens() -> set[str]:
+    """Sample from a model whose device is "meta", which stands for a card; the devices that its tokens were on."""
+    with standing_in():
+        loop = importlib.import_module("trl_style_loop")
+        try:
+            seen = []
+
+            def model(tokens: Tensor) -> Tensor:
+                seen.append(str(tokens.device))
+                return torch.zeros(*tokens.shape, loop.MODEL.vocab)
+
+            tokens = loop.rollout(model, torch.Generator(), torch.device("meta"))
+            return {*seen, str(tokens.device)}
+        finally:
+            del sys.modules["trl_style_loop"]
+
+
+def test_the_loop_keeps_its_tokens_on_the_model_s_device() -> None:
+    """On a card the loop ended with an error, since they were on the CPU."""
+    assert run_ranks(1, device_of_tokens, init=False) == [{"meta"}]
 
 
 @pytest.mark.campaign
