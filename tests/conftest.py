@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
+import importlib.util
 import os
+import platform
 import sys
 from collections import Counter
 
@@ -28,6 +31,13 @@ with contextlib.suppress(ImportError):  # bench/gpu.sh needs no hypothesis
     # Time tells nothing on a machine that does other things too.
     hypothesis.settings.register_profile("patient", deadline=None)
     hypothesis.settings.load_profile("patient")
+
+
+def pytest_report_header() -> str:
+    """The versions that a run tests, as its first line; README names those of CI."""
+    packages = ("torch", "triton", "pydantic", "transformers", "lightning")
+    found = [f"{name} {importlib.metadata.version(name)}" for name in packages if importlib.util.find_spec(name)]
+    return ", ".join([f"tested: Python {platform.python_version()}", *found])
 
 
 # Beginnings of names of tests that tell most of each room in two minutes: `pytest -m fast`.

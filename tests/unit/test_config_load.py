@@ -64,7 +64,7 @@ def test_the_source_is_not_changed() -> None:
         "optimizer": {"type": "Adam", "params": {"betas": [0.9, 0.99]}},
     }
     before = copy.deepcopy(source)
-    with pytest.warns(FutureWarning):
+    with pytest.warns(FutureWarning), pytest.warns(UserWarning, match='has "auto"'):
         config = load_config(source)
     assert source == before
     source["optimizer"]["params"]["betas"].append(1)
@@ -180,6 +180,7 @@ def test_keys_must_be_strings() -> None:
         load_config({1: 2})  # type: ignore[dict-item]
 
 
+@pytest.mark.filterwarnings('ignore:the configuration has "auto":UserWarning')
 def test_config_survives_a_round_trip() -> None:
     config = load_config({"zero_optimization": {"stage": 3}, "gradient_clipping": 1, "bfloat16": {"enabled": True}})
     assert load_config(config.model_dump(exclude_none=True)) == config
@@ -203,5 +204,5 @@ def test_a_configuration_that_is_not_final_says_nothing_of_auto() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         load_config(given, final=False)
-    with pytest.warns(UserWarning, match='"auto" where no trainer'):
+    with pytest.warns(UserWarning, match='"auto" where no trainer'), pytest.warns(UserWarning, match="wandb"):
         load_config(given)

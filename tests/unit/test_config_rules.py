@@ -153,6 +153,7 @@ def refused_offload(stage: int, **blocks: object) -> tuple[str, ...]:
     return said[0]
 
 
+@pytest.mark.filterwarnings("ignore:offload_optimizer.ratio has no effect")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_ratio_needs_stage_3(stage: int) -> None:
     (problem,) = refused_offload(stage, offload_optimizer={"ratio": 0.5})

@@ -103,6 +103,7 @@ def others(model: type[Block], name: str) -> Iterator[object]:
         yield {}
 
 
+@pytest.mark.filterwarnings("ignore:offload_optimizer.super_offload has no effect")
 @pytest.mark.parametrize(("path", "model", "name"), LIMITED, ids=[".".join((*path, name)) for path, _, name in LIMITED])
 def test_every_limited_field_is_refused_by_name(path: tuple[str, ...], model: type[Block], name: str) -> None:
     key = spellings(name, model.model_fields[name])[0]
@@ -115,6 +116,7 @@ def test_every_limited_field_is_refused_by_name(path: tuple[str, ...], model: ty
         assert " is not in this version; " in problem
 
 
+@pytest.mark.filterwarnings('ignore:the configuration has "auto":UserWarning')
 def test_defaults_at_stage_3_are_supported() -> None:
     require_supported(load_config(None))
     assert refusals({}) == ()
