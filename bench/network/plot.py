@@ -19,8 +19,8 @@ LOOKS = {
     "hsdp": ("FSDP2 (HSDP)", "#56B4E9"),
     "fsdp2_hpz": ("FSDP2 (resharded to the node)", "#009CEA"),
     "fsdp2_a2a": ("FSDP2 (reduce-scatter by all-to-all)", "#BBCBEA"),
-    "fsdp2_two_hop": ("FSDP2 + zeropp.fsdp2, plain values", "#5D75EA"),
-    "fsdp2_pp": ("FSDP2 + zeropp.fsdp2, int8 and int4", "#004EEA"),
+    "fsdp2_two_hop": ("FSDP2, its values over our hops", "#5D75EA"),
+    "fsdp2_pp": ("FSDP2 + zeropp.fsdp2", "#004EEA"),
     "deepspeed": ("DeepSpeed ZeRO-3", "#7F6E4C"),
     "deepspeed_hpz": ("DeepSpeed ZeRO-3 + hpZ", "#BECC7A"),
     "zeropp": ("zeropp stage 3, nodes as launched", "#EA5D75"),
@@ -98,7 +98,7 @@ def draw(measured: Measured) -> Figure:
     sent = [measured.found["counted"][name]["device"] / measured.unit for name in systems]
     _bars(left, systems, sent, "%.2f")
     left.invert_yaxis()  # the first on top
-    left.set_xlabel("bytes a node sends in a step, units of M (n-1)/n")
+    left.set_xlabel("bytes that a node sends in a step, in units of M (n-1)/n\nless is better")
     if several:
         speeds = {name: [measured.speed(kind, rate, name) for rate, kind in limited] for name in systems}
         _lines(right, systems, [rate for rate, _ in limited], speeds)
@@ -106,10 +106,11 @@ def draw(measured: Measured) -> Figure:
         rate, kind = limited[0] if limited else (None, "free")
         _bars(right, systems, [measured.speed(kind, rate, name) for name in systems], "%.0f")
         right.tick_params(axis="y", left=False, labelleft=False)
-        right.set_xlabel(f"tokens a second, all ranks\n{rate_name(kind, rate, label(BASE))}")
+        right.set_xlabel(f"tokens a second, all ranks; more is better\n{rate_name(kind, rate, label(BASE))}")
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
     s = measured.settings
-    title = f"{s['nodes']} nodes of {s['local']} ranks, {s['dtype']}; TCP's congestion control: {measured.found['tcp']}"
+    size = f"{measured.found['numel'] / 1e6:.1f} M parameters in {s['dtype']}"
+    title = f"{s['nodes']} nodes of {s['local']} CPU ranks, {size}; TCP's congestion control: {measured.found['tcp']}"
     figure.suptitle(title, fontsize=10)
     return figure

@@ -1,0 +1,300 @@
+"""README's commands and code blocks, each of which is run, and compared with what README says that it replaces."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import Dataset
+
+import zeropp
+import zeropp.fsdp2
+from tests.distributed.harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = (ROOT / "README.md").read_text()
+BLOCKS = dict(reversed(each) for each in re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL))
+"""Language by content of a fenced block."""
+# Which block a test is about, by something that only that block has.
+FIRST, FEWER_BYTES, FSDP2 = "Model().to(device)", '"zero_quantized_weights"', "fully_shard(model"
+DEEPSPEED, TRAINER, LIGHTNING = "import deepspeed", "zeropp.compat.deepspeed", "L.Trainer"
+TRAIN, TESTS = "train_gpt.py", "pytest"
+# So wide that weights are partitioned: smaller ones stay whole.
+WIDTH, BATCH, STEPS = 400, 8, 5
+
+
+def block(mark: str, language: str) -> str:
+    (found,) = (body for body in BLOCKS if mark in body)
+    assert BLOCKS[found] == language
+    return found
+
+
+def sides(mark: str) -> tuple[str, str]:
+    """The program before and after a diff."""
+    lines = [(line[:1], line[2:]) for line in block(mark, "diff").splitlines()]
+    assert {mark for mark, _ in lines} <= {"", " ", "+", "-"}
+    return tuple("\n".join(text for mark, text in lines if mark != left) for left in "+-")  # type: ignore[return-value]
+
+
+class Data(Dataset):
+    """Random inputs and targets."""
+
+    def __init__(self) -> None:
+        self.pairs = torch.randn(2, STEPS * 2 * BATCH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return self.pairs.size(1)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.pairs[0, index], self.pairs[1, index].tanh()
+
+
+class Model(nn.Module):
+    """Blocks in a list, as transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.blocks:
+            x = each(x)
+        return self.head(x)
+
+
+class Losses(nn.MSELoss):
+    """The loss, which also keeps its values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+
+    def forward(self, found: Tensor, wanted: Tensor) -> Tensor:
+        loss = super().forward(found.float(), wanted)
+        self.values.append(loss.item())
+        return loss
+
+
+def trained(program: str) -> tuple[list[float], dict[str, Tensor]]:
+    """Run the script of README's first screen; this rank's losses, and the weights in the end."""
+    given: dict[str, Any] = {"Model": Model, "data": Data(), "loss_fn": Losses()}
+    exec(program, given)
+    if isinstance(given["optimizer"], zeropp.ZeroOptimizer):
+        return given["loss_fn"].values, zeropp.full_state(given["model"])
+    return given["loss_fn"].values, given["model"].state_dict()
+
+
+def every(text: str, *replaced: tuple[str, str]) -> str:
+    """The text with each (old, new), which it must have."""
+    for old, new in replaced:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-6), ("bf16", 2e-2)])
+def test_the_first_diff_trains_like_the_script_that_it_changes(dtype: str, tolerance: float) -> None:
+    plain, ours = sides(FIRST)
+    # In order, so that ranks together have the plain script's batches.
+    plain = every(plain, ("batch_size=8, shuffle=True", "batch_size=16"))
+    ours = every(ours, ("DistributedSampler(data)", "DistributedSampler(data, shuffle=False)"))
+    if dtype == "fp32":
+        ours = every(ours, ('"bf16": {"enabled": True}', '"bf16": {"enabled": False}'))
+    expected, weights = trained(plain)
+    ranks = run_ranks(2, trained, ours)
+    assert len(expected) == STEPS
+    losses = [sum(each) / 2 for each in zip(*(losses for losses, _ in ranks), strict=True)]
+    assert losses == pytest.approx(expected, rel=tolerance)
+    if dtype == "fp32":  # in bf16 the last bits of small gradients decide steps of Adam's
+        for _, found in ranks:
+            for name, weight in weights.items():
+                torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-6)
+
+
+def test_the_first_diff_adds_five_lines() -> None:
+    lines = block(FIRST, "diff").splitlines()
+    assert sum(line.startswith("+") and len(line) > 1 for line in lines) <= 5
+
+
+def bytes_by_codec(config: dict[str, Any]) -> tuple[float, dict[str, int], list[float]]:
+    """Train with a configuration; M (n-1)/n, bytes that this rank has sent between nodes by codec, and losses."""
+    config["zero_optimization"]["zero_hpz_partition_size"] = 2
+    model, losses, data = Model(), Losses(), Data()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-3), model, config)
+    index = dist.get_rank()
+    x, y = data.pairs[:, index * BATCH : index * BATCH + BATCH]
+    for _ in range(4):
+        optimizer.backward(losses(model(x), y.tanh()))
+        optimizer.step()
+        optimizer.zero_grad()
+    rows = [row for row in zeropp.comm_report(model).rows if row.link == "cross"]
+    sent = {f"{row.kind} {row.codec}": 0 for row in rows}
+    for row in rows:
+        sent[f"{row.kind} {row.codec}"] += row.bytes
+    return sum(p.numel() for p in model.parameters()), sent, losses.values
+
+
+def test_the_configuration_sends_int8_weights_and_int4_gradients_between_nodes() -> None:
+    config = json.loads(block(FEWER_BYTES, "json"))
+    for numel, sent, losses in run_ranks(4, bytes_by_codec, config, local_world_size=2):
+        assert sent["reduce int4"] > 0 and sent["refresh int8"] > 0
+        assert not any(name.endswith(("bf16", "fp32")) for name, nbytes in sent.items() if nbytes), sent
+        # Of a node 0.76 M (n-1)/n a step, of which a rank sends half, and the first fetch of each weight.
+        assert sum(sent.values()) / 4 < 0.8 * numel / 2
+        assert losses[-1] < losses[0]
+
+
+def fsdp2_losses(shard: str) -> list[float]:
+    """Train with lines of README that shard a model; losses of this rank."""
+    policy = MixedPrecisionPolicy()
+    given: dict[str, Any] = {"model": Model(), "policy": policy, "fully_shard": fully_shard, "zeropp": zeropp}
+    given |= {"torch": torch, "config": {"zero_optimization": {"stage": 3}}}
+    exec(shard, given)
+    model, losses, data = given["model"], Losses(), Data()
+    optimizer = given["optimizer"]
+    for step in range(STEPS):
+        index = step * dist.get_world_size() + dist.get_rank()
+        x, y = data.pairs[:, index * BATCH : index * BATCH + BATCH]
+        losses(model(x), y.tanh()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses.values
+
+
+def test_one_line_quantizes_what_fsdp2_sends() -> None:
+    (line,) = re.findall(r"`(zeropp\.fsdp2\.[^`]*)`", TEXT)
+    before = sides(FSDP2)[0]
+    plain, quantized = (run_ranks(2, fsdp2_losses, each) for each in (before, f"{before}\n{line}"))
+    assert plain != quantized
+    for one, other in zip(plain, quantized, strict=True):
+        assert other == pytest.approx(one, rel=2e-2)
+
+
+def test_without_fully_shard_zeropp_trains_the_same() -> None:
+    before, after = sides(FSDP2)
+    for one, other in zip(run_ranks(2, fsdp2_losses, before), run_ranks(2, fsdp2_losses, after), strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+
+
+def engine_losses(program: str, folder: str) -> list[float]:
+    """Train with README's import in place of DeepSpeed's, and the JSON of a file."""
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+    }
+    path = Path(folder) / f"zero3-{dist.get_rank()}.json"
+    path.write_text(json.dumps(config))
+    given: dict[str, Any] = {"model": Model()}
+    exec(every(program, ("zero3.json", str(path))), given)
+    engine, losses, (x, y) = given["engine"], Losses(), Data().pairs[:, :4]
+    for _ in range(STEPS):
+        engine.backward(losses(engine(x), y.tanh()))
+        engine.step()
+    assert given["scheduler"].last_batch_iteration > 0
+    return losses.values
+
+
+def test_the_deepspeed_import(tmp_path: Path) -> None:
+    before, after = sides(DEEPSPEED)
+    assert "\nimport deepspeed\n" in f"\n{before}"
+    first, second = run_ranks(2, engine_losses, after, str(tmp_path))
+    assert first == second and first[-1] < first[0]
+
+
+def test_the_lightning_strategy() -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    given: dict[str, Any] = {"L": lightning}
+    exec(every(sides(LIGHTNING)[1], ("devices=8", 'devices=8, accelerator="cpu", logger=False')), given)
+    from zeropp.integrations.lightning import ZeroStrategy
+
+    assert isinstance(given["trainer"].strategy, ZeroStrategy)
+
+
+# -- commands
+
+
+def run(command: str, folder: Path, *flags: str) -> str:
+    """A command of README in a shell, with programs of this environment first on the path."""
+    programs = Path(sys.executable).parent
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RANK", "WORLD_"))}
+    env |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": f"{programs}:{env['PATH']}"}
+    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
+    if sys.platform == "linux":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    done = subprocess.run(
+        " ".join([command.strip(), *flags]),
+        shell=True,
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_torchrun_starts_the_first_script(tmp_path: Path) -> None:
+    """As a file of its own: it ends well, although nothing is closed and units may still be on their way."""
+    (command,) = re.findall(r"`(torchrun --nproc-per-node 8 train\.py)`", TEXT)
+    source = "from tests.distributed.test_readme import Data, Losses, Model\ndata, loss_fn = Data(), Losses()\n"
+    (tmp_path / "train.py").write_text(f"{source}{sides(FIRST)[1]}\nprint('trained', flush=True)\n")
+    assert run(every(command, ("node 8", "node 2 --standalone")), tmp_path).count("trained") == 2
+
+
+def test_the_training_command(tmp_path: Path) -> None:
+    """But for the virtual environment, which the test command has made in the same words."""
+    setup, install, train = block(TRAIN, "sh").split(" && ")
+    assert setup == "python3 -m venv .venv" and install.startswith(".venv/bin/pip install -q -c constraints.txt -e ")
+    small = ("--layers=2", "--d-model=64", "--heads=2", "--steps=4", "--log-every=1", "--sample=0", "--data=LICENSE")
+    run(every(train, (".venv/bin/", "")), ROOT, *small, f"--metrics={tmp_path / 'metrics'}")
+    records = [json.loads(line) for line in (tmp_path / "metrics").read_text().splitlines()]
+    assert records[0]["world"] == 2 and records[-1] == {"event": "end", "finished": True}
+
+
+def test_the_test_command_is_what_ci_runs() -> None:
+    said = subprocess.run(["bash", str(ROOT / ".ci" / "run"), "--show"], capture_output=True, text=True, check=True)
+    assert said.stdout == block(TESTS, "sh")
+
+
+@pytest.mark.timeout(240)
+def test_the_trainer_s_command(tmp_path: Path) -> None:
+    """With the example's script as train.py, which knows nothing of zeropp."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    for name in ("hf_trainer.py", "text_data.py"):
+        (tmp_path / name.replace("hf_trainer", "train")).write_text((ROOT / "examples" / name).read_text())
+    (tmp_path / "zero3.json").write_text((ROOT / "examples" / "zero3_auto.json").read_text())
+    with contextlib.suppress(FileExistsError):
+        (tmp_path.parent / "LICENSE").write_text((ROOT / "LICENSE").read_text())
+    command = every(block(TRAINER, "sh"), ("--nproc-per-node 8", "--standalone --nproc-per-node 2"))
+    assert "parameters in" in run(command, tmp_path, "--folder=runs", "--steps=2")
+
+
+def test_every_block_has_a_test_and_the_page_fits() -> None:
+    run_by_tests = (FIRST, FEWER_BYTES, FSDP2, DEEPSPEED, TRAINER, LIGHTNING, TRAIN, TESTS)
+    assert len(BLOCKS) == TEXT.count("\n```") / 2 == len(run_by_tests)
+    for body in BLOCKS:
+        assert sum(mark in body for mark in run_by_tests) == 1, body
+    assert len(TEXT.splitlines()) <= 150
+
+
+def test_figures_have_tables() -> None:
+    """Each link to a table leads to one."""
+    found = re.findall(r"bench/results/[\w./-]+", TEXT)
+    assert found and all((ROOT / name).is_file() for name in found), textwrap.shorten(str(found), 300)
