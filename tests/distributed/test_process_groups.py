@@ -1,4 +1,4 @@
-"""Who takes part: README's own lines on a plain process group, and nodes where no launcher tells of them."""
+"""Who takes part: the lines of docs/using.md on a plain process group, and nodes where no launcher tells of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import make_config
 from zeropp.comm.members import find_members, is_fake
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+USING = Path(__file__).resolve().parents[2] / "docs" / "using.md"
 
 
 class Regression(nn.Module):
-    """Returns a loss, as README's model does; large enough that its layers are not persistent."""
+    """Returns a loss, as the page's model does; large enough that its layers are not persistent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,25 +39,25 @@ class Regression(nn.Module):
 
 
 def examples() -> list[str]:
-    """The Python blocks of README, as they stand: training, and what every rank does to save and to evaluate."""
-    found = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    assert len(found) == 2
+    """The Python blocks of the page as they stand: training, accumulating, saving, editing weights, averaging."""
+    found = re.findall(r"```python\n(.*?)```", USING.read_text(), re.DOTALL)
+    assert len(found) == 5
     return found
 
 
-def readme(folder: str) -> tuple[list[bool], set[str], int, float, float]:
-    """Run README's lines; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
+def using(folder: str) -> tuple[list[bool], set[str], int, float, float]:
+    """Run the blocks; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
     os.chdir(folder)
     torch.manual_seed(0)
     batches = [torch.randn(4, 400)] * 12
     space: dict[str, object] = {"Model": Regression, "loader": batches[:1], "validation": batches[:2]}
-    training, saving = examples()
-    exec(compile(training, "README.md", "exec"), space)
-    space["rank"] = dist.get_rank()
-    exec(compile(saving, "README.md", "exec"), space)
+    training, *others = examples()
+    exec(compile(training, "using.md", "exec"), space)
+    first = space["loss"]
+    for block in others:
+        exec(compile(block, "using.md", "exec"), space)
     optimizer, model = space["optimizer"], space["model"]
     assert isinstance(optimizer, zeropp.ZeroOptimizer) and isinstance(model, Regression)
-    first = space["loss"]
     for batch in batches:
         last = model(batch)
         optimizer.backward(last)
@@ -71,9 +71,9 @@ def readme(folder: str) -> tuple[list[bool], set[str], int, float, float]:
     return [hop.pairwise for hop in hops], backends, sent, float(first), float(last)
 
 
-def test_readme_as_it_stands(tmp_path: Path) -> None:
+def test_the_page_as_it_stands(tmp_path: Path) -> None:
     """`init_process_group()` names no backend; the fast way over gloo is taken all the same."""
-    results = run_ranks(2, readme, str(tmp_path), init=False)
+    results = run_ranks(2, using, str(tmp_path), init=False)
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "runs"}
     assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == ["latest", "step-00000100"]
     for pairwise, backends, sent, first, last in results:

@@ -22,7 +22,7 @@ __all__ = ["TrafficPlan", "TrafficRow", "traffic"]
 
 # Of an element, beside its 4: the mean over 1500 steps (docs/convergence.md). How many escape depends on the weights.
 _ESCAPED_BITS = 0.87
-# What a device really achieves, and what a node can send: the examples of the README, and one between them.
+# What a device really achieves, and what a node can send: the examples of docs/multinode.md.
 _FLOPS = 4e14
 _BANDWIDTHS = (12.5e9, 50e9, 350e9)
 

@@ -1,0 +1,189 @@
+"""The documentation: an index of all pages, a recipe that works at the top of each, and links that lead somewhere.
+
+The first Python blocks of concepts.md, engine.md, models.md and kernels/README.md run here and print what they should.
+Those of using.md, checkpoints.md, fsdp2.md and training.md need ranks and names of the reader's:
+tests/distributed/test_process_groups.py and test_docs_recipes.py run them. That of lightning.md is compiled alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import re
+import shlex
+from collections import Counter
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from bench.convergence.__main__ import parse_arguments as convergence_arguments
+from bench.step_time.__main__ import parse_arguments as step_time_arguments
+from docs.configuration import anchor
+from zeropp.config import load_config, require_supported
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX, KERNELS = ROOT / "docs" / "README.md", ROOT / "kernels" / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [page for page in [*DOCS, KERNELS] if page != INDEX]
+LINKING = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + [*DOCS, KERNELS]
+TOP = 20  # lines in which a page's first recipe begins
+RUN_HERE = ("concepts", "engine", "models", "kernels")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block.
+
+    Attributes:
+        language: after the opening fence.
+        line: of that fence, from 1.
+        text: between the fences.
+    """
+
+    language: str
+    line: int
+    text: str
+
+
+def name_of(page: Path) -> str:
+    return "kernels" if page == KERNELS else page.stem
+
+
+@cache
+def read(page: Path) -> tuple[list[str], list[Block]]:
+    """Lines outside of fenced blocks, and the blocks."""
+    outside, blocks, opened = list[str](), list[Block](), None
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        fence = re.match(r"\s*```(\w*)", line)
+        if fence and opened is None:
+            opened = Block(fence[1], number, "")
+        elif fence:
+            assert opened is not None
+            blocks.append(opened)
+            opened = None
+        elif opened is not None:
+            opened = Block(opened.language, opened.line, f"{opened.text}{line}\n")
+        else:
+            outside.append(line)
+    assert opened is None, f"{page}: the block of line {opened.line} does not end"
+    return outside, blocks
+
+
+def recipe(name: str) -> Block:
+    """The first block of a page."""
+    return next(read(page)[1][0] for page in PAGES if name_of(page) == name)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_recipe_begins_within_twenty_lines(page: Path) -> None:
+    """After a title, and words that say what it does."""
+    block = read(page)[1][0]
+    assert block.line <= TOP and block.language in ("python", "sh", "json")
+    title, *words = re.sub(r"<!--.*?-->", "", "\n".join(page.read_text().splitlines()[: block.line - 1])).split("\n")
+    assert title.startswith("# ") and not any(word.startswith("#") for word in words)
+    assert len(" ".join(words).split()) > 12 and " ".join(words).rstrip().endswith(":")
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors that GitHub gives: a title that comes again has a number."""
+    found, seen = set[str](), Counter[str]()
+    for line in read(page)[0]:
+        title = re.match(r"#{1,6} +(.*)", line)
+        if title:
+            slug = anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title[1]))
+            found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+            seen[slug] += 1
+    return found
+
+
+def links(page: Path) -> list[str]:
+    """Targets of links to files and headings."""
+    text = re.sub(r"`[^`\n]*`", "", "\n".join(read(page)[0]))
+    found = [*re.findall(r"\]\(([^)\s]+)\)", text), *re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)]
+    return [target for target in found if not re.match(r"[a-z]+:", target)]
+
+
+def fault(page: Path, target: str) -> str | None:
+    """What is wrong with a link."""
+    name, _, title = target.partition("#")
+    path = (page.parent / name).resolve() if name else page
+    if not path.exists():
+        return f"{page.relative_to(ROOT)}: {target} is not there"
+    if title and (path.suffix != ".md" or title not in headings(path)):
+        return f"{page.relative_to(ROOT)}: {target} has no such heading"
+    return None
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    assert [found for target in links(page) if (found := fault(page, target)) is not None] == []
+
+
+def test_anchors_are_those_that_github_gives(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Is `a_b` it?\n```sh\n# no heading\n```\n## With [a link](x.md), twice\n## With a link, twice\n")
+    assert headings(page) == {"is-a_b-it", "with-a-link-twice", "with-a-link-twice-1"}
+
+
+def test_the_index_has_every_page() -> None:
+    reached = {(INDEX.parent / target.partition("#")[0]).resolve() for target in links(INDEX)}
+    assert set(PAGES) <= reached
+    assert len(INDEX.read_text().splitlines()) <= 60
+    assert "docs/README.md" in links(ROOT / "README.md")
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS, KERNELS], ids=lambda page: str(page.relative_to(ROOT)))
+def test_python_compiles_and_json_parses(page: Path) -> None:
+    for block in read(page)[1]:
+        if block.language == "python":
+            compile(block.text, f"{page}:{block.line}", "exec")
+        elif block.language == "json":
+            json.loads(block.text)
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_a_first_recipe_runs(name: str) -> None:
+    torch.manual_seed(0)
+    printed, space = io.StringIO(), dict[str, object]()
+    with redirect_stdout(printed):
+        exec(compile(recipe(name).text, name, "exec"), space)
+    if name in ("concepts", "engine"):
+        page = next(page for page in PAGES if name_of(page) == name)
+        assert read(page)[1][1] == Block("text", read(page)[1][1].line, printed.getvalue())
+    elif name == "models":
+        assert float(printed.getvalue()) > 0
+    else:
+        sent, plain, error = (float(word) for word in re.findall(r"\d+(?:\.\d+)?", printed.getvalue()))
+        assert sent / plain == pytest.approx(0.516 / 2, abs=0.001)
+        # Half the largest scale; differences, scales and decoded values are rounded to bfloat16.
+        x = space["x"]
+        assert isinstance(x, torch.Tensor) and 0 < error < 0.52 * float(x.abs().max()) / 7
+
+
+@pytest.mark.parametrize("name", ["configuration", "offload", "zeropp"])
+def test_a_first_configuration_is_accepted(name: str) -> None:
+    require_supported(load_config(json.loads(recipe(name).text)))
+
+
+COMMANDS = {"step_time": step_time_arguments, "convergence": convergence_arguments}
+
+
+@pytest.mark.parametrize("name", ["benchmarks", "convergence", "migrating", "multinode"])
+def test_a_first_command_is_understood(name: str) -> None:
+    """By what it starts: a benchmark of ours, or torchrun; ``train.py`` is the reader's."""
+    assert recipe(name).language == "sh"
+    words = shlex.split(recipe(name).text)
+    if name == "migrating":
+        assert words[:2] == ["python", "-m"] and importlib.util.find_spec(words[2]) is not None
+        words = words[3:]
+    if words[0] == "torchrun":
+        assert get_args_parser().parse_args(words[1:]).training_script == "train.py"
+    else:
+        assert words[:2] == ["python", "-m"]
+        COMMANDS[words[2].removeprefix("bench.")](words[3:])
