@@ -328,14 +328,12 @@ def train(
 
 
 def describe(record: dict) -> str:
-    """The progress bar's tail."""
-    hops = "".join(f"; {hop} {nbytes / 1e6:.1f}" for hop, nbytes in record["sent_bytes_per_step_by_hop"].items())
+    """The progress bar's tail; the file of metrics has the bytes of each hop."""
+    between = record["sent_between_nodes_per_step"] / 1e6
     return (
         f"loss {record['loss']:.3f}, {record['tokens_per_s']:,.0f} tokens/s, "
-        f"{record['memory_bytes'] / 2**20:,.0f} MiB peak, "
-        f"{record['sent_bytes_per_step'] / 1e6:.1f} MB sent a step"
-        f" ({record['sent_between_nodes_per_step'] / 1e6:.1f} between nodes{hops}), "
-        f"waited {1000 * record['exposed_s_per_step']:.0f} ms a step"
+        f"{record['memory_bytes'] / 2**20:,.0f} MiB peak; a step sent {record['sent_bytes_per_step'] / 1e6:.1f} MB"
+        f"{f' ({between:.1f} between nodes)' if between else ''}, waited {1000 * record['exposed_s_per_step']:.0f} ms"
     )
 
 
@@ -380,8 +378,9 @@ def main(argv: list[str] | None = None) -> int:
                 finished = sample(model, job, args)
         metrics.write("end", finished=finished)
         metrics.close()
-        if not finished and job.rank == 0:
-            print(f"stopped on request; metrics so far in {metrics.path}", file=sys.stderr)
+        if job.rank == 0:
+            end = f"trained {args.steps} steps; metrics" if finished else "stopped on request; metrics so far"
+            print(f"{end} in {metrics.path}", file=sys.stderr)
     return 0 if finished else INTERRUPTED
 
 

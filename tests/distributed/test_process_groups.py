@@ -24,6 +24,9 @@ from zeropp.comm.members import find_members, is_fake
 USING = Path(__file__).resolve().parents[2] / "docs" / "using.md"
 
 
+START = "zeropp.init_distributed()"
+
+
 class Regression(nn.Module):
     """Returns a loss, as the page's model does; large enough that its layers are not persistent."""
 
@@ -45,13 +48,15 @@ def examples() -> list[str]:
     return found
 
 
-def using(folder: str) -> tuple[list[bool], set[str], int, float, float]:
+def using(folder: str, start: str) -> tuple[list[bool], set[str], int, float, float]:
     """Run the blocks; then, whether each hop sends pairwise, groups' backends, bytes sent, first and last loss."""
     os.chdir(folder)
     torch.manual_seed(0)
     batches = [torch.randn(4, 400)] * 12
     space: dict[str, object] = {"Model": Regression, "loader": batches[:1], "validation": batches[:2]}
     training, *others = examples()
+    assert START in training
+    training = training.replace(START, start)
     exec(compile(training, "using.md", "exec"), space)
     first = space["loss"]
     for block in others:
@@ -71,9 +76,10 @@ def using(folder: str) -> tuple[list[bool], set[str], int, float, float]:
     return [hop.pairwise for hop in hops], backends, sent, float(first), float(last)
 
 
-def test_the_page_as_it_stands(tmp_path: Path) -> None:
-    """`init_process_group()` names no backend; the fast way over gloo is taken all the same."""
-    results = run_ranks(2, using, str(tmp_path), init=False)
+@pytest.mark.parametrize("start", [START, "torch.distributed.init_process_group()"])
+def test_the_page_as_it_stands(start: str, tmp_path: Path) -> None:
+    """Neither call names a backend; the fast way over gloo is taken all the same."""
+    results = run_ranks(2, using, str(tmp_path), start, init=False)
     assert {path.name for path in tmp_path.iterdir()} == {"model.pt", "runs"}
     assert sorted(path.name for path in (tmp_path / "runs" / "first").iterdir()) == ["latest", "step-00000100"]
     for pairwise, backends, sent, first, last in results:

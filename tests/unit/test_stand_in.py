@@ -74,7 +74,7 @@ def test_a_command_and_its_children_have_it() -> None:
 def test_a_command_that_cannot_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["no-such-command", "x"]) == 2
     said = capsys.readouterr().err
-    assert "no-such-command" in said and "usage" in said
+    assert "'no-such-command': it is not on PATH; activate the virtual environment" in said and "usage" in said
     assert main(["deepspeed", "train.py"]) == 2 and "torchrun" in capsys.readouterr().err
     assert main(["train.py"]) == 2 and "python train.py" in capsys.readouterr().err
     assert main([]) == 2 and main(["--help"]) == 0

@@ -21,16 +21,20 @@ def main(command: list[str]) -> int:
         require_first(command)
         # In place of this process, so that signals and the exit status are the command's own.
         os.execvpe(command[0], command, environment())
+    except FileNotFoundError:
+        print(f"cannot run {command[0]!r}: it is not on PATH{_advice(command[0])}\n{_USAGE}", file=sys.stderr)
     except (OSError, RuntimeError) as error:
         print(f"cannot run {command[0]!r}: {error}{_advice(command[0])}\n{_USAGE}", file=sys.stderr)
     return 2
 
 
 def _advice(name: str) -> str:
-    """What is meant where people have left something out, or have DeepSpeed's habits."""
+    """The likely remedy for a command that cannot be run."""
     if name == "deepspeed":
         return "; zeropp has no launcher, and torchrun --nproc-per-node N starts ranks"
-    return f"; a script needs its interpreter: python {name}" if name.endswith(".py") else ""
+    if name.endswith(".py"):
+        return f"; a script needs its interpreter: python {name}"
+    return "" if os.path.sep in name else "; activate the virtual environment that has it, or give its path"
 
 
 if __name__ == "__main__":
