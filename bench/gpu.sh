@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# What one CUDA card can tell, in five parts of at most six minutes each, in the order of their worth.
+# Measurements and checks on one CUDA card, in seven parts of at most six minutes each, in the order of their worth.
 #
+#   bench/gpu.sh look       # a selection of the checks; steps at 1.3 B and 0.37 B parameters beside plain torch, FSDP2
+#                           # and DeepSpeed; kernels at 256 MiB; live memory by phase; compiled blocks; offload
+#   bench/gpu.sh examples   # every script of examples/ that one card can run, a few steps, and again from a checkpoint
 #   bench/gpu.sh bits       # bits of kernels; streams under delay; hops over NCCL with one rank; the engine's tests
 #   bench/gpu.sh offload    # bits with states and weights off the card; steps beside FSDP2 with offload; the bus
 #   bench/gpu.sh engine     # steps, memory and host time beside FSDP2 at 0.3, 1 and 3 B parameters; a timeline
@@ -9,33 +12,48 @@
 #   bench/gpu.sh            # all of them, up to the first wrong result
 #   bench/gpu.sh --dry-run  # the same on CPU, with tiny sizes and a stand-in for ncu
 #
-# A part that is started again goes on where it was interrupted: what it has measured with the same sources on the same
-# card is kept in runs/gpu (--keep=DIR). Each prints one table, which goes to bench/results (--results=DIR); a dry run's
-# goes to a temporary folder. --only=NAME runs the steps whose names begin so.
+# A part that is started again goes on where it was interrupted: results of the same sources on the same card are kept
+# in runs/gpu (--keep=DIR). Each part prints one table, which goes to bench/results (--results=DIR); a dry run's goes to
+# a temporary folder. --only=NAME runs the steps whose names begin so; --seconds=N ends each part that early.
+#
+# The first 15 minutes on a new card, in two calls of which none takes ten:
+#
+#   bench/gpu.sh look --seconds=330; bench/gpu.sh examples --seconds=220
+#
+# look needs about five minutes and examples about three. Both are commands of their own, so that a wrong result in the
+# first does not keep the second from starting. What is left goes into the second call, of five minutes:
+#
+#   bench/gpu.sh look --seconds=120; bench/gpu.sh bits --seconds=170
+#
+# There look costs nothing if it was finished, and goes on with the step that it had no time for if not. bits takes the
+# rest, by single tests. The next calls on a card begin with bits, which goes on, then offload, engine and kernels: each
+# fits one call of six minutes, and bits and offload may take a second one. Files in --keep must outlive the machine for
+# that.
 #
 # Exit code: 0; 1 for a wrong result; 2 for a command line or a machine that cannot be used; 3 if something was not
 # measured in time: start it again.
 #
 #   PYTHON=python3.12 bench/gpu.sh bits
-#   WHEELS=folder bench/gpu.sh bits   # installs what the machine lacks from wheels, without a network; pytest, say
+#   WHEELS=folder bench/gpu.sh bits   # installs the missing packages from wheels, without a network; pytest, say
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 part_seconds=360
 
+every=(look examples bits offload engine kernels reasons)
 parts=()
 flags=()
 for word in "$@"; do
     case $word in
-        bits | offload | engine | kernels | reasons) parts+=("$word") ;;
+        look | examples | bits | offload | engine | kernels | reasons) parts+=("$word") ;;
         --*) flags+=("$word") ;;
         *)
-            echo "unknown part $word; expected bits, offload, engine, kernels, reasons, or none of them for all" >&2
+            echo "unknown part $word; expected ${every[*]}, or none of them for all" >&2
             exit 2
             ;;
     esac
 done
-((${#parts[@]})) || parts=(bits offload engine kernels reasons)
+((${#parts[@]})) || parts=("${every[@]}")
 
 export PYTHONPATH="$PWD:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 if [[ -n ${WHEELS:-} ]]; then

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zeropp
-from bench.common import COMPARED
+from bench.common import COMPARED, RATE, WARM_UP
 from bench.common.namespaces import sent_bytes
 from examples.text_data import Batches, on_device
 from zeropp._compat import all_gather_single
 
 __all__ = ["ADAMW", "LIKE_FSDP2", "Contestant", "adamw", "meet", "over_ranks", "samples"]
 
-ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
+ADAMW = {"lr": RATE, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 PERSISTENT_NUMEL = 100_000  # the default of stage3_param_persistence_threshold
 SAMPLES = 1024  # elements of a parameter that are compared
 LIKE_FSDP2 = ("zeropp", "zeropp_clipped")
@@ -46,8 +46,10 @@ class Contestant:
     precision: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     micro_batches: int = 1  # backwards before each optimizer step
     predicted: dict[str, int] = field(default_factory=dict)  # terms of zeropp.plan.memory, bytes
-    clip: float | None = None  # largest norm of gradients; zeropp's optimizer clips by itself
+    rate: float = RATE  # peak of the learning rate
+    clip: float | None = None  # largest norm of gradients; an optimizer that has a grad_norm clips by itself
     norms: list[Tensor] = field(default_factory=list)  # where gradients are clipped: before that, of the first steps
+    weights: Callable[[], Iterable[Tensor]] | None = None  # whole main weights; default: the optimizer's parameters
     before: Tensor | None = None  # samples of the weights that training began with
     step: int = 0
     losses: list[Tensor] = field(default_factory=list)
@@ -84,27 +86,38 @@ class Contestant:
     def one_step(self) -> None:
         """Forward, backward and optimizer step on the next batch, or on several of it."""
         for micro in range(self.micro_batches):
-            x, y = on_device(self.batches.at(self.step * self.micro_batches + micro), self.device)
-            with self.precision():
-                loss = self.model(x, y)
+            loss = self.forward(micro)
             if self.step == 0 and self.name in LIKE_FSDP2:
                 self.kept = whole_parameters(self.model)
             self.backward(loss)
+        self.finish_step(loss)
+
+    def forward(self, micro: int = 0) -> Tensor:
+        """The loss of one micro-batch of the next step."""
+        x, y = on_device(self.batches.at(self.step * self.micro_batches + micro), self.device)
+        with self.precision():
+            return self.model(x, y)
+
+    def finish_step(self, loss: Tensor) -> None:
+        """The rest of a step after its last backward, which was that of ``loss``."""
         self._clip_and_step()
         self.optimizer.zero_grad()
         self.losses.append(loss.detach())
         self.step += 1
 
     def _clip_and_step(self) -> None:
+        if self.step < WARM_UP:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.rate * (self.step + 1) / WARM_UP
         if self.clip is None:
             self.optimizer.step()
-        elif isinstance(self.optimizer, zeropp.ZeroOptimizer):
+        elif hasattr(type(self.optimizer), "grad_norm"):  # its class is asked: to read the norm is to wait for it
             self.optimizer.step()
             # Not at every step: on a card the host waits for it.
             if self.step < COMPARED:
-                self.norms.append(torch.tensor(self.optimizer.grad_norm))
+                self.norms.append(torch.tensor(float(self.optimizer.grad_norm)))
         else:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            norm = nn.utils.clip_grad_norm_(self._stepped(), self.clip)
             if self.step < COMPARED:
                 # Each rank has a part of FSDP2's norm.
                 self.norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
@@ -115,7 +128,11 @@ class Contestant:
         if isinstance(self.optimizer, zeropp.ZeroOptimizer):
             state = zeropp.full_state(self.model, cpu_offload=False)
             return samples(state[name] for name, _ in self.model.named_parameters())
-        return samples(self.model.parameters())
+        return samples(self._stepped() if self.weights is None else self.weights())
+
+    def _stepped(self) -> list[Tensor]:
+        """Parameters that the optimizer steps, in the order of the model's."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def settle(self) -> None:
         """Wait for what a step has left on its way: zeropp renews kept weights after it."""

@@ -1,4 +1,4 @@
-"""The model and the data that systems are compared on, as flags of a launcher and of the ranks it starts."""
+"""Flags for the model and the data that systems are compared on, of a launcher and of the ranks it starts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import argparse
 
 __all__ = ["add_model_flags", "given_flags"]
 
-_DEFAULTS = {"layers": 6, "d-model": 384, "heads": 6, "seq-len": 128, "batch": 4, "seed": 0}
-_HELP = {"batch": "windows a rank"}
+_DEFAULTS = {"layers": 6, "d-model": 384, "heads": 6, "vocab": 256, "seq-len": 128, "batch": 4, "seed": 0}
+_HELP = {"batch": "windows a rank", "vocab": "rows of the embedding; the text is bytes and uses 256 of them"}
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Let a command line say how large the model and its batches are."""
+    """Add the flags for the sizes of the model and of its batches."""
     for name, default in _DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=_HELP.get(name))
 
 
 def given_flags(args: argparse.Namespace) -> dict[str, int]:
-    """The same, to be passed on."""
+    """The flags and their values, for a command line of the ranks."""
     return {name: getattr(args, name.replace("-", "_")) for name in _DEFAULTS}

@@ -1,9 +1,9 @@
-"""One part, as ``bench/gpu.sh`` starts it: steps in their order, a table, and an exit code that says how it went."""
+"""One part, as ``bench/gpu.sh`` starts it: steps in their order, a table, and an exit code for how it went."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import itertools
 import json
 import shutil
 import signal
@@ -16,13 +16,14 @@ from pathlib import Path
 import torch
 
 from bench.common.machine import describe, machine
-from bench.gpu import bits, engine, kernels, offload, reasons
-from bench.gpu.part import Outcome, Part, Row, State, Step
+from bench.gpu import bits, engine, examples, kernels, look, offload, reasons
+from bench.gpu.part import Outcome, Part, Row, State, Step, missing
 from bench.gpu.run import Runner, digest
 from bench.gpu.scale import CARD, DRY, Scale
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {part.name: part for part in (bits.PART, offload.PART, engine.PART, kernels.PART, reasons.PART)}
+_MODULES = (look, examples, bits, offload, engine, kernels, reasons)
+PARTS = {module.PART.name: module.PART for module in _MODULES}
 SECONDS = 345.0  # bench/gpu.sh ends a part at 360
 CODES = {State.WRONG: 1, State.UNFINISHED: 3}
 DRY_RUN = "**Dry run on CPU with tiny sizes: no figure below was measured on a card.**"
@@ -46,10 +47,10 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def unusable(part: Part, scale: Scale) -> str | None:
-    """Why nothing of a part can run on this machine."""
-    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
-    if missing:
-        return f"{', '.join(missing)} not installed; put wheels into a folder and set WHEELS to it"
+    """The reason why nothing of a part can run on this machine, if there is one."""
+    absent = missing(*part.needs)
+    if absent:
+        return f"{absent}; put wheels into a folder and set WHEELS to it"
     if not scale.dry and not torch.cuda.is_available():
         return "torch sees no CUDA device; --dry-run goes through the same on CPU"
     return None
@@ -89,18 +90,19 @@ def save(args: argparse.Namespace, part: Part, text: str, about: dict, outcomes:
 
 
 def run(args: argparse.Namespace, part: Part, steps: list[Step], about: dict) -> dict[str, Outcome]:
-    """Outcomes by name of the step, as far as the time goes."""
+    """Outcomes by name of the step, as far as the time goes; neighbours that are marked so run together."""
     lasting = [str(about.get(key)) for key in ("torch", "triton", "python", "cuda", "card", "driver", "processor")]
     key = digest([*lasting, str(args.dry_run)])
     # A dry run is one on CPU, also where there is a card.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.dry_run else None
     runner = Runner(args.keep / part.name, key, args.began + args.seconds, hidden)
     outcomes: dict[str, Outcome] = {}
-    for step in steps:
-        begin = time.monotonic()
-        outcomes[step.name], kept = runner.outcome(step)
-        how = "kept from an earlier start" if kept else f"{time.monotonic() - begin:.0f} s"
-        print(f"{part.name}: {step.name}: {outcomes[step.name].state.value} ({how})", file=sys.stderr, flush=True)
+    for _, group in itertools.groupby(steps, lambda step: step.together or step.name):
+        begin, now = time.monotonic(), list(group)
+        for step, (outcome, kept) in zip(now, runner.outcomes(now), strict=True):
+            outcomes[step.name] = outcome
+            how = "kept from an earlier start" if kept else f"{time.monotonic() - begin:.0f} s"
+            print(f"{part.name}: {step.name}: {outcome.state.value} ({how})", file=sys.stderr, flush=True)
     return outcomes
 
 
@@ -132,6 +134,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # So that what a step has started ends, too, when the shell ends this process.
+    # So that the processes of steps end, too, when the shell ends this one.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
     sys.exit(main())

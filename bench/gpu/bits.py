@@ -1,4 +1,4 @@
-"""Whether results are right: bits of kernels, streams under delay, hops over NCCL, the engine. By pytest."""
+"""Checks of results by pytest: bits of kernels, streams under delay, hops over NCCL, the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from bench.gpu.part import Ended, Outcome, Part, State, Step, last_words
 from bench.gpu.scale import Scale
 
-__all__ = ["PART", "tests_step"]
+__all__ = ["PART", "check", "tests_step"]
 
 _CHECKS: dict[str, tuple[list[str], float]] = {
     "kernels": (["tests/kernels/test_agreement.py", "tests/kernels/test_table.py", "tests/kernels/test_gpu.py"], 240.0),
@@ -31,22 +31,25 @@ def _has(module: str) -> bool:
 
 def steps(scale: Scale) -> list[Step]:
     """One call of pytest each."""
-    return [
-        tests_step(scale, name, _CHECKS[name][0], chosen, _CHECKS[name][1], scale.workers if name == "kernels" else 0)
-        for name, chosen in scale.chosen.items()
-    ]
+    return [check(scale, name, chosen) for name, chosen in scale.chosen.items()]
+
+
+def check(scale: Scale, name: str, chosen: Sequence[str]) -> Step:
+    """The files of tests of that name, and ``chosen`` arguments of pytest that select among them."""
+    files, seconds = _CHECKS[name]
+    return tests_step(scale, name, files, chosen, seconds, scale.workers if name == "kernels" else 0)
 
 
 def tests_step(
     scale: Scale, name: str, files: Sequence[str], chosen: Sequence[str], seconds: float, workers: int = 0
 ) -> Step:
-    """A call of pytest; see :mod:`bench.gpu.outcomes` for what a second start leaves out.
+    """A call of pytest. A second start leaves out tests that have passed: :mod:`bench.gpu.outcomes`.
 
     Args:
         scale: of the run.
         name: of the step.
         files: of tests.
-        chosen: which of them: arguments of pytest.
+        chosen: arguments of pytest that select among them.
         seconds: that it may take.
         workers: of pytest, if more than its own process.
     """
@@ -61,7 +64,7 @@ def tests_step(
 
 
 def _read(name: str, workers: int, dry: bool, ended: Ended) -> Outcome:
-    """By what each test came to, now or at an earlier start."""
+    """Counts of tests by their outcome, now or at an earlier start."""
     path = ended.folder / "outcomes"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     last = {line["test"]: line for line in lines}

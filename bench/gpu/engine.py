@@ -12,15 +12,16 @@ from pathlib import Path
 
 import torch
 
+from bench.common import WARM_UP
 from bench.gpu.part import Ended, Outcome, Part, Row, State, Step, last_words
 from bench.gpu.scale import Model, Scale
 from bench.step_time import report
 from bench.step_time.__main__ import parse_arguments
 from bench.step_time.launch import rank_command
 
-__all__ = ["PART", "SYSTEMS"]
+__all__ = ["PART", "SYSTEMS", "common", "job", "too_small"]
 
-SYSTEMS = ("fsdp2", "zeropp", "fsdp2_clipped", "zeropp_clipped")
+SYSTEMS = ("fsdp2", "zeropp", "fsdp2_clipped", "fsdp2_clipped_again", "zeropp_clipped")
 _STATES = 16  # bytes a parameter: weights, gradients and both of Adam's averages, in float32
 _BESIDE = 8  # for activations, gathered weights and the copy of the weights that is compared
 _RESULT = "{folder}/result.json"
@@ -39,39 +40,51 @@ def steps(scale: Scale) -> list[Step]:
 
 def _race(scale: Scale, model: Model, way: str) -> Step:
     """All systems in one process, side by side or one after another."""
-    # Where systems also take turns, the times of a run alone are not what it is for.
+    # A model whose systems also take turns runs alone for its memory.
     turns = ("--rounds=2", "--discard=1", "--steps=2") if model.side_by_side and way == "alone" else scale.turns
-    flags = [*_common(scale, 1), f"--systems={','.join(SYSTEMS)}", *turns, *model.flags]
+    flags = [*common(scale, 1), f"--systems={','.join(SYSTEMS)}", *turns, *model.flags]
     flags += ["--alone"] * (way == "alone")
-    return _job(f"{model.name} {way}", flags, model.name, 110.0, _lacks(scale, model))
+    beside = len(SYSTEMS) if model.side_by_side else 1
+    return job(f"{model.name} {way}", flags, model.name, 110.0, too_small(scale, model, beside))
 
 
 def _staged(scale: Scale, ranks: int) -> Step:
     """Ranks that share the card, through gloo and host memory: for streams under load, not for speed."""
-    flags = [*_common(scale, ranks), "--staged", "--systems=fsdp2_clipped,zeropp_clipped", *scale.staged_flags]
-    return _job(f"staged {ranks}", flags, "staged", 80.0, None)
+    flags = [*common(scale, ranks), "--staged", "--systems=fsdp2_clipped,zeropp_clipped", *scale.staged_flags]
+    return job(f"staged {ranks}", flags, "staged", 80.0, None)
 
 
-def _common(scale: Scale, ranks: int) -> list[str]:
+def common(scale: Scale, ranks: int) -> list[str]:
+    """Flags of ``bench.step_time`` that all races have."""
     return [f"--device={scale.device}", f"--ranks={ranks}", "--dtype=bf16"]
 
 
-def _job(name: str, flags: Sequence[str], model: str, seconds: float, lacks: str | None) -> Step:
+def job(
+    name: str, flags: Sequence[str], model: str, seconds: float, lacks: str | None, beside: Sequence[str] = ()
+) -> Step:
+    """A race of systems.
+
+    Args:
+        name: of the step.
+        flags: of ``bench.step_time``.
+        model: its name in the table.
+        seconds: that it may take.
+        lacks: why the machine cannot run it.
+        beside: names of earlier steps, with whose systems these are compared, but for their weights.
+    """
     args = parse_arguments(list(flags))
     command, environment = rank_command(args, Path(_RESULT), "not counted here")
-    return Step(name, command, seconds, partial(_read, name, model, args), environment, lacks)
+    return Step(name, command, seconds, partial(_read, name, model, args, beside), environment, lacks)
 
 
-def _lacks(scale: Scale, model: Model) -> str | None:
-    """Why a card is too small for a model; None if it is not, or if there is none to be."""
-    args = parse_arguments(list(model.flags))
-    numel = 12 * args.layers * args.d_model**2
-    needed = numel * (_STATES * (len(SYSTEMS) if model.side_by_side else 1) + _BESIDE)
+def too_small(scale: Scale, model: Model, beside: int = 1) -> str | None:
+    """The reason why a card is too small for a model of ``beside`` systems; None in a dry run."""
+    needed = model.numel * (_STATES * beside + _BESIDE)
     has = needed if scale.dry else torch.cuda.get_device_properties(0).total_memory
     return None if needed <= has else f"needs about {needed >> 30} GiB, and the card has {has >> 30}"
 
 
-def _read(name: str, model: str, args: argparse.Namespace, ended: Ended) -> Outcome:
+def _read(name: str, model: str, args: argparse.Namespace, beside: Sequence[str], ended: Ended) -> Outcome:
     """Rows by system; wrong if the systems did not do equal work."""
     if ended.code is None:
         return Outcome(State.UNFINISHED, [], last_words(ended))
@@ -79,15 +92,18 @@ def _read(name: str, model: str, args: argparse.Namespace, ended: Ended) -> Outc
     if ended.code or not path.exists():
         return Outcome(State.WRONG, [], last_words(ended))
     measured = json.loads(path.read_text())
+    own = measured["systems"]
+    others = [ended.folder.parent / each.replace(" ", "-") / path.name for each in beside]
+    found = [json.loads(other.read_text())["systems"] for other in others if other.exists()]
+    measured["systems"] = {system: took for systems in [*found, own] for system, took in systems.items()}
     report.complete(measured, args)
     problems = report.problems(measured)
-    rows = [_row(name, model, system, measured) for system in measured["systems"]]
+    rows = [_row(name, model, system, measured) for system in own]
     return Outcome(State.WRONG if problems else State.MEASURED, rows, "; ".join(problems))
 
 
 def _row(name: str, model: str, system: str, measured: dict) -> Row:
     found = measured["systems"][system]
-    other = report.counterpart(system, list(measured["systems"]))
     step = statistics.median(found["step_s"])
     row = {
         "model": model,
@@ -95,11 +111,13 @@ def _row(name: str, model: str, system: str, measured: dict) -> Row:
         "ranks": str(measured["settings"]["ranks"]),
         "system": system,
         "step ms": f"{1000 * step:.1f}",
-        "/ FSDP2": f"{step / statistics.median(measured['systems'][other]['step_s']):.3f}",
         "host ms": f"{1000 * statistics.median(found['host_s']):.1f}",
         "CPU ms": f"{1000 * statistics.median(found['cpu_s']):.1f}",
-        "weights apart": f"{found['weights_apart']:.1e}" if other != system else "-",
+        "weights apart": report.weights_apart(system, measured),
     }
+    for column, base in (("/ FSDP2", report.REFERENCE), ("/ plain", "plain")):
+        other = measured["systems"].get(base + report.CLIPPED * report.clips(system))
+        row |= {column: f"{step / statistics.median(other['step_s']):.3f}"} if other else {}
     memory = {"peak MiB": "peak_bytes", "reserved MiB": "reserved_bytes"}
     return row | {column: f"{found[key] / 2**20:.0f}" for column, key in memory.items() if key in found}
 
@@ -107,7 +125,7 @@ def _row(name: str, model: str, system: str, measured: dict) -> Row:
 def _timeline(scale: Scale, model: Model) -> Step:
     """One step of each clipped system under the profiler."""
     command = [sys.executable, "-m", "bench.gpu.timeline", "{folder}"]
-    flags = [*_common(scale, 1), "--systems=fsdp2_clipped,zeropp_clipped", *model.flags]
+    flags = [*common(scale, 1), "--systems=fsdp2_clipped,zeropp_clipped", *model.flags]
     _, environment = rank_command(parse_arguments(flags), Path(_RESULT), "not counted here")
     return Step("timeline", [*command, *flags], 80.0, partial(_read_timeline, model.name), environment)
 
@@ -142,10 +160,11 @@ PART = Part(
         f"does. Clipped arms clip to {report.CLIP:g}. Equal work: losses of the first {report.COMPARED} steps agree "
         f"within {report.LOSS_TOLERANCE['bf16']:g}, norms before clipping within {report.NORM_TOLERANCE['bf16']:g} of "
         "them; weights apart, at the end and as a share of the way that they have gone, at most "
-        f"{report.WEIGHT_TOLERANCE['bf16']:g}. In turns: systems side by side, A B A B. Alone: one after another, each "
-        "gone before the next is built, so that its peak of allocated memory is its own, and what torch's allocator "
-        "has reserved. Host: until the last call of a step had returned. Staged: ranks share the card through gloo and "
-        "host memory, which shows streams under load and nothing of speed.",
+        f"{report.WEIGHT_TOLERANCE['bf16']:g}.{report.yardstick_note('bf16')} The learning rate rises over the first "
+        f"{WARM_UP} steps, to less the wider a model is. In turns: systems side by side, A B A B. Alone: one after "
+        "another, each gone before the next is built, so that its peaks of allocated and reserved memory are its own. "
+        "Host: until the last call of a step had returned. Staged: ranks share the card through gloo and host memory, "
+        "which shows streams under load and nothing of speed.",
         "Timeline: one step under torch's profiler, which makes the host slower; a trace a system is kept beside this "
         "report, for chrome://tracing or Perfetto. Device busy: some kernel or copy runs. Host waits: inside calls "
         "that synchronise. NCCL: kernels of that name.",

@@ -1,4 +1,4 @@
-"""How fast kernels are: bandwidth by size beside a copy, torch by hand and compiled; host time; ways over the bus."""
+"""Speed of kernels: bandwidth by size beside a copy, torch by hand and compiled; host time; ways over the bus."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from bench.gpu.part import Ended, Outcome, Part, Row, State, Step, last_words
 from bench.gpu.scale import Scale
 from bench.kernels.report import rows_of
 
-__all__ = ["PART"]
+__all__ = ["PART", "bandwidth"]
 
 
 def steps(scale: Scale) -> list[Step]:
     """The largest sizes first, whose figures have targets."""
-    found = []
-    for name, mebibytes, chosen, seconds in scale.bandwidth:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "bench/kernels"]
-        command += ["--sizes", str(mebibytes), "-k", chosen, "--benchmark-json={folder}/measured.json"]
-        found.append(Step(name, command, seconds, _read_bandwidth))
+    found = [bandwidth(*each) for each in scale.bandwidth]
     calls, rounds = scale.calls
     launch = [sys.executable, "-m", "bench.kernels.launch", f"--calls={calls}", f"--rounds={rounds}"]
     found.append(Step("host time", [*launch, "--json={folder}/launch.json"], 60.0, _read_launch))
@@ -27,6 +23,13 @@ def steps(scale: Scale) -> list[Step]:
     read = partial(_read_bus, scale.pinned_mebibytes)
     found.append(Step("bus", [*bus, "--json={folder}/bus.json"], 60.0, read))
     return found
+
+
+def bandwidth(name: str, mebibytes: int, chosen: str, seconds: float) -> Step:
+    """Bandwidth of kernels at one size; ``chosen`` selects among them, as in pytest."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "bench/kernels"]
+    command += ["--sizes", str(mebibytes), "-k", chosen, "--benchmark-json={folder}/measured.json"]
+    return Step(name, command, seconds, _read_bandwidth)
 
 
 def _read_bandwidth(ended: Ended) -> Outcome:
@@ -76,7 +79,7 @@ def _read_bus(mebibytes: int, ended: Ended) -> Outcome:
 
 
 def _read_json(ended: Ended, name: str) -> tuple[dict, Outcome | None]:
-    """What a step wrote, or why there is nothing."""
+    """The results of a step, or an outcome without any."""
     if ended.code is None:
         return {}, Outcome(State.UNFINISHED, [], last_words(ended))
     if ended.code:

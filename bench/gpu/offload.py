@@ -22,7 +22,7 @@ from bench.step_time.__main__ import parse_arguments
 from bench.step_time.launch import rank_command
 from bench.step_time.report import COMPARED, LOSS_TOLERANCE
 
-__all__ = ["PART"]
+__all__ = ["PART", "race_step"]
 
 _CHECKS = {
     "offload": (["tests/gpu/test_offload.py"], 90.0),
@@ -35,18 +35,21 @@ _CARD, _WHOLE, _HOST, _DISK = 24, 8, 20, 16
 
 
 def steps(scale: Scale) -> list[Step]:
-    """What is wrong comes first; then the systems, each at all sizes while there is time."""
+    """Checks first; then the systems, each at all sizes while there is time."""
     found = [
         tests_step(scale, name, _CHECKS[name][0], chosen, _CHECKS[name][1]) for name, chosen in scale.offloaded.items()
     ]
     command = [sys.executable, "-m", "bench.offload.bus", f"--mebibytes={scale.bus_mebibytes}"]
     found.append(Step("bus", [*command, "--json={folder}/bus.json"], 40.0, _read_bus))
     # By system, since a disk may take longer than all the others together.
-    return found + [_race(scale, model, system) for system in scale.offload_systems for model in scale.offload_models]
+    for system in scale.offload_systems:
+        turns = scale.slow_turns if system == "nvme" else scale.offload_turns
+        found += [race_step(scale, model, system, turns) for model in scale.offload_models]
+    return found
 
 
-def _race(scale: Scale, model: Model, system: str) -> Step:
-    turns = scale.slow_turns if system == "nvme" else scale.offload_turns
+def race_step(scale: Scale, model: Model, system: str, turns: Sequence[str]) -> Step:
+    """A system of ``bench.offload.race`` on a model, with ``turns`` among its arguments."""
     flags = [f"--system={system}", f"--device={scale.device}", *turns, *model.flags]
     command = [sys.executable, "-m", "bench.offload.race", *flags, "--json={folder}/" + _RESULT]
     alone = parse_arguments([f"--device={scale.device}", "--ranks=1"])
@@ -54,20 +57,15 @@ def _race(scale: Scale, model: Model, system: str) -> Step:
     # The host steps with all cores, ours and FSDP2's.
     cores = 1 if scale.dry else len(os.sched_getaffinity(0))
     name = f"{model.name} {system}"
-    lacks = None if scale.dry else _lacks(_numel(model), system)
+    lacks = None if scale.dry else _lacks(model.numel, system)
     return Step(
         name, command, 300.0 if system == "nvme" else 120.0, partial(_read, name, model.name, system),
         {**environment, "OMP_NUM_THREADS": str(cores)}, lacks,
     )  # fmt: skip
 
 
-def _numel(model: Model) -> int:
-    args = parse_arguments(list(model.flags))
-    return 12 * args.layers * args.d_model**2
-
-
 def _lacks(numel: int, system: str) -> str | None:
-    """What a machine has too little of for a system."""
+    """The memory or disk that a machine has too little of for a system."""
     card = torch.cuda.get_device_properties(0).total_memory
     host = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     disk = shutil.disk_usage(tempfile.gettempdir()).free
@@ -100,7 +98,7 @@ def _read(name: str, model: str, system: str, ended: Ended) -> Outcome:
 
 
 def _beside(folder: Path, model: str, system: str) -> dict | None:
-    """What another system came to, if it has been measured."""
+    """The results of another system, if it has been measured."""
     path = folder.parent / f"{model} {system}".replace(" ", "-") / _RESULT
     return json.loads(path.read_text()) if path.exists() else None
 

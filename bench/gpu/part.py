@@ -1,7 +1,8 @@
-"""Parts, their steps, and what comes of a step."""
+"""Parts, their steps, and outcomes of steps."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from bench.gpu.scale import Scale
 
-__all__ = ["Ended", "Outcome", "Part", "Row", "State", "Step", "last_words"]
+__all__ = ["Ended", "Outcome", "Part", "Row", "State", "Step", "last_lines", "last_words", "missing"]
 
 Row = dict[str, str]
 """A line of the table: text by column."""
@@ -30,23 +31,25 @@ class Ended:
 
     Attributes:
         code: its exit code; None if its time ran out.
-        log: what it printed.
-        folder: where it wrote its results.
+        log: its output.
+        folder: of its results.
+        seconds: that it took.
     """
 
     code: int | None
     log: Path
     folder: Path
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step has come to.
+    """The outcome of a step.
 
     Attributes:
         state: how it ended.
         rows: for the table.
-        why: what is wrong, unfinished or absent; empty if nothing is.
+        why: the reason if it is wrong, unfinished or absent; else empty.
         artefacts: files to keep beside the report.
     """
 
@@ -58,7 +61,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """One process and how its results are read.
+    """One process, and the function that reads its results.
 
     Attributes:
         name: short; kept results are found by it.
@@ -67,6 +70,7 @@ class Step:
         read: makes the outcome of what it left.
         environment: variables besides the caller's.
         lacks: why it cannot run here; then it is not started.
+        together: True if it runs at the same time as its neighbours that say so, too: it times nothing.
     """
 
     name: str
@@ -75,11 +79,12 @@ class Step:
     read: Callable[[Ended], Outcome]
     environment: Mapping[str, str] = field(default_factory=dict)
     lacks: str | None = None
+    together: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the five.
+    """A part of ``bench/gpu.sh``.
 
     Attributes:
         name: as on the command line.
@@ -98,8 +103,18 @@ class Part:
     needs: Sequence[str] = ()
 
 
+def missing(*modules: str) -> str | None:
+    """The reason why a step cannot run that needs these modules; None if all are there."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{', '.join(absent)} not installed" if absent else None
+
+
 def last_words(ended: Ended, lines: int = 4) -> str:
-    """How a process ended, and what it said last."""
+    """The way a process ended, and the last lines of its output."""
     how = "time ran out" if ended.code is None else f"exit code {ended.code}"
-    said = [line.strip() for line in ended.log.read_text(errors="replace").splitlines() if line.strip()]
-    return "; ".join([how, *said[-lines:]])
+    return "; ".join([how, *last_lines(ended, lines)])
+
+
+def last_lines(ended: Ended, lines: int) -> list[str]:
+    """The last lines of a process's output that are not empty."""
+    return [line.strip() for line in ended.log.read_text(errors="replace").splitlines() if line.strip()][-lines:]

@@ -1,4 +1,4 @@
-"""Runs steps, one process each, within their time; keeps what they came to, for a part that is started again."""
+"""Steps as processes with a time limit, whose outcomes are kept for a part that is started again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -46,9 +47,22 @@ class Runner:
         self.folder = folder / key
         self.environment = environment or {}
         self.until = until
+        self._running: set[subprocess.Popen[bytes]] = set()
+
+    def outcomes(self, steps: Sequence[Step]) -> list[tuple[Outcome, bool]]:
+        """Outcomes of steps that run at the same time, as :meth:`outcome` returns them."""
+        if len(steps) == 1:
+            return [self.outcome(steps[0])]
+        with ThreadPoolExecutor(len(steps)) as pool:
+            try:
+                return list(pool.map(self.outcome, steps))
+            except BaseException:  # SystemExit among them, from the handler of a signal: no thread waits on
+                for process in list(self._running):
+                    _end(process)
+                raise
 
     def outcome(self, step: Step) -> tuple[Outcome, bool]:
-        """What a step has come to, and whether that was kept from an earlier start."""
+        """The outcome of a step, and True if it was kept from an earlier start."""
         if step.lacks is not None:
             return Outcome(State.ABSENT, [], step.lacks), False
         place = self.folder / step.name.replace(" ", "-")
@@ -60,8 +74,9 @@ class Runner:
         if left < _LEAST:
             return Outcome(State.UNFINISHED, [], "no time was left for it"), False
         place.mkdir(parents=True, exist_ok=True)
-        ended = Ended(self._run(step, place, min(step.seconds, left)), place / "log", place)
-        outcome = step.read(ended)
+        begin = time.monotonic()
+        code = self._run(step, place, min(step.seconds, left))
+        outcome = step.read(Ended(code, place / "log", place, time.monotonic() - begin))
         if outcome.state is State.MEASURED:
             _write(kept, json.dumps(asdict(outcome), indent=1))
         return outcome, False
@@ -75,12 +90,14 @@ class Runner:
                 command, cwd=ROOT, env={**_surroundings(), **step.environment, **self.environment},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
+            self._running.add(process)
             try:
                 return process.wait(seconds)
             except subprocess.TimeoutExpired:
                 return None
             finally:
                 _end(process)
+                self._running.discard(process)
 
 
 def _surroundings() -> dict[str, str]:

@@ -1,11 +1,14 @@
-"""How large everything is: on a card, and in a dry run on CPU."""
+"""Sizes of everything: on a card, and in a dry run on CPU."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CARD", "DRY", "Model", "Scale"]
+from bench.common.flags import add_model_flags
+
+__all__ = ["CARD", "DRY", "Look", "Model", "Scale"]
 
 
 @dataclass(frozen=True)
@@ -15,12 +18,43 @@ class Model:
     Attributes:
         name: its size, for the table.
         flags: of ``bench.step_time``.
-        side_by_side: whether all systems fit the card together, and so can take turns.
+        side_by_side: True if all systems fit the card together, and so can take turns.
     """
 
     name: str
     flags: Sequence[str]
     side_by_side: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Parameters, biases and norms left out."""
+        parser = argparse.ArgumentParser()
+        add_model_flags(parser)
+        args = parser.parse_args(list(self.flags))
+        return 12 * args.layers * args.d_model**2 + 2 * args.vocab * args.d_model
+
+
+@dataclass(frozen=True)
+class Look:
+    """Sizes of the part that takes one look at everything.
+
+    Attributes:
+        checks: for each step of tests, arguments of pytest that select among them.
+        large: a model whose step is bound by the card.
+        small: a model whose step is bound by the host.
+        systems: that are compared on the large one, in order, each alone.
+        turns: rounds and steps of them: arguments of ``bench.step_time``.
+        compiled: variables of the step with compiled blocks.
+        offloaded: by system of ``bench.offload.race`` its rounds, steps and ways.
+    """
+
+    checks: dict[str, Sequence[str]]
+    large: Model
+    small: Model
+    systems: Sequence[str]
+    turns: Sequence[str]
+    compiled: dict[str, str]
+    offloaded: dict[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -30,26 +64,30 @@ class Scale:
     Attributes:
         device: "cuda" or "cpu".
         workers: of pytest for the bits of kernels.
-        chosen: for each step of the bits, which of its tests: arguments of pytest.
+        look: of the part of that name.
+        examples: scripts of ``examples/``, and flags of each besides those that it always has.
+        chosen: for each step of the bits, arguments of pytest that select among its tests.
         models: of the engine's steps, in order.
         turns: rounds and steps of them: arguments of ``bench.step_time``.
         staged: ranks that share the card, one job each.
         staged_flags: of those jobs.
-        bandwidth: (step, MiB of bfloat16, which tests, seconds).
+        bandwidth: (step, MiB of bfloat16, tests by -k, seconds).
         pinned_mebibytes: that cross the bus.
         calls: (of a round, rounds) for host times.
         counted: operations whose counters are read; all if empty.
         counted_mebibytes: of bfloat16 in each.
-        offloaded: for each step of the bits of offload, which of its tests: arguments of pytest.
+        offloaded: for each step of the bits of offload, arguments of pytest that select among its tests.
         offload_models: that systems which offload are compared on.
         offload_systems: of ``bench.offload.race``, in order: first what others are compared with, last what is slow.
         offload_turns: rounds and steps of them: arguments of ``bench.offload.race``.
-        slow_turns: the same of what steps from files.
+        slow_turns: the same of the system whose states are in files.
         bus_mebibytes: of float32 in a unit whose copies are timed.
     """
 
     device: str
     workers: int
+    look: Look
+    examples: dict[str, Sequence[str]]
     chosen: dict[str, Sequence[str]]
     models: Sequence[Model]
     turns: Sequence[str]
@@ -69,12 +107,12 @@ class Scale:
 
     @property
     def dry(self) -> bool:
-        """Whether nothing is measured, only gone through."""
+        """True if nothing is measured, only gone through."""
         return self.device == "cpu"
 
 
-def _model(layers: int, width: int, heads: int, length: int, batch: int) -> list[str]:
-    sizes = {"layers": layers, "d-model": width, "heads": heads, "seq-len": length, "batch": batch}
+def _model(layers: int, width: int, heads: int, length: int, batch: int, vocab: int = 256) -> list[str]:
+    sizes = {"layers": layers, "d-model": width, "heads": heads, "seq-len": length, "batch": batch, "vocab": vocab}
     return [f"--{name}={value}" for name, value in sizes.items()]
 
 
@@ -82,6 +120,26 @@ _ONE, _THREE = Model("1 B", _model(20, 2048, 16, 2048, 4)), Model("3 B", _model(
 CARD = Scale(
     device="cuda",
     workers=8,
+    look=Look(
+        # Each within 60 s, side by side; no test that times something.
+        checks={
+            "kernels": ("-m", "not campaign", "-k", "257 or same_bits"),
+            "engine": ("-m", "gpu", "-k", "not staged and not timed"),
+            "hops": ("-m", "gpu", "-k", "identity or bf16-local"),
+        },
+        large=Model("1.3 B", _model(24, 2048, 16, 2048, 4, 32000)),
+        small=Model("0.37 B", _model(24, 1024, 16, 2048, 1, 32000)),
+        systems=("plain_clipped", "fsdp2_clipped", "zeropp_clipped", "deepspeed_clipped"),
+        turns=("--rounds=3", "--discard=1", "--steps=4"),
+        compiled={},
+        offloaded={
+            "fsdp2": ("--rounds=1", "--steps=2", "--warm=2"),
+            "cpu": ("--rounds=1", "--steps=2", "--warm=2", "--ways=lazy"),
+        },
+    ),
+    examples=dict.fromkeys(
+        ("train_gpt", "hf_trainer", "lightning_gpt", "deepspeed_style", "trl_style_loop", "train_fsdp2"), ()
+    ),
     chosen={
         "kernels": ("-m", "not campaign"),
         "streams": ("-m", "gpu"),
@@ -119,6 +177,20 @@ CARD = Scale(
 DRY = Scale(
     device="cpu",
     workers=1,
+    look=Look(
+        checks={
+            "kernels": ("-k", "quantize and 255 and dtype0"),
+            "engine": ("-k", "not staged"),
+            "hops": ("-k", "cpu and identity"),
+        },
+        large=Model("tiny", _model(2, 64, 2, 32, 2, 300)),
+        small=Model("tinier", _model(1, 32, 2, 16, 1, 300)),
+        systems=("plain_clipped", "fsdp2_clipped", "zeropp_clipped", "deepspeed_clipped"),
+        turns=("--rounds=2", "--discard=1", "--steps=3"),
+        compiled={"TORCHDYNAMO_DISABLE": "1"},  # a compiler of C++ is slow, and not on every machine
+        offloaded={"fsdp2": ("--rounds=1", "--steps=1", "--warm=1")},
+    ),
+    examples={"train_gpt": ("--layers=1", "--d-model=32", "--heads=2", "--seq-len=16"), "deepspeed_style": ()},
     chosen={
         "kernels": ("-k", "quantize and 255 and (dtype0 or bfloat16)"),
         "streams": ("-k", "cpu and (nobody or (lanes and kept))"),

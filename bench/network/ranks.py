@@ -196,7 +196,7 @@ def main() -> None:
     losses = {contestant.name: contestant.measured()["losses"] for contestant in race.contestants}
     if rank == 0:
         with torch.device("meta"):
-            model = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
+            model = GPT(GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len))
         measured = {"rows": race.rows, "losses": losses, "counted": bytes_by_codec, "found": found}
         measured["tcp"] = congestion.in_force()
         measured["numel"] = sum(p.numel() for p in model.parameters())

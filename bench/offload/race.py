@@ -103,7 +103,7 @@ class Trainer:
         self.plan: zeropp.plan.MemoryPlan | None = None
         torch.manual_seed(args.seed)
         with device:
-            self.model: nn.Module = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
+            self.model: nn.Module = GPT(GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len))
         self.optimizer = self._fsdp2() if args.system == "fsdp2" else self._zeropp(folder)
 
     def _fsdp2(self) -> torch.optim.Optimizer:

@@ -92,7 +92,7 @@ def build(name: str, args: argparse.Namespace, batches: Batches, folder: Path) -
         folder: for files.
     """
     torch.manual_seed(args.seed)
-    model = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
+    model = GPT(GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len))
     before = samples(model.parameters())
     if name.startswith("fsdp2"):
         found = _build_fsdp2(name, model, args, batches)

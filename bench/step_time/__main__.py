@@ -4,11 +4,15 @@
     python -m bench.step_time --ranks 4 --systems ddp,ddp_zero1,fsdp2,hsdp,fsdp2_hpz,zeropp,zeropp_s1,zeropp_hpz ...
     python -m bench.step_time --ranks 2 --systems fsdp2,fsdp2_clipped,zeropp,zeropp_clipped --no-memory
     python -m bench.step_time --device cuda --ranks 1 --dtype bf16 --systems fsdp2,zeropp --layers 20 --d-model 2048 ...
+    python -m bench.step_time --device cuda --ranks 1 --dtype bf16 --alone --vocab 32000 --compiled \
+        --systems plain_clipped,fsdp2_clipped,fsdp2_clipped_again,zeropp_clipped,deepspeed_clipped ...
 
 Two jobs on a shared machine, one after the other, differ by more than the systems do. So the systems live in the
 same processes and take turns, A B C D A B C D ...; the ratio to FSDP2 is also taken round by round. Arms that clip
 gradients are compared with the FSDP2 that clips to the same norm. Nothing is reported if a system does not compute the
-losses, norms and weights of its counterpart, or if zeropp kept weights that FSDP2 had to fetch again.
+losses, norms and weights of its counterpart, or if zeropp kept weights that FSDP2 had to fetch again. ``plain`` is the
+least that mixed precision costs, without an engine; ``fsdp2_clipped_again`` is FSDP2 on rows in reverse order, whose
+distance from FSDP2 is the yardstick for weights.
 
 The launcher starts its ranks itself. As root on Linux they get a network namespace of their own, whose loopback
 counter then holds this job's bytes and nothing else.
@@ -30,7 +34,9 @@ from bench.step_time.launch import private_network, rank_command
 ROOT = Path(__file__).resolve().parents[2]
 
 SYSTEMS = ("ddp", "fsdp2", "fsdp2_a2a", "zeropp")
-CLIPPED = ("fsdp2_clipped", "zeropp_clipped")
+CLIPPED = ("fsdp2_clipped", "fsdp2_clipped_again", "zeropp_clipped", "deepspeed_clipped")
+# Without an engine: of one rank alone.
+PLAIN = ("plain", "plain_clipped")
 # Placements on two nodes that are only pretended: the ranks are halved.
 PLACED = ("ddp_zero1", "hsdp", "fsdp2_hpz", "zeropp_s0", "zeropp_s1", "zeropp_s2", "zeropp_hpz", "zeropp_mics")
 
@@ -47,6 +53,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--discard", type=int, default=2, help="first rounds, not reported")
     parser.add_argument("--steps", type=int, default=3, help="steps a system and round")
     add_model_flags(parser)
+    parser.add_argument("--compiled", action="store_true", help="each block by torch.compile, before it is wrapped")
     parser.add_argument("--bound", type=float, help="largest zeropp / FSDP2 to end with exit code 0; default: none")
     parser.add_argument(
         "--alone", action="store_true", help="one system after another, not in turns: for models that fit only once"
@@ -57,20 +64,23 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.reduce_dtype = args.reduce_dtype or args.dtype
     args.systems = args.systems.split(",")
-    unknown = sorted(set(args.systems) - {*SYSTEMS, *CLIPPED, *PLACED})
+    known = [*SYSTEMS, "fsdp2_again", *CLIPPED, *PLAIN, *PLACED]
+    unknown = sorted(set(args.systems) - set(known))
     if unknown:
-        parser.error(f"--systems: unknown {unknown}, known are {[*SYSTEMS, *CLIPPED, *PLACED]}")
+        parser.error(f"--systems: unknown {unknown}, known are {known}")
     if args.ranks < 1 or args.steps < 1:
         parser.error(f"--ranks {args.ranks} and --steps {args.steps} must be at least 1")
     if args.ranks % 2 and set(args.systems) & set(PLACED):
         parser.error(f"--ranks {args.ranks} cannot be halved, which {PLACED} need")
+    if args.ranks > 1 and set(args.systems) & set(PLAIN):
+        parser.error(f"--ranks {args.ranks}: {PLAIN} have no way to share work; leave them out, or give --ranks 1")
     if args.discard >= args.rounds:
         parser.error(f"--discard {args.discard} leaves none of --rounds {args.rounds}")
     return args
 
 
 def launch(args: argparse.Namespace, scratch: Path) -> dict:
-    """Run one job of ``args.ranks`` ranks and return what its rank 0 measured."""
+    """Run one job of ``args.ranks`` ranks and return the measurements of its rank 0."""
     result = scratch / "result.json"
     result.unlink(missing_ok=True)
     # NCCL needs devices, not interfaces; its bytes do not pass the loopback, so a namespace would tell nothing.

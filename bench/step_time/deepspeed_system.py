@@ -1,32 +1,43 @@
 """DeepSpeed's ZeRO-3 as a contestant, where it is installed; its ZeRO++ needs a GPU.
 
-Its JIT builds an extension at start, which wants a compiler and ninja on PATH.
+It compiles an extension at start, which takes a compiler and ninja on PATH.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from functools import partial
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.common.contestant import ADAMW, Contestant, adamw
-from bench.step_time.report import CLIP
+from bench.step_time.report import CLIP, clips
 from examples.text_data import Batches
 
 __all__ = ["build_deepspeed"]
 
 
 class _Stepper:
-    """The engine's step where the others have an optimizer's."""
+    """The engine in place of an optimizer."""
 
     def __init__(self, engine: nn.Module) -> None:
         self.engine = engine
+
+    @property
+    def param_groups(self) -> list[dict]:
+        """Those of the optimizer inside, whose learning rates it steps with."""
+        return self.engine.optimizer.param_groups
+
+    @property
+    def grad_norm(self) -> float:
+        """The norm of gradients at the last step, before clipping."""
+        return float(self.engine.get_global_grad_norm())
 
     def step(self) -> None:
         self.engine.step()
@@ -40,18 +51,18 @@ def build_deepspeed(
 ) -> Contestant:
     """Stage 3 that keeps nothing from forward to backward.
 
-    ``deepspeed_hpz``: with a second copy; ``deepspeed_cpu``: main weights, gradients and states are the CPU's, stepped
-    by its own Adam and clipped.
+    ``deepspeed_hpz`` has a second copy. ``deepspeed_cpu`` has main weights, gradients and states on the CPU, stepped by
+    its own Adam and clipped. ``deepspeed_clipped`` clips.
     """
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
         import deepspeed
     except ImportError:
         raise SystemExit(f"--systems {name}: DeepSpeed is not installed here; leave it out") from None
-    zero = {
-        "stage": 3, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "overlap_comm": False,
-        "reduce_bucket_size": 5_000_000,
-    }  # fmt: skip
+    zero: dict[str, object] = {"stage": 3, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0}
+    # A card has streams to overlap on, and room for buckets of the default size.
+    on_cpu = {"overlap_comm": False, "reduce_bucket_size": 5_000_000}
+    zero |= {"overlap_comm": True} if device.type == "cuda" else on_cpu
     if name == "deepspeed_hpz":
         zero["zero_hpz_partition_size"] = args.local
     config = {
@@ -61,10 +72,10 @@ def build_deepspeed(
         "communication_data_type": args.reduce_dtype,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": CLIP if clips(name) or name == "deepspeed_cpu" else 0.0,
     }
     if name == "deepspeed_cpu":
         zero["offload_optimizer"] = {"device": "cpu"}
-        config["gradient_clipping"] = CLIP
         settings = {key: value for key, value in ADAMW.items() if key != "fused"}
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), **settings)
     else:
@@ -77,5 +88,12 @@ def build_deepspeed(
     own, functional.linear = functional.linear, linear
     return Contestant(
         name, engine, _Stepper(engine), batches, device, backward=engine.backward,
-        precision=partial(mock.patch.object, functional, "linear", own),
+        precision=partial(mock.patch.object, functional, "linear", own), weights=partial(_main_weights, model),
     )  # fmt: skip
+
+
+def _main_weights(model: nn.Module) -> Iterator[Tensor]:
+    """Whole main weights, float32, one after another. Collective."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    return map(safe_get_full_fp32_param, model.parameters())

@@ -1,4 +1,4 @@
-"""How a job's ranks are started, where they meet, and whose bytes the loopback counts."""
+"""Commands and environments of a job's ranks, and a network whose loopback counts their bytes alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["free_port", "private_network", "rank_command", "torchrun"]
 
 
 def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[list[str], dict[str, str]]:
-    """What starts a job's ranks, and in which environment; rank 0 writes ``result``.
+    """The command that starts a job's ranks, and its environment; rank 0 writes ``result``.
 
     Args:
         args: of ``bench.step_time``.
@@ -30,12 +30,13 @@ def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[lis
         "result": result, **given_flags(args),
     }  # fmt: skip
     words = ["bench.step_time", *(f"--{name}={value}" for name, value in flags.items())]
-    command, environment = torchrun(args.ranks, [*words, *["--staged"] * args.staged, *["--alone"] * args.alone])
+    words += [f"--{name}" for name in ("staged", "alone", "compiled") if getattr(args, name)]
+    command, environment = torchrun(args.ranks, words)
     return command, {**environment, "STEP_TIME_WIRE": wire}
 
 
 def torchrun(ranks: int, words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """What starts so many ranks of a module on this host, and in which environment.
+    """The command that starts so many ranks of a module on this host, and its environment.
 
     Args:
         ranks: 1 is started without a launcher.

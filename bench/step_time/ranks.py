@@ -1,4 +1,4 @@
-"""What each rank runs: it builds the systems, lets them take turns, and rank 0 writes the numbers down."""
+"""The program of each rank: it builds the systems, lets them take turns, and rank 0 writes the numbers down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["join", "work"]
 
 
 class Race:
-    """The systems of one job, and what they came to.
+    """The systems of one job, and their measurements.
 
     Attributes:
         systems: for JSON, by name.

@@ -1,4 +1,4 @@
-"""The systems step_time.py compares, each built from the same seed and driven through one interface."""
+"""The systems that ``bench.step_time`` compares, each built from the same seed and driven through one interface."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zeropp
 import zeropp.fsdp2
+from bench.common import peak_rate
 from bench.common.contestant import ADAMW, LIKE_FSDP2, Contestant, adamw, over_ranks, samples
 from bench.step_time.deepspeed_system import build_deepspeed
-from bench.step_time.report import CLIP, CLIPPED
+from bench.step_time.report import AGAIN, CLIP, CLIPPED, clips
 from examples.gpt import GPT, GPTConfig
 from examples.text_data import Batches
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_FSDP2 = ("fsdp2", "fsdp2_clipped", "hsdp", "fsdp2_hpz", "fsdp2_a2a", "fsdp2_two_hop", "fsdp2_pp")
+_FSDP2 = (
+    "fsdp2", "fsdp2_clipped", "fsdp2_again", "fsdp2_clipped_again", "hsdp", "fsdp2_hpz", "fsdp2_a2a", "fsdp2_two_hop",
+    "fsdp2_pp",
+)  # fmt: skip
 
 
 class AllToAllReduceScatter(ReduceScatter):
@@ -59,19 +63,75 @@ class AllToAllReduceScatter(ReduceScatter):
         return None
 
 
+class MainWeights(torch.optim.AdamW):
+    """Fused AdamW on float32 copies of a model's 16-bit weights, with copies to and fro and nothing else.
+
+    Gradients in float32 stay allocated between steps.
+
+    Args:
+        model: its parameters become bfloat16.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        main = [parameter.detach().clone() for parameter in model.parameters()]
+        self.parameters = list(model.bfloat16().parameters())
+        for weight in main:
+            weight.grad = torch.zeros_like(weight)
+        self.gradients = [weight.grad for weight in main]
+        super().__init__(main, **ADAMW)
+
+    def backward(self, loss: Tensor) -> None:
+        """Backward of one micro-batch, whose gradients replace those of the main weights."""
+        loss.backward()
+        torch._foreach_copy_(self.gradients, [parameter.grad for parameter in self.parameters])
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """Step the main weights, and round them into the model's."""
+        super().step()
+        torch._foreach_copy_(self.parameters, self.param_groups[0]["params"])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: the next backward overwrites gradients."""
+
+
+class Reversed(Batches):
+    """Batches with their rows in reverse order: the same mathematics, summed in another order."""
+
+    def at(self, step: int, micro: int = 0) -> tuple[Tensor, Tensor]:
+        x, y = super().at(step, micro)
+        return x.flip(0), y.flip(0)
+
+
 def build(name: str, args: argparse.Namespace, device: torch.device, batches: Batches) -> Contestant:
     """Create the model from the seed and hand it to the system called ``name``."""
     torch.manual_seed(args.seed)
     with device:
-        model = GPT(GPTConfig(256, args.layers, args.d_model, args.heads, args.seq_len))
+        model = GPT(GPTConfig(args.vocab, args.layers, args.d_model, args.heads, args.seq_len))
     # Before the model is wrapped, since all of them begin with these.
     before = samples(model.parameters())
-    builders = {"ddp": _build_ddp, "zeropp": _build_zeropp, "deepspeed": build_deepspeed}
+    if getattr(args, "compiled", False):
+        for block in model.blocks:
+            block.compile()
+    builders = {"ddp": _build_ddp, "zeropp": _build_zeropp, "deepspeed": build_deepspeed, "plain": _build_plain}
     make = next((make for family, make in builders.items() if name.startswith(family)), _build_fsdp2)
-    contestant = make(name, model, args, device, batches)
+    contestant = make(name, model, args, device, Reversed(**vars(batches)) if name.endswith(AGAIN) else batches)
     contestant.before = before
-    contestant.clip = CLIP if name.endswith(CLIPPED) else None
+    contestant.rate = peak_rate(args.d_model)
+    contestant.clip = CLIP if clips(name) else None
     return contestant
+
+
+def _build_plain(
+    name: str, model: nn.Module, args: argparse.Namespace, device: torch.device, batches: Batches
+) -> Contestant:
+    """The least that training costs in this precision: whole weights, no engine."""
+    if args.dtype == "fp32":
+        return Contestant(name, model, adamw(model), batches, device)
+    optimizer = MainWeights(model)
+    return Contestant(name, model, optimizer, batches, device, backward=optimizer.backward)
 
 
 def _build_ddp(
@@ -132,7 +192,7 @@ def _build_zeropp(
         "bf16": {"enabled": args.dtype == "bf16"},
         "communication_data_type": args.reduce_dtype,
         "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": CLIP if name.endswith(CLIPPED) else 0.0,
+        "gradient_clipping": CLIP if clips(name) else 0.0,
     }  # fmt: skip
     predicted = zeropp.plan.memory(model, config, dist.get_world_size(), nodes).terms
     optimizer = zeropp.ZeroOptimizer(adamw(model), model, config)

@@ -1,8 +1,9 @@
-"""bench/step_time: what is not equal work is not reported; what machine and world a table is about stands in it."""
+"""bench/step_time: unequal work is not reported; tables name machine and world; arms train alike."""
 
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,17 +11,23 @@ from unittest import mock
 import pytest
 import torch
 from text_data import on_device
+from torch import nn
 
-from bench.common import machine
+import zeropp
+from bench.common import RATE, WARM_UP, machine, peak_rate
+from bench.common.contestant import Contestant
 from bench.step_time import report
 from bench.step_time.__main__ import parse_arguments
-from bench.step_time.systems import MemoryMeter
+from bench.step_time.deepspeed_system import _Stepper
+from bench.step_time.launch import rank_command
+from bench.step_time.systems import MainWeights, MemoryMeter, build
+from examples.text_data import Batches
 
 ARMS = ("fsdp2", "fsdp2_clipped", "zeropp", "zeropp_clipped")
 
 
 def measured(dtype: str = "bf16", *flags: str) -> dict[str, Any]:
-    """What four arms would come to that do equal work."""
+    """Made-up measurements of four arms that do equal work."""
     arm: dict[str, Any] = {
         "step_s": [0.2, 0.2], "host_s": [0.1, 0.1], "cpu_s": [0.1, 0.1], "losses": [5.5, 5.0, 4.5, 4.0], "norms": None,
         "wire_bytes": None, "weights_apart": 0.0,
@@ -61,6 +68,119 @@ def test_unequal_work_is_not_reported(arm: str, key: str, value: object, words: 
     found["systems"][arm][key] = value
     (problem,) = report.problems(found)
     assert problem.startswith(words)
+
+
+AGAIN = "fsdp2_clipped_again"
+
+
+def with_yardstick(apart: float) -> dict[str, Any]:
+    """The same with FSDP2 on rows in reverse order, whose weights end so far from FSDP2's."""
+    found = measured()
+    found["systems"][AGAIN] = {**copy.deepcopy(found["systems"]["fsdp2_clipped"]), "weights_apart": apart}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("yardstick", "apart", "bound"),
+    [
+        (0.08, 0.2, None),
+        (0.08, 0.25, "0.24"),
+        (1e-4, 0.02, None),
+        (1e-4, 0.05, "0.03"),
+        (0.08, float("nan"), "0.24"),
+    ],
+)
+def test_the_bound_of_weights_is_fsdp2_s_distance_from_itself(yardstick: float, apart: float, bound: str) -> None:
+    found = with_yardstick(yardstick)
+    found["systems"]["zeropp_clipped"]["weights_apart"] = apart
+    problems = report.problems(found)
+    assert bool(problems) == (bound is not None)
+    if bound is not None:
+        assert problems[0].startswith("weights of zeropp_clipped end") and problems[0].endswith(f"more than {bound}")
+    else:
+        text = report.markdown(found)
+        assert f"| {apart:.1e} ({max(0.03, 3 * yardstick):.1e}) |" in text and "rows in reverse order" in text
+
+
+def test_a_yardstick_without_a_number_is_a_problem_and_loosens_no_bound() -> None:
+    found = with_yardstick(float("nan"))
+    (problem,) = report.problems(found)
+    assert problem.startswith(f"weights of {AGAIN} end nan")
+    assert report.weight_bound("zeropp_clipped", found) == report.WEIGHT_FLOOR["bf16"]
+
+
+def test_a_yardstick_says_nothing_of_arms_that_clip_otherwise() -> None:
+    found = with_yardstick(0.3)
+    found["systems"]["zeropp"]["weights_apart"] = 0.2
+    (problem,) = report.problems(found)
+    assert problem.startswith("weights of zeropp end") and problem.endswith("more than 0.1")
+    assert report.counterpart(AGAIN, list(found["systems"])) == "fsdp2_clipped"
+
+
+SIZES = ("--layers=2", "--d-model=32", "--heads=2", "--seq-len=8", "--vocab=300", "--ranks=1")
+
+
+def built(name: str, *flags: str) -> Contestant:
+    text = torch.arange(4000).remainder(251).to(torch.uint8)
+    args = parse_arguments([*SIZES, *flags])
+    with mock.patch("torch.distributed.get_world_size", return_value=1):  # without a process group
+        return build(name, args, torch.device("cpu"), Batches(text, args.batch, args.seq_len))
+
+
+@pytest.mark.parametrize("name", ["plain_clipped", "zeropp_clipped"])
+def test_the_rate_rises_over_the_first_steps_and_then_stays(name: str) -> None:
+    contestant = built(name, "--dtype=bf16")
+    contestant.rate = 0.01
+    rates = []
+    for _ in range(WARM_UP + 2):
+        contestant.one_step()
+        rates.append(contestant.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.01 * min(step, WARM_UP) / WARM_UP for step in range(1, WARM_UP + 3)])
+    assert torch.stack(contestant.losses)[-1] < contestant.losses[0]
+    assert (peak_rate(384), peak_rate(96), peak_rate(2048)) == (RATE, RATE, pytest.approx(RATE * 384 / 2048))
+    assert built(name).rate == RATE
+
+
+def test_deepspeed_s_engine_takes_rates_and_tells_norms() -> None:
+    engine = mock.Mock(spec=nn.Module, optimizer=mock.Mock(param_groups=[{"lr": RATE}]), step=mock.Mock())
+    engine.get_global_grad_norm = lambda: torch.tensor(1.5)
+    contestant = Contestant("deepspeed_clipped", engine, _Stepper(engine), None, torch.device("cpu"), clip=1.0)  # type: ignore[arg-type]
+    contestant.finish_step(torch.ones(()))
+    assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(RATE / WARM_UP)
+    assert contestant.norms == [1.5] and engine.step.call_count == 1
+    with mock.patch.dict(sys.modules, {"deepspeed": None}), pytest.raises(SystemExit, match="DeepSpeed is not install"):
+        built("deepspeed_clipped")
+
+
+def test_plain_trains_main_weights_whose_rounded_copies_compute() -> None:
+    """In float32 there is one set of weights; in bfloat16 two, and gradients reach the second in float32."""
+    whole, rounded = built("plain"), built("plain", "--dtype=bf16")
+    assert type(whole.optimizer) is torch.optim.AdamW and isinstance(rounded.optimizer, MainWeights)
+    for contestant in (whole, rounded):
+        for _ in range(3):
+            contestant.one_step()
+    main = rounded.optimizer.param_groups[0]["params"]
+    assert {each.dtype for each in main} == {torch.float32}
+    for weight, copied in zip(main, rounded.model.parameters(), strict=True):
+        assert torch.equal(weight.bfloat16(), copied) and copied.grad is None
+    assert rounded.before is not None and not torch.equal(rounded.samples(), rounded.before)
+    assert torch.allclose(rounded.samples(), whole.samples(), atol=2e-3)
+    with pytest.raises(SystemExit):
+        parse_arguments(["--systems=plain", "--ranks=2"])
+
+
+def test_rows_in_reverse_order_are_the_same_batch() -> None:
+    forward, again = (built(name).batches.at(3) for name in ("plain", "plain_again"))
+    assert all(torch.equal(one.flip(0), other) for one, other in zip(forward, again, strict=True))
+
+
+def test_flags_of_the_model_reach_ranks_and_every_block() -> None:
+    with mock.patch.object(nn.Module, "compile") as compiled:
+        contestant = built("zeropp", "--compiled")
+    assert compiled.call_count == 2 and isinstance(contestant.optimizer, zeropp.ZeroOptimizer)
+    assert contestant.model.embedding.num_embeddings == 300
+    command, _ = rank_command(parse_arguments([*SIZES, "--compiled"]), Path("result"), "not counted")
+    assert "--vocab=300" in command and "--compiled" in command
 
 
 def test_arms_that_clipped_nothing_are_not_reported() -> None:

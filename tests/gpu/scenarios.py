@@ -1,0 +1,289 @@
+"""Scenarios for bench/gpu that a dry run that goes well does not come to; each is a test in ``test_script.py``."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from bench.gpu import __main__ as main
+from bench.gpu import bits, counted, counters, engine, examples, kernels, look, memory, offload, reasons
+from bench.gpu.part import Ended, Outcome, State, Step
+from bench.gpu.run import Runner
+from bench.gpu.scale import CARD, DRY
+from bench.gpu.timeline import counts, require_finite
+
+__all__ = ["SCENARIOS"]
+
+
+def ended(folder: Path, code: int | None, log: str, **files: str) -> Ended:
+    """A step's end; ``files`` have names without suffix."""
+    (folder / "log").write_text(log)
+    for name, text in files.items():
+        (folder / {"outcomes": "outcomes"}.get(name, f"{name}.json")).write_text(text)
+    return Ended(code, folder / "log", folder)
+
+
+def every_step_says_why(folder: Path) -> None:
+    """Out of time is no wrong result, and a program that fails is none that is measured."""
+    for part in main.PARTS.values():
+        for step in part.steps(DRY):
+            late = step.read(ended(folder, None, "half way"))
+            assert late.state is State.UNFINISHED and late.why, step.name
+            failed = step.read(ended(folder, 9, "it says so"))
+            assert failed.state is State.WRONG and "it says so" in failed.why, step.name
+
+
+def bits_are_counted_by_test(folder: Path) -> None:
+    def line(test: str, outcome: str, reason: str = "") -> str:
+        return json.dumps({"test": test, "outcome": outcome, "seconds": 1.0, "reason": reason}) + "\n"
+
+    with mock.patch.object(bits, "_has", lambda module: False):
+        step = bits.PART.steps(DRY)[0]
+        assert "-n" not in step.command and not any("--timeout" in word for word in step.command)
+        found = step.read(
+            ended(folder, 0, "", outcomes=line("a", "failed") + line("a", "passed") + line("b", "skipped", "why"))
+        )
+        assert found.state is State.MEASURED, "what failed before has passed"
+        assert found.rows[0]["note"] == "why; pytest-xdist is not installed: one process in place of 1"
+        wrong = step.read(ended(folder, 1, "", outcomes=line("a", "passed") + line("b", "failed")))
+        assert wrong.state is State.WRONG and wrong.why.startswith("b and 0 more")
+    card = bits.PART.steps(replace(CARD, chosen={"streams": ()}))[0]
+    assert card.read(ended(folder, 0, "", outcomes=line("a", "skipped", "why"))).state is State.WRONG
+
+
+def counters_are_read(folder: Path) -> None:
+    columns = list(counters.COUNTERS)
+    stall = [counters._STALL.format(name) for name in ("wait", "long_scoreboard")]
+    values = ["0,k(int),1500,2000000,91.5,20.0,75,n/a,1.5,12.0", "1,k,1,1,10,70,5,8,0,0", "2,k,1,1,10,20,5,8,0,0"]
+    rows = [",".join(f'"{value}"' for value in row.split(",")) for row in values]
+    head = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *columns, *stall))
+    text = "\n".join(["==PROF== Connected", head, '""' + ',""' * (len(columns) + 3), *rows])
+    (folder / "counters.csv").write_text(text)
+    step = reasons.PART.steps(DRY)[0]
+    found = step.read(ended(folder, 0, ""))
+    assert [row["bound by"] for row in found.rows] == ["memory", "computing", "latency"]
+    first = found.rows[0]
+    assert (first["kernel"], first["us"], first["MB of DRAM"], first["registers"]) == ("k", "1.5", "2.0", "-")
+    assert first["warps wait for"].startswith("long_scoreboard 12.0, wait 1.5")
+    (folder / "counters.csv").write_text("==ERROR== ERR_NVGPUCTRPERM - no permission")
+    assert step.read(ended(folder, 1, "")).state is State.ABSENT
+    (folder / "counters.csv").write_text("==PROF== nothing")
+    assert step.read(ended(folder, 0, "")).state is State.WRONG
+    (folder / "counters.csv").unlink()
+    assert step.read(ended(folder, 1, "copy: other bits than by hand")).state is State.WRONG
+
+
+def what_a_machine_lacks_is_said(folder: Path) -> None:
+    with mock.patch.object(reasons.shutil, "which", lambda tool: None):
+        steps = reasons.PART.steps(CARD)
+    runner = Runner(folder, "key", time.monotonic() + 60)
+    assert runner.outcome(steps[0])[0] == Outcome(State.ABSENT, [], steps[0].lacks or "")
+    assert "ncu is not on PATH" in (steps[0].lacks or "") and len(steps) == len(counted.OPERATIONS)
+    small = mock.Mock(total_memory=32 << 30)
+    with mock.patch.object(torch.cuda, "get_device_properties", lambda index: small):
+        lacking = {step.name: step.lacks for step in engine.PART.steps(CARD) if step.lacks}
+    assert lacking["3 B alone"] == "needs about 68 GiB, and the card has 32" and "0.3 B in turns" not in lacking
+    large = mock.patch.object(torch.cuda, "get_device_properties", lambda index: mock.Mock(total_memory=80 << 30))
+    with large, mock.patch.object(bits.importlib.util, "find_spec", {"pytest": True}.get):
+        lacking = {step.name: step.lacks for step in [*look.PART.steps(CARD), *examples.PART.steps(CARD)]}
+    assert lacking["1.3 B deepspeed_clipped"] == "deepspeed not installed" and lacking["1.3 B plain_clipped"] is None
+    assert lacking["256 MiB"] == "pytest_benchmark not installed" and lacking["engine"] is None
+    assert lacking["hf_trainer"] == "transformers, accelerate, safetensors not installed"
+    assert "two cards" in (lacking["train_fsdp2"] or "") and lacking["trl_style_loop"] is None
+    card = mock.patch.object(torch.cuda, "get_device_properties", lambda index: small)
+    with card, mock.patch.object(offload.shutil, "disk_usage", lambda path: mock.Mock(free=30 << 30)):
+        lacking = {step.name: step.lacks for step in offload.PART.steps(CARD)}
+    assert lacking["3 B none"] == "needs about 68 GiB of the card, and there are 32" and lacking["1 B none"] is None
+    assert lacking["3 B nvme"] == "needs about 45 GiB of the disk's free space, and there are 30"
+    with mock.patch.object(bits.importlib.util, "find_spec", lambda name: None):
+        assert "pytest, pydantic not installed; put wheels" in (main.unusable(bits.PART, DRY) or "")
+        with mock.patch.object(torch.cuda, "is_available", lambda: False):
+            assert main.main(["bits", "--dry-run", f"--keep={folder}", f"--results={folder}"]) == 2
+    with mock.patch.object(torch.cuda, "is_available", lambda: False):
+        assert "torch sees no CUDA device" in (main.unusable(bits.PART, CARD) or "")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+    except OSError:  # gone, perhaps while it was read
+        return False
+
+
+def time_runs_out(folder: Path) -> None:
+    """The process ends with all that it has started, and nothing is started that cannot end."""
+
+    def read(ended: Ended) -> Outcome:
+        return Outcome(State.UNFINISHED if ended.code is None else State.MEASURED, [])
+
+    child = "import subprocess, sys; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    step = Step("slow one", [sys.executable, "-c", child], 1.5, read)
+    found, _ = Runner(folder, "key", time.monotonic() + 60).outcome(step)
+    assert found.state is State.UNFINISHED
+    pid = int((folder / "key" / "slow-one" / "log").read_text())
+    # Its parent is gone, and who takes it over buries it in its own time.
+    until = time.monotonic() + 10
+    while (runs := _runs(pid)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not runs
+    none, _ = Runner(folder, "key", time.monotonic() + 1).outcome(step)
+    assert none == Outcome(State.UNFINISHED, [], "no time was left for it")
+    quick = Step("quick", [sys.executable, "-c", ""], 60, read)
+    assert [Runner(folder, "key", time.monotonic() + 60).outcome(quick)[1] for _ in range(2)] == [False, True]
+    assert not Runner(folder, "other sources", time.monotonic() + 60).outcome(quick)[1]
+    assert main.main(["kernels", "--dry-run", "--seconds=1", f"--keep={folder}", f"--results={folder}"]) == 3
+    assert main.main(["kernels", "--dry-run", "--only=x", f"--keep={folder}", f"--results={folder}"]) == 2
+
+
+def steps_run_together(folder: Path) -> None:
+    """Each of two waits for the other; and if the part is to end, none of them goes on."""
+
+    def read(ended: Ended) -> Outcome:
+        return Outcome(State.UNFINISHED if ended.code is None else State.MEASURED, [])
+
+    def leave(ended: Ended) -> Outcome:
+        raise SystemExit(3)
+
+    meets = "import pathlib, sys, time\nme, other = map(pathlib.Path, sys.argv[1:3])\nme.write_text('')\n"
+    meets += "while not other.exists():\n    time.sleep(0.05)\n"
+    runner = Runner(folder, "key", time.monotonic() + 60)
+
+    def step(me: str, other: str, more: str, read: Callable[[Ended], Outcome]) -> Step:
+        command = [sys.executable, "-c", meets + more, str(folder / me), str(folder / other)]
+        return Step(me, command, 50, read, together=True)
+
+    found = runner.outcomes([step("a", "b", "", read), step("b", "a", "", read)])
+    assert [outcome.state for outcome, _ in found] == [State.MEASURED, State.MEASURED]
+    begin = time.monotonic()
+    endless = "import os; print(os.getpid(), flush=True); me.with_suffix('.late').write_text(''); time.sleep(600)"
+    with pytest.raises(SystemExit):
+        runner.outcomes([step("c", "d.late", "", leave), step("d", "c", endless, read)])
+    assert time.monotonic() - begin < 40 and not _runs(int((folder / "key" / "d" / "log").read_text()))
+
+
+def memory_is_told_by_phase(folder: Path) -> None:
+    """Holders are those at the peak of backward: some of forward's are gone then, and some of its own not yet made."""
+    ours = [{"filename": "c.cpp", "line": 1, "name": "g"}, {"filename": "/a/params/unit.py", "line": 3, "name": "f"}]
+    events = [
+        {"action": "alloc", "addr": 1, "size": 10 << 20, "frames": ours},
+        {"action": "alloc", "addr": 2, "size": 100 << 20, "frames": []},
+        {"action": "free_completed", "addr": 9, "size": 50 << 20},  # older than the record
+        {"action": "segment_alloc", "addr": 1, "size": 1 << 30},
+        {"action": "alloc", "addr": 3, "size": 50 << 20, "frames": ours},
+        {"action": "free_requested", "addr": 2, "size": 100 << 20},
+        {"action": "free_completed", "addr": 2, "size": 100 << 20},
+        {"action": "alloc", "addr": 4, "size": 20 << 20, "frames": []},
+    ]
+    assert memory.holders([], 0) == []
+    taken = iter([events[:4], events])
+    nothing = {"before": 0, "live": iter([5 << 20] * 5), "most": iter([7 << 20] * 4)}
+    calls: list[object] = []
+    with (
+        mock.patch.multiple(memory, MemoryMeter=lambda device: None, meet=lambda device: None),
+        mock.patch.object(torch.cuda, "memory_allocated", lambda device: next(nothing["live"])),
+        mock.patch.object(torch.cuda, "max_memory_allocated", lambda device: next(nothing["most"])),
+        mock.patch.object(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset")),
+        mock.patch.object(torch.cuda.memory, "_record_memory_history", lambda on, **how: calls.append(on)),
+        mock.patch.object(torch.cuda.memory, "_snapshot", lambda: {"device_traces": [next(taken)]}),
+    ):
+        found = memory.step_by_phases(mock.Mock(), memory.Recorder(torch.device("cuda", 0)))
+    assert calls == ["reset", "all", "reset", "reset", None, "reset"]
+    (step,) = (step for step in look.PART.steps(DRY) if step.name == "live memory")
+    rows = step.read(ended(folder, 0, "", memory=json.dumps({"zeropp": found}))).rows
+    assert [row["subject"] for row in rows[:2]] == ["zeropp, between steps", "zeropp, after forward"]
+    assert (rows[0]["live MiB"], rows[0]["peak MiB"], len(rows)) == ("0", "2", 6)
+    assert rows[4]["live MiB"] == "100" and rows[4]["note"].startswith("1 from autograd")
+    assert rows[5]["live MiB"] == "60" and rows[5]["note"] == "2 from params/unit.py:3 f"
+
+
+def systems_of_other_steps_are_compared(folder: Path) -> None:
+    """Each system of the large model has a process of its own; losses are held to those of steps before it."""
+    steps = {step.name: step for step in look.PART.steps(DRY)}
+
+    def measured(system: str, step_s: float, *losses: float) -> Outcome:
+        took = {"step_s": [step_s], "host_s": [1.0], "cpu_s": [1.0], "losses": losses, "norms": [4.0, 3.0],
+                "weights_apart": 0.0}  # fmt: skip
+        place = folder / f"tiny-{system}"
+        place.mkdir(exist_ok=True)
+        result = json.dumps({"systems": {system: took}, "card": {}})
+        return steps[f"tiny {system}"].read(ended(place, 0, "", result=result))
+
+    assert "/ FSDP2" not in measured("plain_clipped", 2.0, 4.0, 3.0).rows[0]
+    (row,) = measured("fsdp2_clipped", 3.0, 4.0, 3.0).rows
+    assert (row["check"], row["subject"], row["/ plain"], row["/ FSDP2"]) == ("tiny", "fsdp2_clipped", "1.500", "1.000")
+    (row,) = measured("deepspeed_clipped", 6.0, 4.0, 3.01).rows
+    assert (row["/ plain"], row["/ FSDP2"]) == ("3.000", "2.000")
+    wrong = measured("deepspeed_clipped", 6.0, 4.0, 2.0)
+    assert wrong.state is State.WRONG and "losses of deepspeed_clipped and fsdp2_clipped differ" in wrong.why
+
+
+def the_last_lines_of_an_example_fit_a_cell(folder: Path) -> None:
+    (step, *_) = examples.PART.steps(DRY)
+    (row,) = step.read(replace(ended(folder, 0, f"a\nb | c\x07\n{folder}/d\n\n"), seconds=12.3)).rows
+    assert row == {"example": "train_gpt", "exit code": "0", "seconds": "12", "last lines": "a; b / c ; ./d"}
+    failed = step.read(ended(folder, 1, "why"))
+    assert failed.state is State.WRONG and failed.rows[0]["last lines"] == "why" and "exit code 1; why" in failed.why
+
+
+def rows_and_traces_are_read(folder: Path) -> None:
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "ncclKernel", "ts": 0, "dur": 1000},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 500, "dur": 1000},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaStreamSynchronize", "ts": 0, "dur": 250},
+        {"ph": "i", "name": "mark"},
+    ]
+    assert counts(events) == {"busy_ms": 1.5, "waits_ms": 0.25, "launches": 2, "nccl": 1}
+    with pytest.raises(SystemExit, match="zeropp: losses are not finite"):
+        require_finite("zeropp", torch.tensor([1.0, float("nan")]))
+    require_finite("zeropp", torch.ones(2))
+    given = main.parse_arguments(["bits", "--dry-run", f"--keep={folder}", f"--results={folder / 'new'}"])
+    assert main.save(given, bits.PART, "", {"date": "today"}, {"a step": Outcome(State.WRONG, [])}) == []
+    twin = mock.Mock(ours=lambda: [torch.ones(2)], by_hand=lambda: [torch.zeros(2)])
+    with pytest.raises(SystemExit, match="other bits than by hand"):
+        counted.check("an operation", twin)
+    calls: list[str] = []
+    marks = {name: (lambda name=name: calls.append(name)) for name in ("start", "stop")}
+    still = mock.patch.object(torch.cuda, "synchronize", lambda: None)
+    with mock.patch.multiple(torch.cuda.profiler, **marks), still, counted.profiled():
+        calls.append("work")
+    assert calls == ["start", "work", "stop"]
+    row = {"operation": "copy", "contender": "c", "mebibytes": 1, "seconds": 1.0, "gigabytes_per_second": 1.0,
+           "percent_of_copy": None, "target": 0}  # fmt: skip
+    assert kernels._row(row)["% of copy"] == "-"
+    took = {"step_s": [1.0], "host_s": [1.0], "cpu_s": [1.0], "peak_bytes": 1 << 20, "weights_apart": 0}
+    measured = {"settings": {"ranks": 1}, "systems": {"ddp": took}}
+    assert engine._row("1 B alone", "1 B", "ddp", measured)["peak MiB"] == "1"
+
+
+def systems_are_compared(folder: Path) -> None:
+    """By their losses; ratios are to FSDP2's step, where that is there."""
+    steps = {step.name: step for step in offload.PART.steps(DRY)}
+
+    def measured(name: str, *losses: float) -> Outcome:
+        arm = {"step_s": [2.0], "both_s": [3.0], "forward_s": [1.0]}
+        (folder / name).mkdir(exist_ok=True)
+        text = json.dumps({"losses": losses, "arms": {"": arm}, "bound_s": None, "host_bytes": 1 << 20})
+        return steps[name.replace("-", " ")].read(ended(folder / name, 0, "", race=text))
+
+    assert measured("tiny-cpu", 4.0, 3.0).rows[0].get("/ FSDP2") is None
+    found = measured("tiny-fsdp2", 4.0, 3.0)
+    assert found.state is State.MEASURED and found.rows[0]["exposed ms"] == "2000.0"
+    assert measured("tiny-cpu", 4.0, 3.01).rows[0]["/ FSDP2"] == "1.000"
+    for loss in (2.0, float("nan")):
+        wrong = measured("tiny-cpu", 4.0, loss)
+        assert wrong.state is State.WRONG and "are not those of fsdp2, [4.0, 3.0]" in wrong.why
+
+
+SCENARIOS: list[Callable[[Path], None]] = [
+    every_step_says_why, bits_are_counted_by_test, counters_are_read, what_a_machine_lacks_is_said, time_runs_out,
+    steps_run_together, memory_is_told_by_phase, systems_of_other_steps_are_compared,
+    the_last_lines_of_an_example_fit_a_cell, rows_and_traces_are_read, systems_are_compared,
+]  # fmt: skip
