@@ -6,6 +6,9 @@ they are used and let go right after.
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 from zeropp import checkpoint, plan, training, zero
 from zeropp.access.accumulate import accumulate
 from zeropp.access.average import ema
@@ -48,3 +51,17 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+# Names of DeepSpeed's that its stand-in has and this package has not.
+_OF_THE_STAND_IN = (
+    "DeepSpeedEngine", "PipelineEngine", "accelerator", "add_config_arguments", "checkpointing", "comm",
+    "init_inference", "ops", "pipe", "runtime", "utils",
+)  # fmt: skip
+
+
+def __getattr__(name: str) -> ModuleType:
+    """``zeropp.fsdp2``, imported at its first use."""
+    if name == "fsdp2":
+        return importlib.import_module("zeropp.fsdp2")
+    hint = "; for scripts that use it: python -m zeropp.compat.deepspeed COMMAND" if name in _OF_THE_STAND_IN else ""
+    raise AttributeError(f"module 'zeropp' has no attribute {name!r}{hint}")

@@ -60,6 +60,7 @@ ARMS = {
     "hadamard-loco-0": Arm("ZeRO++, hadamard, LoCo cross, err_beta 0", {**_PP, **_FULL}, _ROTATED),
     "int4": Arm("ZeRO++, int4 on both hops", _PP, _INT4),
     "delta4": Arm("delta4 weights, plain gradients", weights="delta4"),
+    "delta4-qgz-loco": Arm("delta4 weights, qgZ, LoCo cross", {**_GRADIENTS, **_LOCO}, weights="delta4"),
     "delta4-loco": Arm(
         "delta4 weights, hadamard, LoCo cross, err_beta 0", {**_GRADIENTS, **_FULL}, _ROTATED, weights="delta4"
     ),

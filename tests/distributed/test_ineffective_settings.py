@@ -41,6 +41,12 @@ CASES: dict[str, tuple[int, dict[str, object], str]] = {
     "stage 2, deferred": (2, {"defer_cross_reduction": True, "stage": 2}, ""),
     "two nodes, deferred": (2, {"defer_cross_reduction": True}, ""),
     "hpz of all ranks": (2, {"zero_hpz_partition_size": 4}, "zero_hpz_partition_size 4 has no effect: weights are"),
+    "hpz on one node": (
+        4,
+        {"zero_hpz_partition_size": 4},
+        "zero_hpz_partition_size 4 has no effect: weights are spread over 4 ranks, and a second copy over as many "
+        "ranks would save nothing; it takes several nodes",
+    ),
     "hpz of a MiCS group": (2, {"zero_hpz_partition_size": 2, "mics_shard_size": 2}, "zero_hpz_partition_size 2 has"),
     "hpz of more than all": (2, {"zero_hpz_partition_size": 8}, "zero_hpz_partition_size 8 has no effect: weights are"),
     "hpz without a shard": (2, {"zero_hpz_partition_size": 2, "mics_shard_size": 1}, "zero_hpz_partition_size 2 has"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -87,6 +88,23 @@ def test_the_page_as_it_stands(start: str, tmp_path: Path) -> None:
         assert backends == {"gloo"}
         assert sent > 3 * 400 * 400  # each layer at least once, half of it in bf16
         assert last < 0.9 * first
+
+
+def wrapped_alone() -> list[str]:
+    """Warnings of an engine that is made where a launcher has set WORLD_SIZE, and nobody joined a group."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = nn.Linear(64, 64)
+        zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config())
+    return [str(each.message) for each in caught]
+
+
+def test_ranks_that_forgot_to_join_are_warned() -> None:
+    """Each would train a model of its own, and nothing else would say so."""
+    for told in run_ranks(2, wrapped_alone, init=False):
+        assert any("WORLD_SIZE is 2 and there is no process group" in text for text in told), told
+    (told,) = run_ranks(1, wrapped_alone, init=False)
+    assert not any("WORLD_SIZE" in text for text in told)
 
 
 def placed(hosts: list[str], launcher: str | None, claimed: int | None) -> tuple[int, set[str]]:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import Dataset
 
 import zeropp
-import zeropp.fsdp2
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -182,6 +181,17 @@ def test_one_line_quantizes_what_fsdp2_sends() -> None:
     assert plain != quantized
     for one, other in zip(plain, quantized, strict=True):
         assert other == pytest.approx(one, rel=2e-2)
+
+
+def test_zeropp_alone_is_imported_for_that_line() -> None:
+    """``zeropp.fsdp2`` is there without an import of its own; names of DeepSpeed's say where they are."""
+    program = "import zeropp; zeropp.fsdp2.apply; zeropp.add_config_arguments"
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=100)
+    assert done.stderr.splitlines()[-1] == (
+        "AttributeError: module 'zeropp' has no attribute 'add_config_arguments'; for scripts that use it: "
+        "python -m zeropp.compat.deepspeed COMMAND"
+    )
 
 
 def test_without_fully_shard_zeropp_trains_the_same() -> None:

@@ -41,7 +41,7 @@ def test_every_system_has_a_name_and_a_colour_of_its_own() -> None:
     assert set(plot.LOOKS) == set(network.NAMES)
     labels = [plot.label(name) for name in SHOWN]
     assert len(set(labels)) == len(SHOWN) and not any("_" in label for label in labels)
-    assert plot.label("zeropp_pp_x4") == "zeropp ZeRO++ (qwZ + hpZ + qgZ), 4 micro-batches"
+    assert plot.label("zeropp_pp_x4") == "zeropp ZeRO++: int8 weights, int4 gradients, 4 micro-batches"
     assert len({plot.colour(name) for name in SHOWN}) == len(SHOWN)
     for first, second in itertools.combinations(network.NAMES, 2):
         one, other = (bytes.fromhex(plot.colour(name)[1:]) for name in (first, second))

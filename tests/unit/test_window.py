@@ -99,3 +99,20 @@ def test_what_is_said() -> None:
             window.note_forward("") if call == "f" else window.note_backward()
     assert window.ask()
     assert "taken after 3 of" in str(window.warning())
+
+
+@pytest.mark.parametrize(("steps", "count", "said"), [(2, 4, True), (2, 2, False), (4, 2, False), (1, 4, False)])
+def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, said: bool) -> None:
+    """Each loss was divided by the smaller number. With a number of 1 nothing is divided, as in torch."""
+    window = Window(steps, managed=True)
+    told = []
+    for _ in range(2):
+        for _ in range(count):
+            window.note_forward("")
+            window.note_backward()
+        assert window.ask()
+        told.append(str(window.warning()))
+        window.restart()
+    assert [f"after {count} micro-batches, and gradient_accumulation_steps is {steps}" in each for each in told] == [
+        said, False
+    ]  # fmt: skip

@@ -41,7 +41,7 @@ class Window:
         self._asked = False
         # The same, unless a backward has failed since: whether zero_grad() does nothing, either.
         self._keeps = False
-        self._ever_asked = self._explained = False
+        self._ever_asked = self._explained = self._long_said = False
         # A training engine says where windows end: by its calls of step(), of this window, or as its caller has said.
         self._by_calls, self._calls = False, 0
         self._forced: bool | None = None
@@ -148,12 +148,12 @@ class Window:
         self._forced, self._by_calls = is_boundary, True
 
     def warning(self) -> str | None:
-        """What the caller of a ``step()`` must hear: once, that it may do nothing; and of each window cut short."""
+        """Message for the caller of ``step()``: that it may do nothing, of a long window, of each short one."""
         if self._asked and not self._explained:
             self._explained = True
             return (
                 f"step() did nothing after {self.count} of gradient_accumulation_steps {self.steps} micro-batches, and "
-                f"so will zero_grad(); every {self.steps}th call steps. Guard schedulers with "
+                f"so will zero_grad(); one call in {self.steps} steps. Guard schedulers with "
                 "optimizer.step_was_taken; step(now=True) steps with what is there; "
                 '{"managed_gradient_accumulation": false} takes every step()'
             )
@@ -162,6 +162,13 @@ class Window:
                 f"step() is taken after {self.count} of gradient_accumulation_steps {self.steps} micro-batches, since "
                 "one of them passed without a step(). Discard gradients with zero_grad(), or own the boundary, "
                 '{"managed_gradient_accumulation": false}'
+            )
+        if self.count > self.steps > 1 and not self._long_said:
+            self._long_said = True
+            return (
+                f"step() is taken after {self.count} micro-batches, and gradient_accumulation_steps is {self.steps}. "
+                f"optimizer.backward() divides each loss by {self.steps}, which makes the gradient "
+                f"{self.count / self.steps:g} times the mean; set gradient_accumulation_steps to {self.count}"
             )
         return None
 

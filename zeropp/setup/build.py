@@ -41,7 +41,7 @@ from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_un
 from zeropp.plan.memory import memory
 from zeropp.setup.autocast import autocast_forwards
 from zeropp.setup.built import built_for, check_built, complete
-from zeropp.setup.ineffective import warn_of_ineffective
+from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
 from zeropp.setup.warm_up import warm_up
 from zeropp.wire.encoding import require_base
@@ -89,6 +89,7 @@ def build_engine(
     members = together(
         "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
+    warn_if_alone(members)
     mode = together("choosing groups", lambda: _choose(model, config, members, states))
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]

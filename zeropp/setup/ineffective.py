@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from zeropp.comm.hops import Comm
+from zeropp.comm.members import Members
 from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
 
-__all__ = ["warn_of_ineffective"]
+__all__ = ["warn_if_alone", "warn_of_ineffective"]
 
 
 def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> None:
@@ -25,6 +27,16 @@ def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> No
         texts += _ineffective_weights(config, buffers, comm)
     for text in texts:
         notify(text)
+
+
+def warn_if_alone(members: Members) -> None:
+    """Warn where a launcher has started several ranks, and none of them has joined a process group."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if members.backend == "none" and launched not in ("", "0", "1"):
+        notify(
+            f"WORLD_SIZE is {launched} and there is no process group, so this rank trains a model of its own; call "
+            "zeropp.init_distributed() before the optimizer is wrapped"
+        )
 
 
 def _ineffective_offload(config: Config, buffers: Sequence[FlatBuffer]) -> Iterator[str]:
@@ -56,9 +68,10 @@ def _ineffective_groups(config: Config, comm: Comm) -> Iterator[str]:
     # A second copy at the level of the shards saves no hop.
     if zero.stage == 3 and zero.zero_hpz_partition_size >= max(sharded, 2):
         also = ', nor has zeropp.secondary "codes"' if own.secondary == "codes" else ""
+        remedy = "it takes several nodes" if world <= comm.local else "set it to the ranks of a node"
         yield (
             f"zero_hpz_partition_size {zero.zero_hpz_partition_size} has no effect{also}: weights are spread over "
-            f"{sharded} ranks, and a second copy over as many ranks would save nothing; set it to the ranks of a node"
+            f"{sharded} ranks, and a second copy over as many ranks would save nothing; {remedy}"
         )
     if own.defer_cross_reduction and (sharded <= comm.local or zero.stage < 2):
         later = "gradients of several micro-batches are summed before they cross nodes anyway"
