@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 
 import zeropp
 from tests.distributed.harness import run_ranks
+from zeropp.config import load_config, require_supported
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -198,6 +199,48 @@ def test_without_fully_shard_zeropp_trains_the_same() -> None:
     before, after = sides(FSDP2)
     for one, other in zip(run_ranks(2, fsdp2_losses, before), run_ranks(2, fsdp2_losses, after), strict=True):
         assert other == pytest.approx(one, rel=1e-5)
+
+
+def accumulated(config: dict[str, Any] | None) -> dict[str, Tensor]:
+    """Weights after three steps of two micro-batches each, in the loop that FSDP2 has; plain torch without config."""
+    world, rank = (dist.get_world_size(), dist.get_rank()) if config is not None else (1, 0)
+    model, data, rows = Model(), Data(), 8 // world
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.5)
+    if config is not None:
+        optimizer = zeropp.ZeroOptimizer(optimizer, model, {"zero_optimization": {"stage": 3}, **config})
+    for micro in range(6):
+        begin = (micro * world + rank) * rows
+        x, y = data.pairs[:, begin : begin + rows]
+        (nn.functional.mse_loss(model(x), y.tanh()) / 2).backward()
+        if micro % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return zeropp.full_state(model, rank0_only=True) if config is not None else model.state_dict()
+
+
+@pytest.mark.parametrize("config", [{}, {"gradient_accumulation_steps": 2}], ids=str)
+def test_a_loop_that_accumulates_stays(config: dict[str, Any]) -> None:
+    """As the table says of ``set_requires_gradient_sync``: without it, and with or without the key."""
+    expected = accumulated(None)
+    first, second = run_ranks(2, accumulated, config)
+    assert second == {}
+    for name, weight in expected.items():
+        torch.testing.assert_close(first[name], weight, rtol=0, atol=1e-6)
+
+
+def test_the_keys_of_the_table_are_accepted() -> None:
+    """Those marked * beside the stage, the others at the top."""
+    rows = re.findall(r"^\| .* \| (.*) \|$", TEXT.split("| in FSDP2 |")[1].split("##")[0], re.MULTILINE)
+    inner: dict[str, Any] = {}
+    outer: dict[str, Any] = {}
+    for row in rows:
+        for key, value, mark in re.findall(r'`"([a-z0-9_]+)": ([^`]+)`( \*)?', row):
+            (inner if mark else outer)[key] = json.loads(value.replace("N", "4"))
+    assert set(outer) == {"bf16", "gradient_clipping", "gradient_accumulation_steps"}
+    hpz = inner.pop("zero_hpz_partition_size")
+    assert (hpz, set(inner)) == (8, {"mics_shard_size", "offload_optimizer", "offload_param"})
+    for zero in ({"zero_hpz_partition_size": hpz}, inner):
+        require_supported(load_config({**outer, "zero_optimization": {"stage": 3, **zero}}))
 
 
 def engine_losses(program: str, folder: str) -> list[float]:
