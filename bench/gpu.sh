@@ -25,8 +25,8 @@
 #
 #   bench/gpu.sh look --seconds=120; bench/gpu.sh bits --seconds=170
 #
-# There look costs nothing if it was finished, and goes on with the step that it had no time for if not. bits takes the
-# rest, by single tests. The next calls on a card begin with bits, which goes on, then offload, engine and kernels: each
+# In the second call look skips the steps that it has finished, and runs those that it had no time for. bits takes the
+# rest of the time, by single tests. The next calls on a card begin with bits, which goes on, then offload, engine and kernels: each
 # fits one call of six minutes, and bits and offload may take a second one. Files in --keep must outlive the machine for
 # that.
 #
@@ -34,7 +34,11 @@
 # measured in time: start it again.
 #
 #   PYTHON=python3.12 bench/gpu.sh bits
-#   WHEELS=folder bench/gpu.sh bits   # installs the missing packages from wheels, without a network; pytest, say
+#   WHEELS=folder bench/gpu.sh bits   # installs the missing packages from wheels, without a network
+#
+# Wheels to bring where packages are missing: pydantic, pydantic-core, annotated-types, typing-inspection for all parts;
+# pytest, pytest-benchmark, pytest-xdist and what they need for look, bits and kernels; tqdm, transformers, accelerate,
+# safetensors and lightning for examples.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}

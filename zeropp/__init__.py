@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from zeropp import checkpoint, plan, training, zero
 from zeropp.access.accumulate import accumulate
@@ -54,14 +55,17 @@ __version__ = "0.1.0"
 
 # Names of DeepSpeed's that its stand-in has and this package has not.
 _OF_THE_STAND_IN = (
-    "DeepSpeedEngine", "PipelineEngine", "accelerator", "add_config_arguments", "checkpointing", "comm",
-    "init_inference", "ops", "pipe", "runtime", "utils",
+    "DeepSpeedEngine", "PipelineEngine", "accelerator", "add_config_arguments", "checkpointing", "init_inference",
+    "ops", "pipe", "runtime", "utils",
 )  # fmt: skip
 
+if TYPE_CHECKING:
+    from zeropp import fsdp2 as fsdp2
+else:  # a type checker would take any name for one that this function has
 
-def __getattr__(name: str) -> ModuleType:
-    """``zeropp.fsdp2``, imported at its first use."""
-    if name == "fsdp2":
-        return importlib.import_module("zeropp.fsdp2")
-    hint = "; for scripts that use it: python -m zeropp.compat.deepspeed COMMAND" if name in _OF_THE_STAND_IN else ""
-    raise AttributeError(f"module 'zeropp' has no attribute {name!r}{hint}")
+    def __getattr__(name: str) -> ModuleType:
+        """``zeropp.fsdp2``, imported at its first use."""
+        if name == "fsdp2":
+            return importlib.import_module("zeropp.fsdp2")
+        hint = "; for scripts that use it: python -m zeropp.compat.deepspeed COMMAND" * (name in _OF_THE_STAND_IN)
+        raise AttributeError(f"module 'zeropp' has no attribute {name!r}{hint}")

@@ -9,8 +9,7 @@ COMPARED = 4
 RATE = 3e-4
 """AdamW's learning rate."""
 WARM_UP = 10
-"""First steps, in which the rate rises to its peak in a straight line: constant from step one, bf16 runs part by
-themselves."""
+"""First steps, in which the rate rises linearly to its peak. With a constant rate two bf16 runs diverge."""
 _WIDTH = 384  # up to which RATE is the peak
 
 

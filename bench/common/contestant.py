@@ -169,8 +169,8 @@ class Contestant:
         return result
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), **ADAMW)
+def adamw(model: nn.Module, rate: float = RATE) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), **{**ADAMW, "lr": rate})
 
 
 def samples(parameters: Iterable[Tensor]) -> Tensor:

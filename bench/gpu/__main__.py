@@ -73,8 +73,8 @@ def report(part: Part, scale: Scale, about: dict, outcomes: dict[str, Outcome]) 
 
 
 def save(args: argparse.Namespace, part: Part, text: str, about: dict, outcomes: dict[str, Outcome]) -> list[Path]:
-    """The report, its data and artefacts, under dated names; nothing where something is wrong."""
-    if any(outcome.state is State.WRONG for outcome in outcomes.values()):
+    """The report, its data and artefacts, under dated names; no figures where something is wrong."""
+    if not part.keeps_wrong and any(outcome.state is State.WRONG for outcome in outcomes.values()):
         return []
     args.results.mkdir(parents=True, exist_ok=True)
     stem = args.results / f"{about['date']}_gpu-{part.name}"

@@ -70,7 +70,7 @@ def job(
         model: its name in the table.
         seconds: that it may take.
         lacks: why the machine cannot run it.
-        beside: names of earlier steps, with whose systems these are compared, but for their weights.
+        beside: names of earlier steps; losses and norms are compared with theirs.
     """
     args = parse_arguments(list(flags))
     command, environment = rank_command(args, Path(_RESULT), "not counted here")
@@ -161,7 +161,7 @@ PART = Part(
         f"within {report.LOSS_TOLERANCE['bf16']:g}, norms before clipping within {report.NORM_TOLERANCE['bf16']:g} of "
         "them; weights apart, at the end and as a share of the way that they have gone, at most "
         f"{report.WEIGHT_TOLERANCE['bf16']:g}.{report.yardstick_note('bf16')} The learning rate rises over the first "
-        f"{WARM_UP} steps, to less the wider a model is. In turns: systems side by side, A B A B. Alone: one after "
+        f"{WARM_UP} steps to 3e-4 * min(1, 384 / width). In turns: systems side by side, A B A B. Alone: one after "
         "another, each gone before the next is built, so that its peaks of allocated and reserved memory are its own. "
         "Host: until the last call of a step had returned. Staged: ranks share the card through gloo and host memory, "
         "which shows streams under load and nothing of speed.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ _SCRIPTS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 }
 """Packages that a script needs, and the arguments of each of its starts: the second one resumes."""
 _LAUNCHED = {"hf_trainer": ["-m", "zeropp.compat.deepspeed", sys.executable]}
+_STANDING_IN = ("hf_trainer", "trl_style_loop")
+_NOT_FINITE = re.compile(r"(?:loss|reward)\w*\W{1,4}(?:nan|-?inf)\b", re.IGNORECASE)
 _SECONDS = 90.0  # that a script may take
 _WIDTH = 300  # characters of a cell
 
@@ -54,18 +57,24 @@ def _starts(name: str, flags: Sequence[str]) -> str:
 def _lacks(name: str) -> str | None:
     if name == "train_fsdp2":
         return "it needs two cards: one rank has nobody to share with, and it refuses one by name"
-    return missing(*_SCRIPTS[name][0])
+    found = missing(*_SCRIPTS[name][0])
+    if found is None and name in _STANDING_IN and missing("deepspeed") is None:
+        return "DeepSpeed is installed, and zeropp's stand-in for it refuses to hide it; use another environment"
+    return found
 
 
 def _read(name: str, ended: Ended) -> Outcome:
     if ended.code is None:
         return Outcome(State.UNFINISHED, [], last_words(ended))
     said = "; ".join(last_lines(ended, 4)).replace(str(ended.folder), ".")
-    # The bars of tqdm would end a cell, and a model that has learned little writes any byte.
+    # Bars of tqdm would end a cell, and an untrained model prints unprintable bytes.
     said = "".join(each if each.isprintable() else " " for each in said.replace("|", "/"))[-_WIDTH:]
     row = {"example": name, "exit code": str(ended.code), "seconds": f"{ended.seconds:.0f}", "last lines": said}
     if ended.code:
         return Outcome(State.WRONG, [row], last_words(ended, 12))
+    spoilt = _NOT_FINITE.search(ended.log.read_text(errors="replace"))
+    if spoilt is not None:
+        return Outcome(State.WRONG, [row], f"it printed {spoilt[0]!r}; {last_words(ended, 12)}")
     return Outcome(State.MEASURED, [row])
 
 
@@ -79,4 +88,5 @@ PART = Part(
         "deepspeed_style save a checkpoint and start a second time, from it; seconds are those of both starts.",
     ),
     needs=("pydantic",),
+    keeps_wrong=True,
 )

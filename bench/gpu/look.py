@@ -6,11 +6,11 @@ trains, and 5 more where it compiles Triton kernels.
     checks          50   3 calls of pytest side by side
     1.3 B           75   4 x 12 for processes, 5 for kernels, 10 for DeepSpeed's extension, 12 steps of 0.15 to 0.33 s
     256 MiB         30   of 50 that it may take; most of them compiling
-    0.37 B          20   one process, 3 x 12 steps of 0.03 to 0.15 s
+    0.37 B          25   one process, 4 x 12 steps of 0.03 to 0.15 s
     live memory     25   one process, 2 x 5 steps
     compiled        50   one process, 25 for the first compilation, 10 for the second, whose kernels are cached
     offload 1.3 B   45   2 x 12 for processes, 6 steps of 1.4 and of 1.0 s, page-locking of 16 GB
-    together       295   of 345
+    together       300   of 345
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ from bench.step_time.launch import rank_command
 __all__ = ["PART"]
 
 _CHECK_SECONDS = 75.0
+# As in the first run: gradients are reduced in float32, and FSDP2 frees its root unit, too.
+_ALIKE = ("--reduce-dtype=fp32", "--release-root")
 _PAIR = "--systems=fsdp2_clipped,zeropp_clipped"
+_SMALL = "--systems=plain_clipped,zeropp_clipped,fsdp2_clipped,fsdp2_clipped_again"
 
 
 def steps(scale: Scale) -> list[Step]:
@@ -49,7 +52,7 @@ def steps(scale: Scale) -> list[Step]:
     # The first has the largest sizes, whose figures have targets.
     fastest = replace(bandwidth(*scale.bandwidth[0]), lacks=missing("pytest", "pytest_benchmark"))
     found.append(_as(fastest, {"operation": "subject", "by": "note"}))
-    found.append(_race(scale, look.small, look.small.name, "--systems=plain,zeropp,fsdp2", 60.0))
+    found.append(_race(scale, look.small, look.small.name, _SMALL, 60.0))
     found.append(_memory(scale, look.large))
     compiled = _race(scale, look.large, f"{look.large.name} compiled", _PAIR, 100.0, "--compiled")
     found.append(replace(compiled, environment={**compiled.environment, **look.compiled}))
@@ -81,7 +84,7 @@ def _race(
     scale: Scale, model: Model, name: str, systems: str, seconds: float, *more: str, beside: Sequence[str] = ()
 ) -> Step:
     """Systems one after another in one process."""
-    flags = [*common(scale, 1), systems, "--alone", *scale.look.turns, *model.flags, *more]
+    flags = [*common(scale, 1), *_ALIKE, systems, "--alone", *scale.look.turns, *model.flags, *more]
     label = f"{model.name}{', blocks compiled' * ('--compiled' in more)}"
     step = job(name, flags, label, seconds, too_small(scale, model), beside)
     return _as(step, {"model": "check", "system": "subject"})
@@ -99,7 +102,7 @@ def _as(step: Step, columns: Mapping[str, str]) -> Step:
 
 
 def _memory(scale: Scale, model: Model) -> Step:
-    flags = [*common(scale, 1), _PAIR, *model.flags]
+    flags = [*common(scale, 1), *_ALIKE, _PAIR, *model.flags]
     _, environment = rank_command(parse_arguments(flags), Path("memory.json"), "not counted here")
     command = [sys.executable, "-m", "bench.gpu.memory", "{folder}", *flags]
     return Step("live memory", command, 60.0, partial(_read_memory, model.name), environment, too_small(scale, model))
@@ -136,14 +139,13 @@ PART = Part(
         f"after forward; clipped ones to {report.CLIP:g}; times while steps follow each other without waiting. plain: "
         "bf16 weights kept whole, fp32 main weights, copies between them, fused AdamW, no engine; the least that mixed "
         f"precision costs. Losses of the first {report.COMPARED} steps agree within {report.LOSS_TOLERANCE['bf16']:g} "
-        f"and norms within {report.NORM_TOLERANCE['bf16']:g} of them. Weights are compared among the systems of one "
-        "process; the part `engine` judges them.",
+        f"and norms within {report.NORM_TOLERANCE['bf16']:g} of them. At 1.3 B, where each system has a process of its "
+        "own, the lengths of their weights' ways are compared; elsewhere the weights.",
         report.ONE_RANK,
-        "Live memory: of tensors at the end of a phase of one step, and at its peak, which for `between steps` is that "
-        "of all steps before; then the largest holders at the peak of backward, by the line of Python that allocated "
-        "since the step began. Kernels: as in the part "
-        "`kernels`. Offload: as in the part `offload`, with fewer steps; FSDP2 with CPUOffloadPolicy beside states on "
-        "the host.",
+        "Live memory: of tensors at the end of a phase of one step, and at its peak; that of `between steps` covers "
+        "all earlier steps. Then the largest holders at the peak of backward, by the line of Python that allocated "
+        "since the step began. Kernels: as in the part `kernels`. Offload: as in the part `offload`, with fewer steps; "
+        "FSDP2 with CPUOffloadPolicy beside states on the host.",
     ),
     needs=("pydantic",),
 )  # fmt: skip

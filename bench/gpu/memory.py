@@ -44,7 +44,7 @@ def holders(events: list[dict], begun: int) -> list[dict]:
     """The largest holders of memory at the peak of backward, by line of Python.
 
     Args:
-        events: the allocator's, from before the forward on; what is older has no holder here.
+        events: the allocator's, from before the forward on; older allocations are not listed.
         begun: number of those before backward.
     """
     totals = list(itertools.accumulate(_SIGN.get(event["action"], 0) * event.get("size", 0) for event in events))

@@ -93,6 +93,7 @@ class Part:
         steps: in the order of their worth.
         notes: how to read the table.
         needs: modules without which none of its steps can run.
+        keeps_wrong: True if its report is written also where a step is wrong: its rows are no figures.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Part:
     steps: Callable[[Scale], list[Step]]
     notes: Sequence[str] = ()
     needs: Sequence[str] = ()
+    keeps_wrong: bool = False
 
 
 def missing(*modules: str) -> str | None:

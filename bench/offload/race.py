@@ -28,6 +28,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import zeropp
 from bench.checkpoint.ranks import resident
+from bench.common import peak_rate
 from bench.common.contestant import adamw, meet
 from bench.common.flags import add_model_flags
 from bench.offload.unit_steps import bound, unit_steps
@@ -112,7 +113,7 @@ class Trainer:
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         for block in (*self.model.blocks, self.model):  # type: ignore[misc]
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        return adamw(self.model)
+        return adamw(self.model, peak_rate(self.args.d_model))
 
     def _zeropp(self, folder: Path) -> zeropp.ZeroOptimizer:
         block = dict(BLOCKS[self.args.system])
@@ -130,7 +131,7 @@ class Trainer:
         self._lazy = load_config(config)
         self._eager = load_config({**config, "zeropp": {"lazy_step": False}})
         self.plan = zeropp.plan.memory(self.model, config, 1, device=self.device)
-        return zeropp.ZeroOptimizer(adamw(self.model), self.model, config)
+        return zeropp.ZeroOptimizer(adamw(self.model, peak_rate(self.args.d_model)), self.model, config)
 
     def arms(self) -> dict[str, Arm]:
         """Ways to take a step, by name; of a system without a step on the host one."""

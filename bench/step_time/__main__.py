@@ -54,6 +54,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps a system and round")
     add_model_flags(parser)
     parser.add_argument("--compiled", action="store_true", help="each block by torch.compile, before it is wrapped")
+    parser.add_argument("--release-root", action="store_true", help="FSDP2 frees its root unit after forward, too")
     parser.add_argument("--bound", type=float, help="largest zeropp / FSDP2 to end with exit code 0; default: none")
     parser.add_argument(
         "--alone", action="store_true", help="one system after another, not in turns: for models that fit only once"

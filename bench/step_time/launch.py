@@ -30,7 +30,8 @@ def rank_command(args: argparse.Namespace, result: Path, wire: str) -> tuple[lis
         "result": result, **given_flags(args),
     }  # fmt: skip
     words = ["bench.step_time", *(f"--{name}={value}" for name, value in flags.items())]
-    words += [f"--{name}" for name in ("staged", "alone", "compiled") if getattr(args, name)]
+    switches = ("staged", "alone", "compiled", "release_root")
+    words += [f"--{name.replace('_', '-')}" for name in switches if getattr(args, name)]
     command, environment = torchrun(args.ranks, words)
     return command, {**environment, "STEP_TIME_WIRE": wire}
 

@@ -72,11 +72,12 @@ class Race:
         self.before = contestant.before
 
     def compare_weights(self) -> None:
-        """Note how far a system's weights end from its counterpart's, as a share of the way that those have gone."""
+        """Note how far each system's weights have gone, and their distance from its counterpart's as a share of it."""
+        ways = {name: (weights - self.before).norm() for name, weights in self.weights.items()}
         for name, weights in self.weights.items():
-            other = self.weights[counterpart(name, self.args.systems)]
-            way = (other - self.before).norm()
-            self.systems[name]["weights_apart"] = float((weights - other).norm() / way)
+            other = counterpart(name, self.args.systems)
+            self.systems[name]["weights_way"] = float(ways[name])
+            self.systems[name]["weights_apart"] = float((weights - self.weights[other]).norm() / ways[other])
 
 
 def join(args: argparse.Namespace) -> torch.device:

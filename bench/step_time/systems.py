@@ -163,7 +163,9 @@ def _build_fsdp2(
         mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicas", "shards"))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=half if name == "fsdp2_hpz" else None)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # By default the root unit, which has embedding and head, stays whole from forward to backward.
+    root = True if getattr(args, "release_root", False) else None
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=root)
     if name == "fsdp2_a2a":
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -30,7 +30,7 @@ def recipe(page: str, *changes: tuple[str, str]) -> str:
 
 
 def run(text: str, space: dict[str, object]) -> str:
-    """What the block prints."""
+    """Run the block; its output."""
     with redirect_stdout(io.StringIO()) as printed:
         exec(compile(text, "docs", "exec"), space)
     return printed.getvalue()
@@ -50,7 +50,7 @@ class Blocks(nn.Module):
 
 
 def saved(folder: str) -> tuple[int, int, list[int], bool]:
-    """Where a run begins, and again; steps that are kept; whether weights came back."""
+    """Save, resume and save; the first step of either run, the steps that are kept, and True if weights came back."""
     os.chdir(folder)
     text = recipe("checkpoints.md", ("1001", "401"))
 

@@ -210,7 +210,7 @@ def systems_of_other_steps_are_compared(folder: Path) -> None:
 
     def measured(system: str, step_s: float, *losses: float) -> Outcome:
         took = {"step_s": [step_s], "host_s": [1.0], "cpu_s": [1.0], "losses": losses, "norms": [4.0, 3.0],
-                "weights_apart": 0.0}  # fmt: skip
+                "weights_apart": 0.0, "weights_way": 1.0}  # fmt: skip
         place = folder / f"tiny-{system}"
         place.mkdir(exist_ok=True)
         result = json.dumps({"systems": {system: took}, "card": {}})
@@ -231,6 +231,15 @@ def the_last_lines_of_an_example_fit_a_cell(folder: Path) -> None:
     assert row == {"example": "train_gpt", "exit code": "0", "seconds": "12", "last lines": "a; b / c ; ./d"}
     failed = step.read(ended(folder, 1, "why"))
     assert failed.state is State.WRONG and failed.rows[0]["last lines"] == "why" and "exit code 1; why" in failed.why
+    for said in ("step 3: loss nan, rate 1", "{'loss': nan}", "train_loss=-inf"):
+        spoilt = step.read(ended(folder, 0, said))
+        assert spoilt.state is State.WRONG and spoilt.why.startswith("it printed"), said
+    assert step.read(ended(folder, 0, "loss 0.5, no finance")).state is State.MEASURED
+    given = main.parse_arguments(["examples", "--dry-run", f"--keep={folder}", f"--results={folder / 'kept'}"])
+    written = main.save(given, examples.PART, "report", {"date": "today"}, {"train_gpt": failed})
+    assert [path.name for path in written] == ["today_gpu-examples.md", "today_gpu-examples.json"]
+    with mock.patch.object(examples, "missing", lambda *modules: None):
+        assert "stand-in for it refuses" in (examples._lacks("trl_style_loop") or "")
 
 
 def rows_and_traces_are_read(folder: Path) -> None:

@@ -110,7 +110,7 @@ def links(page: Path) -> list[str]:
 
 
 def fault(page: Path, target: str) -> str | None:
-    """What is wrong with a link."""
+    """The fault of a link; None if it has none."""
     name, _, title = target.partition("#")
     path = (page.parent / name).resolve() if name else page
     if not path.exists():

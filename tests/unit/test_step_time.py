@@ -30,7 +30,7 @@ def measured(dtype: str = "bf16", *flags: str) -> dict[str, Any]:
     """Made-up measurements of four arms that do equal work."""
     arm: dict[str, Any] = {
         "step_s": [0.2, 0.2], "host_s": [0.1, 0.1], "cpu_s": [0.1, 0.1], "losses": [5.5, 5.0, 4.5, 4.0], "norms": None,
-        "wire_bytes": None, "weights_apart": 0.0,
+        "wire_bytes": None, "weights_apart": 0.0, "weights_way": 1.0,
     }  # fmt: skip
     ours = {"ledger_bytes": 0, "gathers_per_step": {"a 2->1": 2.0}, "kept_after_forward": [], "predicted_bytes": {}}
     systems = {name: {**copy.deepcopy(arm), **(copy.deepcopy(ours) if "zeropp" in name else {})} for name in ARMS}
@@ -58,6 +58,13 @@ def test_clipped_arms_are_compared_with_the_clipped_fsdp2() -> None:
         ("zeropp_clipped", "norms", [4.0, 2.2, 1.5, 0.5], "norms of zeropp_clipped and fsdp2_clipped differ"),
         ("zeropp", "weights_apart", 0.25, "weights of zeropp end 2.50e-01 of their way from those of fsdp2"),
         ("zeropp", "weights_apart", float("nan"), "weights of zeropp end nan"),
+        (
+            "zeropp",
+            "weights_way",
+            0.8,
+            "weights of zeropp have gone 8.00e-01 from where they began, those of fsdp2 1.0",
+        ),
+        ("zeropp_clipped", "weights_way", float("nan"), "weights of zeropp_clipped have gone nan"),
         ("zeropp_clipped", "kept_after_forward", ["a"], "zeropp_clipped kept weights"),
         ("zeropp_clipped", "gathers_per_step", {"a 2->1": 1.0}, "zeropp_clipped's ledger has units not gathered"),
     ],
@@ -109,8 +116,14 @@ def test_a_yardstick_without_a_number_is_a_problem_and_loosens_no_bound() -> Non
     assert report.weight_bound("zeropp_clipped", found) == report.WEIGHT_FLOOR["bf16"]
 
 
+def test_runs_that_diverge_by_themselves_are_a_problem() -> None:
+    """However far the others are: nothing can be told from them."""
+    (problem,) = report.problems(with_yardstick(0.4))
+    assert problem.startswith(f"weights of {AGAIN} end 4.00e-01") and problem.endswith("more than 0.1")
+
+
 def test_a_yardstick_says_nothing_of_arms_that_clip_otherwise() -> None:
-    found = with_yardstick(0.3)
+    found = with_yardstick(0.08)
     found["systems"]["zeropp"]["weights_apart"] = 0.2
     (problem,) = report.problems(found)
     assert problem.startswith("weights of zeropp end") and problem.endswith("more than 0.1")

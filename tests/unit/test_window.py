@@ -101,14 +101,18 @@ def test_what_is_said() -> None:
     assert "taken after 3 of" in str(window.warning())
 
 
-@pytest.mark.parametrize(("steps", "count", "said"), [(2, 4, True), (2, 2, False), (4, 2, False), (1, 4, False)])
-def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, said: bool) -> None:
-    """Each loss was divided by the smaller number. With a number of 1 nothing is divided, as in torch."""
+@pytest.mark.parametrize(
+    ("steps", "count", "divided", "said"),
+    [(2, 4, True, True), (2, 4, False, False), (2, 2, True, False), (4, 2, True, False), (1, 4, True, False)],
+)
+def test_a_window_longer_than_it_should_be_is_told_once(steps: int, count: int, divided: bool, said: bool) -> None:
+    """If losses were divided by the smaller number. A caller who divides them himself may do as he likes."""
     window = Window(steps, managed=True)
     told = []
     for _ in range(2):
         for _ in range(count):
             window.note_forward("")
+            window.divided |= divided
             window.note_backward()
         assert window.ask()
         told.append(str(window.warning()))

@@ -28,6 +28,7 @@ class Window:
         count: micro-batches of which a backward has run since the last step.
         together: micro-batches that the running or next forward and backward take together.
         root_runs: whether the model has been called as a whole, with a graph; for good, once it has.
+        divided: True if ``optimizer.backward()`` has divided a loss of this window by ``steps``.
     """
 
     def __init__(self, steps: int, *, managed: bool) -> None:
@@ -46,7 +47,7 @@ class Window:
         self._by_calls, self._calls = False, 0
         self._forced: bool | None = None
         self._fresh = True  # the next backward begins a micro-batch
-        self.root_runs = False
+        self.root_runs = self.divided = False
 
     @property
     def owned(self) -> bool:
@@ -148,7 +149,7 @@ class Window:
         self._forced, self._by_calls = is_boundary, True
 
     def warning(self) -> str | None:
-        """Message for the caller of ``step()``: that it may do nothing, of a long window, of each short one."""
+        """A warning for the caller of ``step()``, if it did nothing, came too late, or came too early."""
         if self._asked and not self._explained:
             self._explained = True
             return (
@@ -163,7 +164,7 @@ class Window:
                 "one of them passed without a step(). Discard gradients with zero_grad(), or own the boundary, "
                 '{"managed_gradient_accumulation": false}'
             )
-        if self.count > self.steps > 1 and not self._long_said:
+        if self.divided and self.root_runs and self.count > self.steps > 1 and not self._long_said:
             self._long_said = True
             return (
                 f"step() is taken after {self.count} micro-batches, and gradient_accumulation_steps is {self.steps}. "
@@ -175,5 +176,5 @@ class Window:
     def restart(self) -> None:
         """A step was taken or skipped, or gradients were discarded."""
         self.count = self._calls = 0
-        self._skipped = self._asked = self._keeps = False
+        self._skipped = self._asked = self._keeps = self.divided = False
         self._fresh = True

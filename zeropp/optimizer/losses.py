@@ -56,6 +56,7 @@ class TakesLosses:
         """
         # Outside of the try: an error here is no error of the backward.
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
+        self.engine.window.divided |= scale_wrt_gas
         try:
             scaled.backward(retain_graph=retain_graph)
         except RuntimeError as error:
