@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any, cast
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "is_aliased",
     "is_compiled",
     "is_registered",
+    "leaves_out",
     "loss_scale",
     "new_group",
     "one_intra_op_thread",
@@ -138,6 +139,39 @@ def will_execute(node: Node) -> bool:
     except RuntimeError:
         # There torch does not tell for leaves. Most often they are what the gradients are asked for.
         return True
+
+
+def leaves_out(parameters: Iterable[Tensor]) -> bool:
+    """Whether the running backward was asked for the gradients of some tensors, none of ``parameters`` among them.
+
+    So it is in ``torch.autograd.grad``, which accumulates nothing, and in ``backward(inputs=...)``.
+    """
+    if any(_accumulates(parameter) for parameter in parameters):
+        return False
+    # Perhaps the loss just does not depend on them. But without ``inputs`` a backward executes all that it can reach.
+    seen, left = set[Node](), [cast("Node | None", torch._C._current_autograd_node())]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        try:
+            if not torch._C._will_engine_execute_node(node):
+                return True
+        except RuntimeError:  # a leaf in autograd.grad
+            return True
+        left += [following for following, _ in node.next_functions]
+    return False
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether the running backward adds to ``.grad`` of a leaf."""
+    with unguarded():
+        node = get_gradient_edge(parameter).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad was asked for it, and returns it
+        return False
 
 
 def is_compiled(module: nn.Module) -> bool:

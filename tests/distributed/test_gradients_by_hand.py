@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -208,3 +209,111 @@ def looked_at_between_backwards(bound: float) -> None:
 @pytest.mark.parametrize("bound", [1e-3, math.inf])
 def test_gradients_looked_at_between_backwards(bound: float) -> None:
     run_ranks(2, looked_at_between_backwards, bound)
+
+
+def scale_down(gradient: Tensor) -> None:
+    gradient.mul_(0.01)
+
+
+def scale_down_unseen(gradient: Tensor) -> None:
+    gradient.data.mul_(0.01)
+
+
+def make_nan(gradient: Tensor) -> None:
+    gradient[:1].fill_(math.nan)
+
+
+def remove_nan(gradient: Tensor) -> None:
+    gradient.nan_to_num_(0.25)
+
+
+LOOKS: dict[str, Callable[[zeropp.ZeroOptimizer], object]] = {
+    "grad_norms": lambda optimizer: optimizer.grad_norms(),
+    "clip_grad_norm_": lambda optimizer: optimizer.clip_grad_norm_(1e6),
+}
+
+
+def edited_after_a_look(look: str, edit: Callable[[Tensor], None], stage: int) -> int:
+    """The norm is asked for, then gradients are edited, then the step clips; returns how many steps were skipped."""
+    pair = Pair(Routed(3), make_config(stage=stage, gradient_clipping=0.05))
+    for step in range(3):
+        pair.zero_grad()
+        pair.backward(ALL[:3])
+        groups = pair.optimizer.param_groups
+        if edit is remove_nan:
+            for name, parameter in pair.plain.named_parameters():
+                if name == "blocks.0.lin.bias":
+                    parameter.grad.fill_(math.nan)
+            for piece in pair.optimizer.slices.stepped:
+                if piece.name == "blocks.0.lin.bias":
+                    piece.parameter.grad.fill_(math.nan)
+        LOOKS[look](pair.optimizer)
+        if step:  # of the first step the verdict stands
+            # Edits through .data are noticed where the groups have been asked for since.
+            asked = step == 1 or edit is scale_down_unseen
+            for group in pair.optimizer.param_groups if asked else groups:
+                for parameter in group["params"]:
+                    edit(parameter.grad)
+            for parameter in pair.plain.parameters():
+                edit(parameter.grad)
+        if edit is make_nan and step:
+            pair.optimizer.step()
+            assert pair.optimizer.step_was_skipped
+            pair.advance()
+            continue
+        nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+        if edit is remove_nan and not step:
+            pair.optimizer.step()
+            assert pair.optimizer.step_was_skipped
+            pair.advance()
+            continue
+        pair.step()
+        pair.check()
+    pair.check()
+    return pair.optimizer.skipped_steps
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("look", "edit"),
+    # Not clip_grad_norm_ of a NaN, which makes every gradient NaN, as in torch.
+    [("grad_norms", remove_nan), *product(LOOKS, [scale_down, scale_down_unseen, make_nan])],
+)
+def test_step_goes_by_gradients_as_they_are(look: str, edit: Callable[[Tensor], None], stage: int) -> None:
+    skipped = {make_nan: 2, remove_nan: 1}.get(edit, 0)
+    assert run_ranks(2, edited_after_a_look, look, edit, stage) == [skipped, skipped]
+
+
+def asks_for_input_gradients(stage: int, how: str, always: bool) -> None:
+    """Gradients of inputs are asked for before the backward, whose gradients are edited before the step."""
+    pair = Pair(Routed(3), make_config(stage=stage, gradient_accumulation_steps=2), micros=2)
+    for step in range(3):
+        pair.zero_grad()
+        for _ in range(2):
+            for half in pair.halves:
+                for rank in half.ranks:
+                    x = half.batch(half.steps, half.micro, rank).requires_grad_()
+                    loss = half.model(x, ((0,), (1,), (1,), (2,))).square().mean()
+                    if always or step == 0:
+                        if how == "autograd.grad":
+                            (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+                        else:
+                            loss.backward(inputs=[x], retain_graph=True)
+                            found = x.grad
+                        assert float(found.abs().max()) > 0
+                    half.call(loss / half.divisor)
+        for parameter in (p for group in pair.optimizer.param_groups for p in group["params"]):
+            if parameter.grad is not None:  # a stand-in has none
+                parameter.grad.mul_(0.5)
+        for parameter in pair.plain.parameters():
+            parameter.grad.mul_(0.5)
+        pair.step()
+        assert pair.optimizer.step_was_taken
+        pair.check()
+
+
+@pytest.mark.parametrize("always", [True, False], ids=["always", "first step"])
+@pytest.mark.parametrize("how", ["autograd.grad", "backward(inputs=...)"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_backwards_without_gradients_of_parameters(stage: int, how: str, always: bool) -> None:
+    run_ranks(2, asks_for_input_gradients, stage, how, always)

@@ -25,7 +25,7 @@ PACKAGES = {"zeropp": ROOT / "zeropp", "zeropp_kernels": ROOT / "kernels" / "zer
 SOURCES = sorted(path for folder in PACKAGES.values() for path in folder.rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
-FILE_LINES = 420
+FILE_LINES = 800
 FUNCTION_LINES = 60
 KERNEL_LINES = 120
 COMMENTS = (0.05, 0.12)  # least and largest share of lines that are comments of their own

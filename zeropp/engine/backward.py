@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
+from torch import nn
+
+from zeropp._compat import leaves_out
 from zeropp.order.known_orders import PhaseKey
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
@@ -27,6 +31,16 @@ class BackwardUses:
         # stays until its gradients have come.
         self._calls: dict[int, int] = {}
         self._whole: dict[int, None] = {}
+        # Unit, and position among its trainable parameters, of the one that had a gradient last.
+        self.last_gradient = 0, 0
+
+    def accumulates(self) -> bool:
+        """Whether the running backward is to bring gradients to parameters, as far as it was asked for any."""
+        # The parameter that had the last gradient mostly has the next one, too, and then no other is looked at.
+        index, position = self.last_gradient
+        first = _trainable(self._units[index])[position : position + 1]
+        others = (parameter for unit in self._units for parameter in _trainable(unit))
+        return not leaves_out(p for p in chain(first, others) if p.requires_grad)
 
     def expect_in_backward(self, units: Sequence[Unit], *, whole: bool) -> None:
         """The next backward may use these.
@@ -98,6 +112,10 @@ class BackwardUses:
     def _release(self, unit: Unit) -> None:
         unit.users -= 1
         self._schedule.live_units.release_if_unused(unit)
+
+
+def _trainable(unit: Unit) -> list[nn.Parameter]:
+    return [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
 
 
 class Touched:

@@ -78,6 +78,7 @@ class Boundary:
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._doubts = False  # all gradients that have arrived are in doubt
+        self._versions: list[int] = []  # of the gradients that have arrived, as the verdict knows them
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
         # gradients, one for strays among these, one for ranks that passed over units, one for each used parameter;
         # checksums at the end.
@@ -163,7 +164,15 @@ class Boundary:
             self.engine.schedule.note_passed_over(values[self._passed_over] > 0)
             norm = math.nan if spoiled else norm_of(values[0])
             self._verdict = Verdict(norm, self._flags(values), checked=self._checks or spoiled)
+            self._note_versions()
         return self._verdict
+
+    def _note_versions(self) -> None:
+        """Remember that the vector describes the gradients as they are now."""
+        self._doubts, self._versions = False, self._arrived_versions()
+
+    def _arrived_versions(self) -> list[int]:
+        return [gradient.shard._version for gradient in self._arrived()]
 
     def _may_read_late(self) -> bool:
         """Whether the device may leave the step out; the same on every rank."""
@@ -207,6 +216,7 @@ class Boundary:
         self._unread = Unread(self._vector)
         self._go_on_late()
         self._verdict = Verdict(None, self._flags(values), late=True)
+        self._note_versions()
         return self._verdict
 
     def left_out(self) -> Tensor:
@@ -247,18 +257,26 @@ class Boundary:
             self.reads_late = False
             _log.warning("squares of gradients pass float32: a step was left out, and from now on norms are waited for")
 
-    def check_settings(self) -> None:
-        """Before a step that uses a sum made earlier, as after clipping: settings may have changed since. Collective.
+    def recheck(self) -> None:
+        """Check, before a step, that a verdict made earlier still holds, as after clipping. Collective if there is one.
+
+        Settings may have changed since, and so may gradients: if any rank's have, all ranks forget the verdict.
 
         Raises:
-            RuntimeError: they differ between ranks.
+            RuntimeError: the settings differ between ranks.
         """
-        if self._verdict is not None:
-            # Without a verdict the sum that is to come carries the settings, and no message of their own is needed.
-            doing = "comparing the settings of parameter groups"
-            rows = self.engine.agreement.exchange(SETTINGS, [int(self._settings.code())], doing)
-            if any(row != rows[0] for row in rows):
-                raise self._settings.disagreement()
+        if self._verdict is None:
+            return  # the sum that is to come carries the settings, and no message of their own is needed
+        # Edits through ``.data`` raise no version; so gradients that the user could reach since are measured again.
+        edited = self._doubts or self._versions != self._arrived_versions()
+        doing = "comparing the settings of parameter groups"
+        rows = self.engine.agreement.exchange(SETTINGS, [int(self._settings.code()) << 1 | edited], doing)
+        codes = [row[0] for row in rows]
+        if any(code >> 1 != codes[0] >> 1 for code in codes):
+            raise self._settings.disagreement()
+        if any(code & 1 for code in codes):
+            self.invalidate()
+            self.doubt()  # clipping has changed gradients that nobody has edited, too
 
     def _renew_differing_caches(self, values: list[float]) -> None:
         """Renew what is cached, from main weights alone, if ranks that cache the same weights have other bits."""
@@ -299,6 +317,7 @@ class Boundary:
         assert self._vector is not None
         # The vector holds the square. A step that clips by the configuration, too, reads the norm from here.
         self._vector[0] *= factor.square()
+        self._note_versions()
 
     def _exchange(self) -> list[float]:
         edited = self._measure_doubted()

@@ -2,6 +2,11 @@
 
 A hook (`hooks`) says that a module is about to run; the engine asks the schedule (`zeropp.order.schedule`), which has
 usually issued the gather already; a lane (`zeropp.comm.streams`) runs the unit's path (`zeropp.wire.paths`).
+
+[Note: backwards that accumulate nothing] ``torch.autograd.grad`` and ``backward(inputs=...)`` may run through the model
+without bringing a gradient to any trained parameter, as for a gradient penalty or an attack on inputs. Such a backward
+is a kind of pass of its own. It is no micro-batch, it does not end the forwards before it, and it sends nothing, so
+gradients that earlier backwards hold stay held.
 """
 
 from __future__ import annotations
@@ -103,6 +108,8 @@ class Engine(GuardHandler):
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = self._backwards = 0  # sets that were trained, each with backwards of its own; all backwards
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
+        # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
+        self._trains = True
         self._outstanding: list[PhaseKey] = []
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
@@ -196,7 +203,7 @@ class Engine(GuardHandler):
         if call.reached == self._backwards:
             return  # by another of its outputs
         call.reached = self._backwards
-        self._begin_backward()
+        self._begin_backward(by_output=True)
         for unit in call.hooked.units:
             self._backward.use(unit, lasting=unit in call.hooked.with_frozen)
 
@@ -212,15 +219,17 @@ class Engine(GuardHandler):
         # First: a backward that begins here may forget gradients of before, and flags with them.
         self._begin_backward()
         self.pending.used[index][position] = True
+        self._backward.last_gradient = index, position
         if self.reductions.count(index, position):
             self.reductions.send_complete()
             self._backward.end(self.units[index])
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, *, by_output: bool = False) -> None:
         if self.running:
             return
         self.require_idle("backward", needs=TRAINING)
-        if (listener := self.listener) is not None:
+        self._trains = not by_output or self._backward.accumulates()
+        if self._trains and (listener := self.listener) is not None:
             listener.backward_begins()
         self._expect_boundary()
         self.refresh.start_put_off()
@@ -228,7 +237,7 @@ class Engine(GuardHandler):
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
         self._ending = queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
-        self.pending.backward_ran = True
+        self.pending.backward_ran |= self._trains
         self._expose(self.persistent)
         self._backward.begin()
 
@@ -237,20 +246,23 @@ class Engine(GuardHandler):
         self._touched.let_go()
         self._backward.give_up()
         self.schedule.end()
-        self._outstanding.clear()
         self._hide_all()
         self.phase = Phase.IDLE
+        trains, self._trains = self._trains, True
+        if not trains:
+            return
+        self._outstanding.clear()
         self.window.note_backward()
         if (listener := self.listener) is not None:
             listener.backward_ended()
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
-        self.reductions.last = self.window.closing or not self.mode.sums
+        self.reductions.last = self._trains and (self.window.closing or not self.mode.sums)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
         # Which units a backward comes to follows from the forwards that it may go back through.
-        return ("backward", self.reductions.holding, self.trained_set, *outstanding)
+        return ("backward", self.reductions.holding if self._trains else None, self.trained_set, *outstanding)
 
     # Parameters touched elsewhere, persistent ones, failures.
 
@@ -307,7 +319,7 @@ class Engine(GuardHandler):
         self._backward.forget()
         self._touched.forget()
         self._outstanding.clear()
-        failed, self.phase = self.phase, Phase.IDLE
+        failed, self.phase, self._trains = self.phase, Phase.IDLE, True
         if failed is Phase.BACKWARD:
             self.window.note_failure()
         if self.agreement.lost is not None:

@@ -267,7 +267,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.refresh.wait()
         self.engine.reductions.loss_scale.forget()
         self._take_edits()
-        self.boundary.check_settings()
+        self.boundary.recheck()
         verdict = self._decide()
         norm = self.boundary.norm_tensor()
         left_out = self.boundary.left_out() if verdict.late else None

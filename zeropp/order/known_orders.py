@@ -30,9 +30,10 @@ def describe_phase(key: PhaseKey) -> str:
         # Mostly there is one; where ranks have run others, which nobody has taken to a backward, their numbers tell,
         # and their order where they are of parts of the model.
         paths = [part[1] for part in key if isinstance(part, tuple)]
+        kind = "a backward" if key[1] is not None else "a backward that accumulates no gradients"
         if any(paths):
-            return f"a backward after forwards of {', '.join(repr(path) if path else 'the model' for path in paths)}"
-        return "a backward" if len(paths) < 2 else f"a backward after {len(paths)} forwards with gradients"
+            return f"{kind} after forwards of {', '.join(repr(path) if path else 'the model' for path in paths)}"
+        return kind if len(paths) < 2 else f"{kind} after {len(paths)} forwards with gradients"
     # ("forward", path of the module that was called, training, grad mode): see Engine._begin_forward.
     _, path, training, grad = key
     where = f" of {path!r}" if path else ""

@@ -226,8 +226,9 @@ class Schedule:
         """
         trained = self.reductions.trained(units)
         for key in self._recent:
-            # key[1] tells backwards that hold: for those to hold gradients until now is as it should be.
-            if key[0] == "backward" and not (held and key[1]):
+            # key[1] tells backwards that hold: for those to hold gradients until now is as it should be. It is None
+            # for those that bring none.
+            if key[0] == "backward" and key[1] is not None and not (held and key[1]):
                 self.known.postpone(key, trained)
 
     def _remember_learned(self) -> None:
