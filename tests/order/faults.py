@@ -63,8 +63,8 @@ FAULTS: dict[str, Fault] = {
             "strays = False",
         ),
         only_one_rank_tells_where_backward_may_come=(
-            "for _, units in accounts:",
-            "for _, units in accounts[:1]:",
+            "for units, _ in accounts:",
+            "for units, _ in accounts[:1]:",
         ),
         what_was_sent_for_another_order_keeps_its_place=("self.reductions.forget_sent(since)", "pass"),
         held_gradients_change_every_backward=("not (held and key[1])", "True"),

@@ -10,7 +10,7 @@ from typing import Any
 from tests.order.world import Agreement, Event, Lanes, Unlike, World
 from zeropp.config.precision import Fp16Config
 from zeropp.engine.backward import BackwardUses
-from zeropp.order.known_orders import IssueHash, PhaseKey
+from zeropp.order.known_orders import IssueHash, PhaseKey, Reach
 from zeropp.order.prefetch import Limits
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
@@ -63,6 +63,7 @@ class _Unit:
     gradients: list[_Gradient]
     persistent: bool = False
     users: int = 0
+    entered: int = 0
     announced: bool = True
     version: int = 0
     _event: Event | None = None
@@ -122,6 +123,7 @@ class Rank:
         static: whether phases of a kind are promised to be alike.
         persistent: units that are never gathered.
         inside: units of the module where forwards begin; all of them by default.
+        modules: those that may be run, with the unit of each; by default one of each unit.
     """
 
     world: World
@@ -131,6 +133,7 @@ class Rank:
     static: bool = False
     persistent: Sequence[int] = ()
     inside: Sequence[int] | None = None
+    modules: dict[str, int] | None = None
     delivered: Counter[int] = field(default_factory=Counter)
     given: Counter[int] = field(default_factory=Counter)
 
@@ -152,10 +155,27 @@ class Rank:
         self._numbers = {frozenset[int](): 0}  # of sets of frozen units
         self._trained_set = 0
 
-    def reach(self, key: PhaseKey) -> frozenset[int]:
-        """Units that a forward may gather."""
+    def reach(self, key: PhaseKey) -> Reach:
+        """Units that a forward may gather, and the modules that use them: one of each, or those that were given."""
         inside = range(len(self.sizes)) if self.inside is None else self.inside
-        return frozenset(index for index in inside if index not in self.persistent)
+        units = frozenset(index for index in inside if index not in self.persistent)
+        named = {f"m{index}": index for index in units} if self.modules is None else self.modules
+        return Reach(units, frozenset(name for name, index in named.items() if index in units))
+
+    def enter(self, index: int, name: str | None = None) -> None:
+        """A module of a unit begins its forward."""
+        unit = self.units[index]
+        unit.users += 1
+        unit.entered += 1
+        self.schedule.use(unit, (name or f"m{index}") if unit.entered == 1 else None)
+        assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+
+    def leave(self, index: int) -> None:
+        """It is over."""
+        unit = self.units[index]
+        unit.users -= 1
+        unit.entered -= 1
+        self.schedule.live_units.release_if_unused(unit)
 
     def freeze(self, units: Sequence[int]) -> None:
         """Train nothing of these, and all the others, as :class:`zeropp.access.requires_grad.Trainability` does it."""
@@ -187,16 +207,12 @@ class Rank:
         if fails == 0:
             return self.recover()
         for done, index in enumerate(uses, 1):
-            unit = self.units[index]
-            unit.users += 1
-            self.schedule.use(unit)
-            assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+            self.enter(index)
             if done == fails:
                 return self.recover()
-            unit.users -= 1
-            self.schedule.live_units.release_if_unused(unit)
+            self.leave(index)
             if grad and index not in leaves:
-                self.backward_uses.expect_in_backward([unit], whole=False)
+                self.backward_uses.expect_in_backward([self.units[index]], whole=False)
         if fails is not None:
             return self.recover()
         self.schedule.end()
@@ -290,13 +306,9 @@ class Rank:
     def _run_again(self, indices: Sequence[int]) -> None:
         """Forwards inside a backward, which comes back to them next."""
         for index in indices:
-            unit = self.units[index]
-            unit.users += 1
-            self.schedule.use(unit)
-            assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
-            self.schedule.expect_again([unit])
-            unit.users -= 1
-            self.schedule.live_units.release_if_unused(unit)
+            self.enter(index)
+            self.schedule.expect_again([self.units[index]])
+            self.leave(index)
 
     def _give(self, unit: Any) -> None:
         """A gradient comes, if the unit is to have one."""

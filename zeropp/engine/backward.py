@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from torch import nn
+from torch import Tensor, nn
 
 from zeropp._compat import leaves_out
+from zeropp.engine.hooks import BackwardCall
 from zeropp.order.known_orders import PhaseKey
 from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
@@ -31,6 +33,8 @@ class BackwardUses:
         # stays until its gradients have come.
         self._calls: dict[int, int] = {}
         self._whole: dict[int, None] = {}
+        self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # of each unit, calls that a backward may come to
+        self._fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}  # made in this backward, and not come to yet
         # Unit, and position among its trainable parameters, of the one that had a gradient last.
         self.last_gradient = 0, 0
 
@@ -55,12 +59,41 @@ class BackwardUses:
             # A call whose outputs nobody could hook: no event of backward will name it.
             self._whole.update(dict.fromkeys(indices))
 
-    def forget_whole(self) -> None:
+    def expect_call(self, call: BackwardCall, outputs: list[Tensor]) -> None:
+        """A backward may come to this call, and perhaps to others of the same units."""
+        call.note_outputs(outputs)
+        for unit in call.hooked.units:
+            if not unit.persistent:
+                self._made.setdefault(unit.index, []).append(weakref.ref(call))
+
+    def expect_fresh_call(self, call: BackwardCall) -> None:
+        """Checkpointing has run a module again in this backward, and may come to this call while it lives."""
+        for unit in call.hooked.units:
+            if not unit.persistent:
+                self._fresh.setdefault(unit.index, weakref.WeakSet()).add(call)
+
+    def note_reached(self, call: BackwardCall) -> None:
+        """Backward comes to a call."""
+        for unit in call.hooked.units:
+            if call.expected:
+                self._schedule.note_reached(unit)
+            if unit.index in self._fresh:
+                self._fresh[unit.index].discard(call)
+
+    def forget_graphs(self) -> None:
         """No backward of what has run so far is to come."""
         self._whole.clear()
+        self._made.clear()
 
     def begin(self) -> None:
         """Fetch what is needed for the whole backward, last things first."""
+        # Now: inside a backward that checkpointing runs in this one, autograd would answer for that.
+        for index, made in self._made.items():
+            self._made[index] = [ref for ref in made if ref() is not None]
+        several = ((index, made) for index, made in self._made.items() if len(made) > 1)
+        self._schedule.expect_reached(
+            {index: sum(call.is_to_come() for ref in made if (call := ref())) for index, made in several}
+        )
         # Nothing tells the true order, and backward usually goes through the model from its end.
         for index in sorted(self._whole, reverse=True):
             self.use(self._units[index])
@@ -90,6 +123,9 @@ class BackwardUses:
         # Gradients alone do not tell for a frozen weight: it is read until the inputs of its module have theirs. FSDP2
         # watches the inputs of all that it shards; here they are asked only where something is frozen.
         if index not in self._whole and self._calls.get(index) == 0 and self._reductions.complete(index):
+            # Its gradients have come, though this backward has yet to come to calls that it has just made.
+            if self._fresh.get(index):
+                self._schedule.expect_again([unit])
             # Before the release, so that a further use of the unit begins anew.
             del self._calls[index]
             self._release(unit)
@@ -100,6 +136,7 @@ class BackwardUses:
         # it is not in this graph.
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
+        self._fresh.clear()
         for unit in left:
             self._release(unit)
         return bool(left)
@@ -107,7 +144,8 @@ class BackwardUses:
     def forget(self) -> None:
         """A pass failed, and everything is released elsewhere."""
         self._calls.clear()
-        self._whole.clear()
+        self._fresh.clear()
+        self.forget_graphs()
 
     def _release(self, unit: Unit) -> None:
         unit.users -= 1
@@ -133,7 +171,9 @@ class Touched:
         if unit.index not in self._now and not unit.persistent:
             self._now.add(unit.index)
             unit.users += 1
-        self._schedule.use(unit)
+            self._schedule.use(unit, "")
+        else:
+            self._schedule.use(unit)
 
     def expected(self) -> list[Unit]:
         """Units touched in this kind of pass, now or before.

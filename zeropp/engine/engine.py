@@ -139,8 +139,9 @@ class Engine(GuardHandler):
                 changed = cast_inputs(args, kwargs, self.input_dtype)
             for unit in hooked.units:
                 unit.users += 1
+                unit.entered += 1
                 if not self.kept.has(unit):
-                    self.schedule.use(unit)
+                    self.schedule.use(unit, hooked.path if unit.entered == 1 else None)
         except BaseException:
             if outermost:
                 self.recover()  # further in, the hooks after the modules around do that
@@ -161,6 +162,7 @@ class Engine(GuardHandler):
                 self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
                 unit.users -= not self.kept.take(unit)
+                unit.entered -= 1
                 self.schedule.live_units.release_if_unused(unit)
             if self.phase is Phase.FORWARD and self.hooks.depth == 0:
                 self._end_forward()
@@ -181,6 +183,8 @@ class Engine(GuardHandler):
             if self.window.root_runs:
                 # One rank alone may run a part that gathers nothing: to save a prompt's embeddings, for one.
                 outstanding = [each for each in outstanding if not (each[1] and self.schedule.known.note_silent(each))]
+            if len(outstanding) > 1:
+                self.schedule.note_repeats()
             self._outstanding = outstanding[-8:]  # the last ones tell kinds of backwards apart well enough
         self.schedule.begin(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
@@ -204,8 +208,16 @@ class Engine(GuardHandler):
             return  # by another of its outputs
         call.reached = self._backwards
         self._begin_backward(by_output=True)
+        self._backward.note_reached(call)
         for unit in call.hooked.units:
             self._backward.use(unit, lasting=unit in call.hooked.with_frozen)
+
+    def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
+        """A call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""
+        if self.phase is Phase.BACKWARD:
+            self._backward.expect_fresh_call(call)
+        elif self.schedule.repeats:
+            self._backward.expect_call(call, outputs)
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""
@@ -353,7 +365,7 @@ class Engine(GuardHandler):
         self.finish_load()
         for buffer in buffers:
             buffer.note_change(stepped=stepped)
-        self._backward.forget_whole()
+        self._backward.forget_graphs()
         self.hooks.forget_graphs()  # of older weights: see [Note: cached weights]
         self.schedule.live_units.release_planned()
         with self.agreement.sending_weights(stepped=stepped):

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zeropp._compat import current_graph_task, will_execute
 from zeropp.engine.frames import is_over, module_call
 from zeropp.engine.tensors import copy_views, differentiable
-from zeropp.order.known_orders import PhaseKey
+from zeropp.order.known_orders import PhaseKey, Reach
 from zeropp.params.unit import Unit
 
 __all__ = ["EXTERNAL_AS", "OWNED_AS", "BackwardCall", "HookHandler", "HookedModule", "ModuleHooks", "Return"]
@@ -96,6 +96,10 @@ class HookHandler(Protocol):
         """Every gradient with respect to a hooked module's inputs is computed."""
         ...
 
+    def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
+        """A call has hooked outputs, by which backward may come to it."""
+        ...
+
     def gradient_ready(self, index: int, position: int) -> None:
         """Autograd has put a gradient into ``.grad`` of a trainable parameter: of which unit, and where in it."""
         ...
@@ -110,7 +114,7 @@ class BackwardCall:
     """
 
     # One for every hooked module and forward: no dict for each. Hooks on inputs hold it weakly, which slots must allow.
-    __slots__ = ("__weakref__", "_handler", "_inputs", "_left", "_pass", "hooked", "reached")
+    __slots__ = ("__weakref__", "_behind", "_handler", "_inputs", "_left", "_pass", "expected", "hooked", "reached")
 
     def __init__(self, handler: weakref.ref[HookHandler], hooked: HookedModule) -> None:
         self._handler = handler
@@ -118,6 +122,9 @@ class BackwardCall:
         # The backward that has reached it; a retained graph may see several.
         self.reached = -1
         self._inputs: list[Node] = []
+        # Of the outputs' own nodes, which hold this call, those that follow.
+        self._behind: list[Node] = []
+        self.expected = False  # whether backwards are told of it before they come to it
         self._pass = -1  # the backward that has reached an input
         self._left = 0  # gradients of inputs that it has yet to compute
 
@@ -134,6 +141,16 @@ class BackwardCall:
                 call._input_arrived()
 
         return [tensor.register_hook(arrived) for tensor in inputs]
+
+    def note_outputs(self, outputs: list[Tensor]) -> None:
+        """Remember where in the graph the call is, for :meth:`is_to_come`."""
+        self.expected = True
+        nodes = [tensor.grad_fn for tensor in outputs]
+        self._behind = [behind for node in nodes if node is not None for behind, _ in node.next_functions if behind]
+
+    def is_to_come(self) -> bool:
+        """Whether the running backward comes to this call, as far as the nodes behind its outputs tell."""
+        return any(will_execute(node) for node in self._behind)
 
     def __call__(self, gradient: Tensor) -> None:
         """Backward has the gradient of an output.
@@ -210,7 +227,7 @@ class ModuleHooks:
         self._stack: list[_Frame] = []
         # Weakly: the engine must not keep the modules that own it.
         self._modules: weakref.WeakKeyDictionary[nn.Module, HookedModule] = weakref.WeakKeyDictionary()
-        self._reach: dict[str, frozenset[int]] = {}
+        self._reach: dict[str, Reach] = {}
         # Uses to add once nothing runs.
         self._later: list[tuple[nn.Module, Unit]] = []
 
@@ -247,15 +264,21 @@ class ModuleHooks:
         for module, unit in later:
             self.extend(module, unit)
 
-    def reach(self, key: PhaseKey) -> frozenset[int]:
-        """Units that are gathered in some forward of the module where a kind of forward begins, or inside it."""
+    def reach(self, key: PhaseKey) -> Reach:
+        """What is gathered, and run, in some forward of the module where a kind of forward begins, or inside it."""
         start = str(key[1])
         if start not in self._reach:
-            found: set[int] = set()
+            units, modules, gathered = set[int](), set[str](), dict[str, set[int]]()
             for hooked in self._modules.values():
-                if start == "" or f"{hooked.path}.".startswith(f"{start}."):
-                    found.update(unit.index for unit in hooked.units if not unit.persistent)
-            self._reach[start] = frozenset(found)
+                gathered[hooked.path] = {unit.index for unit in hooked.units if not unit.persistent}
+            for path, own in gathered.items():
+                if start == "" or f"{path}.".startswith(f"{start}."):
+                    units |= own
+                    names = path.split(".") if path else []
+                    around = (gathered.get(".".join(names[:count]), set[int]()) for count in range(len(names)))
+                    if own.difference(*around):
+                        modules.add(path)
+            self._reach[start] = Reach(frozenset(units), frozenset(modules))
         return self._reach[start]
 
     @property
@@ -397,6 +420,7 @@ class ModuleHooks:
                     if tensor.is_leaf:
                         self._on_leaves.append(handle)
                 if outputs:
+                    handler.call_made(frame.call, outputs)
                     returns = Return.HOOKED
                 elif hooked.trainable or differentiable((args, kwargs)):
                     returns = Return.UNHOOKED

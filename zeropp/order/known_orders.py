@@ -7,10 +7,11 @@ same order; that order is learned once, by all ranks together, and followed afte
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
-__all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "describe_phase"]
+__all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "Reach", "describe_phase"]
 
 PhaseKey = tuple[object, ...]
 """What tells kinds of phases apart; equal on every rank, made of plain values."""
@@ -43,6 +44,18 @@ def describe_phase(key: PhaseKey) -> str:
 _VARIANTS = 8  # orders remembered for one kind of phase, most recent first
 
 
+class Reach(NamedTuple):
+    """What a kind of forward may use.
+
+    Attributes:
+        units: those that are gathered.
+        modules: paths of those that use such a unit, and are inside no other module that uses it, too.
+    """
+
+    units: frozenset[int]
+    modules: frozenset[str]
+
+
 @dataclass
 class CollectiveOrder:
     """One learned phase; the same object contents on every rank.
@@ -52,11 +65,15 @@ class CollectiveOrder:
         reductions: (unit, uses before it) in the order gradients are sent: after the gathers of that many uses, and
             before those of the next. Gathers and reductions so have one order, whatever runs beside what.
         fires: for each unit reduced, how often each of its parameters receives a gradient in this phase.
+        calls: for each of ``uses``, how many calls it serves: see [Note: how ranks may diverge]. Empty if ranks differ.
+        called: paths of the modules of these calls.
     """
 
     uses: tuple[int, ...] = ()
     reductions: tuple[tuple[int, int], ...] = ()
     fires: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    calls: tuple[int, ...] = ()
+    called: frozenset[str] = frozenset()
 
     def postpone(self, units: dict[int, tuple[bool, ...]]) -> CollectiveOrder:
         """The same order with reductions of ``units`` at the end, when each trained parameter has had a gradient.
@@ -70,7 +87,7 @@ class CollectiveOrder:
         for unit, trained in units.items():
             # True counts as 1: each trained parameter is waited for once at least, or as often as before.
             fires[unit] = tuple(map(max, fires.get(unit, (0,) * len(trained)), trained))
-        return CollectiveOrder(self.uses, (*others, *last), fires)
+        return replace(self, reductions=(*others, *last), fires=fires)
 
     def find(self, unit: int, start: int) -> int | None:
         """First position of a unit at or after ``start``."""
@@ -86,10 +103,13 @@ class _Variants:
 
     Attributes:
         varies: whether such phases have been seen to differ, between ranks or from one time to the next.
+        unseen: whether there are modules that no rank had run in one when it was learned, and that any rank's data may
+            call for.
         forks: uses up to where a rank once needed what no known order had; the oldest first.
     """
 
     varies: bool = False
+    unseen: bool = False
     known: list[CollectiveOrder] = field(default_factory=list)
     forks: list[tuple[int, ...]] = field(default_factory=list)
     last: CollectiveOrder | None = None
@@ -138,8 +158,8 @@ def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 class KnownOrders:
     """Known orders for each kind of phase; the same on every rank."""
 
-    def __init__(self, reach: Callable[[PhaseKey], frozenset[int]]) -> None:
-        """Know nothing yet; ``reach`` tells which units a kind of forward may use at all."""
+    def __init__(self, reach: Callable[[PhaseKey], Reach]) -> None:
+        """Know nothing yet; ``reach`` tells what a kind of forward may use at all."""
         self._reach = reach
         self._known: dict[PhaseKey, _Variants] = {}
         # Forward or backward -> units ever used in one, or foreseen. These only grow: parameters that are frozen now
@@ -178,13 +198,14 @@ class KnownOrders:
         """Whether a rank that follows ``order`` may need what the others do not.
 
         Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
-        to use more units; or there are modules that have not been used yet, and any rank's data may call for them.
+        to use more units; or there are modules that have not been run yet, and any rank's data may call for them.
         """
         # See [Note: how ranks may diverge].
-        if self._known[key].varies or not self._units[key[0]].issubset(order.uses):
+        known = self._known[key]
+        if known.varies or known.unseen or not self._units[key[0]].issubset(order.uses):
             return True
         if key[0] == "forward":
-            return not self._reach(key).issubset(order.uses)
+            return not self._reach(key).units.issubset(order.uses)
         # The key of a backward contains those of the forwards before it.
         return any(self._known[part].varies for part in key if part in self._known)
 
@@ -192,7 +213,7 @@ class KnownOrders:
         """Whether nothing is gathered in this kind of phase: there is nothing to learn, and a rank may run it alone."""
         # A module's forward may also touch weights outside of it, which an order tells of, once there is one.
         known = self._known[key].known if key in self._known else []
-        if key[0] != "forward" or self._reach(key) or any(order.uses for order in known):
+        if key[0] != "forward" or self._reach(key).units or any(order.uses for order in known):
             return False
         # Remembered as empty, it is followed from the first time on, and following says nothing.
         if key not in self._known:
@@ -223,11 +244,13 @@ class KnownOrders:
         *,
         mixed: bool = False,
         fork: tuple[int, ...] | None = None,
+        learned: bool = False,
     ) -> None:
         """Note that a phase had this order.
 
         Args:
-            mixed: whether ranks used different units in it.
+            mixed: whether ranks used different units in it, or ran different modules.
+            learned: whether the order was learned in it.
             fork: uses up to where some ranks left alone; known from now on in place of the order, of which the rest
                 is not where they wanted it.
         """
@@ -237,6 +260,8 @@ class KnownOrders:
         else:
             variants.add_fork(fork)
         variants.varies |= mixed
+        if learned and key[0] == "forward":
+            variants.unseen = not self._reach(key).modules.issubset(order.called)
         self._units.setdefault(key[0], set()).update(order.uses)
 
     def postpone(self, key: PhaseKey, units: dict[int, tuple[bool, ...]]) -> None:

@@ -18,6 +18,10 @@ class LiveUnits:
         planned: because the plan says so; equal on every rank.
         retained: gathered for others, the oldest first; this rank's own affair.
         numel: elements of each unit.
+        owed: for each unit, calls that the uses passed so far serve, less those that this rank has made. While it has
+            some left it keeps the unit: see [Note: how ranks may diverge].
+        due: for units of which several calls are in the running backward, those that it has yet to come to, less the
+            uses that are left. While there are more calls it keeps the unit, too.
     """
 
     def __init__(self, units: Sequence[Unit], lanes: Lanes, agreement: Agreement, live: int) -> None:
@@ -25,6 +29,8 @@ class LiveUnits:
         self.planned: set[int] = set()
         self.retained: dict[int, None] = {}
         self.numel: list[int] = []
+        self.owed = [0] * len(units)
+        self.due: dict[int, int] = {}
         self._units = units
         self._lanes = lanes
         self._agreement = agreement
@@ -60,8 +66,9 @@ class LiveUnits:
 
     def release_if_unused(self, unit: Unit) -> None:
         """Release a unit that nothing needs any more."""
-        needed = unit.index in self.planned or unit.index in self.retained or unit.users > 0 or unit.persistent
-        if not needed and unit.state is not UnitState.SHARDED:
+        index = unit.index
+        needed = index in self.planned or index in self.retained or unit.users > 0 or unit.persistent
+        if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
             # A gather that is still under way would write to memory that is no longer there.
             self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
             unit.release(self._lanes)
@@ -76,6 +83,14 @@ class LiveUnits:
     def release_planned(self) -> None:
         """Release what is only planned to be used again; the same on every rank."""
         self.drop(set(self.planned))
+
+    def forget_owed(self) -> None:
+        """This rank makes no more calls that it could make, or asks for them from here on."""
+        kept = sorted({index for index, calls in enumerate(self.owed) if calls > 0}.union(self.due))
+        self.owed[:] = [0] * len(self.owed)
+        self.due.clear()
+        for index in kept:
+            self.release_if_unused(self._units[index])
 
     def release_retained(self) -> None:
         """Release what was gathered for others."""

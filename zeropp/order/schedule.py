@@ -10,9 +10,20 @@ between.
 others it retains. Where known orders of a kind part, there is a *fork*: every rank says what it wants next, and all go
 on with the same order, or learn on from there. Where a rank needs a unit that is not to come, it goes through the rest
 of the order as the others do and asks at the end, and that place is a fork from then on. The others hear it there in
-phases that have varied or may (`KnownOrders.may_vary`); in others nobody would, and the error names both places. If all
-ranks have left at one place, what they learn behind the end is known from that place on, as if they had said so there.
-Nothing of this depends on a clock: where ranks meet follows from what they have agreed on.
+phases that have varied or may (`KnownOrders.may_vary`). If all ranks have left at one place, what they learn behind the
+end is known from that place on, as if they had said so there. Nothing of this depends on a clock: where ranks meet
+follows from what they have agreed on.
+
+In phases that have not varied nobody listens at the end, so a rank must not need to ask there as long as it makes no
+more calls than are known. One gather may serve several calls: those inside a module around them, in a touched
+parameter's hold, or in a backward that waits for the last gradient. A rank that leaves out what is around them makes
+fewer calls, and may need more gathers. Therefore each use of an order knows the number of calls that it served when
+all ranks learned it. A rank counts: plus the calls of each use that it passes, minus each call that it makes itself.
+It lets a unit go only where that count is not above zero. So whenever it does not have a unit, the uses that are left
+serve at least as many calls as it may still make, and the next call finds one. A module that is mostly run inside
+another one of its unit is not counted then; where a rank runs it outside, it keeps the unit until the phase ends. The
+calls that a backward is going to come to are not counted, either: autograd tells them. A rank that alone runs a module
+more often than any rank ever did is an error.
 """
 
 from __future__ import annotations
@@ -21,11 +32,12 @@ import logging
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.spans import span
 from zeropp.comm.streams import Lanes
-from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, describe_phase
+from zeropp.order.known_orders import CollectiveOrder, IssueHash, KnownOrders, PhaseKey, Reach, describe_phase
 from zeropp.order.live_units import LiveUnits
 from zeropp.order.prefetch import Limits, Plan, make_plan
 from zeropp.order.reductions import Reductions
@@ -39,6 +51,7 @@ _BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
 _OFFERS = 4  # finished units a rank offers for reduction in one round; with its want they must fit an exchange
 _GATHER = 1  # kind in the issue hash
+_KEEP = 2**40  # calls that are never made: the unit stays until the phase ends
 
 
 class Schedule:
@@ -52,7 +65,7 @@ class Schedule:
         agreement: Agreement,
         issued: IssueHash,
         limits: Limits,
-        reach: Callable[[PhaseKey], frozenset[int]],
+        reach: Callable[[PhaseKey], Reach],
         *,
         static: bool,
         log_relearning: bool,
@@ -82,6 +95,12 @@ class Schedule:
         self._position = 0  # next use expected
         self._left = _NONE  # position at which this rank needed what the order did not have
         self._learned: list[int] = []
+        self._calls: list[int] = []  # of this rank, that each of these has served
+        self._places: dict[int, int] = {}  # of each unit's last use among these
+        self._counted = False  # whether calls are counted: an order is followed, and nobody listens at its end
+        self._called: set[str] = set()  # modules that these calls were of
+        self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
+        self._unsure = False  # and whether some graphs since the last boundary were made before that was known
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
         self._in_backward: set[int] = set()  # units this rank's next backward may use, by the running forward
@@ -108,6 +127,7 @@ class Schedule:
         if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
         self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
+        self._calls, self._places, self._called = [], {}, set()
         if self._failed and not self.silent:
             self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")
             self._failed = False
@@ -120,13 +140,52 @@ class Schedule:
             self._follow(expected, 0)
             self._forks = [] if self.static else self.known.forks(key, expected)
 
-    def use(self, unit: Unit) -> None:
-        """Gather the unit, and what the plan fetches with it. The caller has counted itself among its users."""
-        index = unit.index
+    def use(self, unit: Unit, call: str | None = None) -> None:
+        """Gather the unit, and what the plan fetches with it. The caller has counted itself among its users.
+
+        Args:
+            unit: to gather.
+            call: path of the module that is run, if it is inside no other that uses the unit; "" for a touched
+                parameter. Backward, which comes back to calls, gives none.
+        """
         if unit.persistent:
             return self._wait_and_expose(unit)
+        self._use(unit)
+        if call is None:
+            return None
+        if self._counted and self._order is not None:
+            # Perhaps what is usually around this module is left out, and more modules that are usually inside follow.
+            self.live_units.owed[unit.index] += -1 if call in self._order.called else _KEEP
+        elif self._order is None:
+            self._called.add(call)
+            # None if it was there when learning began, for instance in the middle of a phase.
+            if (place := self._places.get(unit.index)) is not None:
+                self._calls[place] += 1
+        return None
+
+    def expect_reached(self, calls: dict[int, int]) -> None:
+        """The backward that begins will come to so many calls of each of these units."""
+        if self._counted and self._order is not None:
+            uses = Counter(self._order.uses)
+            self.live_units.due.update({index: count - uses[index] for index, count in calls.items()})
+
+    def note_repeats(self) -> None:
+        """A backward may come to several calls of a unit from now on; every rank knows it at the same time."""
+        self._unsure |= not self.repeats
+        self.repeats = True
+
+    def note_reached(self, unit: Unit) -> None:
+        """Backward comes to one of them."""
+        if unit.index in self.live_units.due:
+            self.live_units.due[unit.index] -= 1
+
+    def _use(self, unit: Unit) -> None:
+        index = unit.index
         once_more = index in self._own and unit.users == 1
         self._own.add(index)
+        # Inside another use, which while learning is no use of its own.
+        if unit.users > 1 and unit.state is not UnitState.SHARDED:
+            return self._wait_and_expose(unit)
         if index in self.live_units.retained:
             if self._order is None or self._order.find(index, self._position) is not None:
                 del self.live_units.retained[index]
@@ -186,6 +245,7 @@ class Schedule:
 
     def end(self) -> None:
         """Finish a phase: join what only others needed."""
+        self._stop_counting()
         while self._order is not None:
             fork = bool(self._forks)
             for each in self._advance(self._forks[0] if fork else len(self._order.uses), own=None):
@@ -209,7 +269,9 @@ class Schedule:
         """Whether a rank may ask for more at the end of the order that is followed."""
         if self._order is None or self.static or self.silent:
             return False
-        return self.known.may_vary(self.key, self._order)
+        # Autograd is asked only for calls that were noted, see `expect_reached`.
+        unsure = self._unsure and self.key[0] == "backward"
+        return unsure or self.known.may_vary(self.key, self._order)
 
     def note_passed_over(self, anywhere: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
@@ -217,7 +279,7 @@ class Schedule:
         for key in self._recent if anywhere else ():
             self.known.note_variation(key)
         self._recent.clear()
-        self.passed_over = False
+        self.passed_over = self._unsure = False
 
     def postpone(self, units: list[int], *, held: bool) -> None:
         """At the boundary: gradients of these units came after they had been sent; or were all ``held`` until then.
@@ -238,11 +300,15 @@ class Schedule:
         else:
             # A second use may bring a second gradient: see `Reductions.count`.
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        used = self._own, self._in_backward
+        used = self._in_backward, (self._own, self._calls, self._called)
         accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
-        mixed = any(own != accounts[0][0] for own, _ in accounts)
-        self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork)
-        for _, units in accounts:
+        mixed = any(of_rank != accounts[0][1] for _, of_rank in accounts)
+        if any(len(own) < sum(calls) for _, (own, calls, _) in accounts):
+            self.note_repeats()
+        called = frozenset(path for _, (_, _, paths) in accounts for path in paths)
+        order = replace(order, calls=() if mixed else tuple(self._calls), called=called)
+        self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork, learned=True)
+        for units, _ in accounts:
             self.known.expect_in_backward(units)
 
     def abort(self, *, running: bool) -> None:
@@ -252,10 +318,11 @@ class Schedule:
         are waiting for: gloo ends the process over messages of different sizes.
         """
         self._failed |= running and not self.silent
+        self._stop_counting()
         self._order, self._plan, self._learned = None, None, []
         self.agreement.leave()
         for unit in self.units:
-            unit.users = 0
+            unit.users = unit.entered = 0
         self.live_units.release_planned()
         self.live_units.release_retained()
         for unit in self.units:
@@ -277,7 +344,13 @@ class Schedule:
         self._order, self._plan = order, self._plans[key]
         self._base = self._position = position
         self._left = _NONE
+        self._counted = position == 0 and len(order.calls) == len(order.uses) and not self._may_be_asked()
         self.reductions.after_use(position)
+
+    def _stop_counting(self) -> None:
+        if self._counted:
+            self._counted = False
+            self.live_units.forget_owed()
 
     def _advance(self, stop: int, own: int | None) -> Iterator[int]:
         """Go through the uses before position ``stop``; yields units to gather, and sends gradients between them.
@@ -303,6 +376,10 @@ class Schedule:
             # Uses of other ranks: all but the last, if that is this rank's own. At the end of a phase none is retained.
             if own is not None and (used != own or self._position < stop):
                 self._retain(used)
+            if self._counted:
+                self.live_units.owed[used] += self._order.calls[position]
+                if used in self.live_units.due:
+                    self.live_units.due[used] += 1
             self.live_units.drop(gone)
 
     def _retain(self, index: int) -> None:
@@ -378,6 +455,7 @@ class Schedule:
         # If all have left at one place, no rank has used what lies behind it.
         since = min(left) if len(left) == 1 and left != {_NONE} else place
         self._learned = list(self._order.uses[:since])
+        self._calls, self._places = [0] * since, {unit: place for place, unit in enumerate(self._learned)}
         # Some ranks have left, and others used what lies between. In the union, what was wanted there comes last, and a
         # rank that wants it early retains all between. Where that is too much, that place becomes a fork instead.
         apart = {each for each in left if _NONE < each < place} if since == place and not union else set()
@@ -393,6 +471,7 @@ class Schedule:
     def _stop_following(self) -> None:
         """Go on as if this phase were not known."""
         self.silent = False  # a forward has touched weights outside of its module: all ranks are asked
+        self._stop_counting()
         self._order, self._plan, self._forks, self._left = None, None, [], _NONE
         self.live_units.release_planned()
         self.reductions.change(None)
@@ -412,7 +491,9 @@ class Schedule:
                 return
             target = min(wanted)
             self._issue(target)
+            self._places[target] = len(self._learned)
             self._learned.append(target)
+            self._calls.append(0)
             if target == want:
                 return
             if unit is None:

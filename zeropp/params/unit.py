@@ -40,6 +40,7 @@ class Unit:
         has_frozen: whether some of its parameters are not trained.
         announced: whether hooks of modules tell of its uses; small persistent parameters are used anywhere.
         users: on this rank, that want it gathered: modules on the call stack, a backward, a touched parameter.
+        entered: of these, modules on the call stack.
     """
 
     def __init__(self, index: int, name: str, buffers: Sequence[FlatBuffer], *, announced: bool = True) -> None:
@@ -50,7 +51,7 @@ class Unit:
         self.persistent = all(buffer.paths.fetch is None for buffer in buffers)
         self.announced = announced
         self.state = self._resting
-        self.users = 0
+        self.users = self.entered = 0
         self.update_trained()
         # Events of what is queued and has not been waited for.
         self._stepped: Event | None = None

@@ -1,0 +1,417 @@
+"""Models that branch by each rank's data, simulated: what a rank runs is a part of what the model's code may run.
+
+A module's forward runs modules and touches parameters, some of them only for some data. A module may be run inside
+another one of its unit, or without it; it may be checkpointed, and it may be run without its parameter being used. A
+backward goes over one or several forwards, and forwards without gradients come between.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.order.rank import Rank
+from tests.order.world import Deadlock, World
+from zeropp.engine.backward import Touched
+from zeropp.order.known_orders import PhaseKey
+from zeropp.order.prefetch import Limits
+from zeropp.params.unit import UnitState
+
+__all__ = ["Case", "Model", "train"]
+
+
+@dataclass(frozen=True)
+class Touch:
+    """A parameter is used outside of its module; ``optional``: only for some data."""
+
+    unit: int
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A module is run.
+
+    Attributes:
+        module: its path.
+        checkpoint: "", "reentrant" or "plain".
+        optional: whether some data leaves it out.
+        unwrapped: whether some data has what is inside it run without it.
+        inside: what its forward runs, for the data of a rank.
+        used: whether the data has its own parameter used.
+    """
+
+    module: str
+    checkpoint: str = ""
+    optional: bool = False
+    unwrapped: bool = False
+    inside: tuple[Call | Touch, ...] = ()
+    used: bool = True
+
+
+Code = tuple[Call | Touch, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """Modules, the unit of each, and what their forwards may run; the model's own is that of "".
+
+    Attributes:
+        units: number of units.
+        modules: path -> unit.
+        bodies: path -> code.
+    """
+
+    units: int
+    modules: Mapping[str, int]
+    bodies: Mapping[str, Code]
+
+    def full(self) -> Code:
+        """A forward that runs everything, in the order of the code."""
+        return self._expand(self.bodies[""])
+
+    def _expand(self, code: Code) -> Code:
+        return tuple(
+            Call(n.module, n.checkpoint, n.optional, n.unwrapped, self._expand(self.bodies[n.module]))
+            if isinstance(n, Call)
+            else n
+            for n in code
+        )
+
+    def outermost(self) -> dict[str, int]:
+        """Modules that are inside no other one of their unit, by their paths."""
+        return {path: unit for path, unit in self.modules.items() if all(self.modules[p] != unit for p in _above(path))}
+
+
+def _above(path: str) -> Iterator[str]:
+    names = path.split(".")
+    yield from (".".join(names[:count]) for count in range(1, len(names)))
+
+
+def draw_model(draw: random.Random) -> Model:
+    units = draw.choice([2, 3, 4])
+    modules = {f"m{index}": index % units for index in range(draw.randint(units, units + 3))}
+    for parent in list(modules):
+        if draw.random() < 0.4:
+            modules[f"{parent}.c"] = modules[parent] if draw.random() < 0.7 else draw.randrange(units)
+    names = list(modules)
+    bodies: dict[str, Code] = {}
+    for place, name in enumerate(names):
+        # Only modules that come later, so that none runs itself.
+        later = [other for other in names[place + 1 :] if "." not in other or other.startswith(f"{name}.")]
+        children = [other for other in later if other.startswith(f"{name}.")]
+        inner = children + ([draw.choice(later)] if later and draw.random() < 0.25 else [])
+        bodies[name] = tuple(_draw_node(draw, other, units) for other in inner)
+    # A module may be inside another one and come before it in the order of names.
+    bodies = {name: tuple(n for n in code if _is_free(n, name, bodies)) for name, code in bodies.items()}
+    tops = [name for name in names if "." not in name]
+    bodies[""] = tuple(_draw_node(draw, draw.choice(tops), units) for _ in range(draw.randint(2, 6)))
+    return Model(units, modules, bodies)
+
+
+def _is_free(node: Call | Touch, name: str, bodies: Mapping[str, Code]) -> bool:
+    """Whether what a node runs does not run module ``name`` again."""
+    if isinstance(node, Touch):
+        return True
+    return node.module != name and all(_is_free(inner, name, bodies) for inner in bodies.get(node.module, ()))
+
+
+def _draw_node(draw: random.Random, module: str, units: int) -> Call | Touch:
+    if draw.random() < 0.15:
+        return Touch(draw.randrange(units), draw.random() < 0.5)
+    checkpoint = draw.choices(["", "reentrant", "plain"], [6, 1, 1])[0]
+    return Call(module, checkpoint, draw.random() < 0.4, draw.random() < 0.2)
+
+
+def for_data(draw: random.Random, code: Code, much: float) -> Code:
+    """What a rank's data has run of some code; ``much`` is how likely each branch is taken."""
+    found: list[Call | Touch] = []
+    for node in code:
+        if node.optional and draw.random() > much:
+            continue
+        if isinstance(node, Touch):
+            found.append(node)
+            continue
+        inside = for_data(draw, node.inside, much)
+        if node.unwrapped and draw.random() > much:
+            found += inside
+        else:
+            used = draw.random() < 0.8
+            found.append(Call(node.module, node.checkpoint, node.optional, node.unwrapped, inside, used))
+    if len(found) > 1 and draw.random() > max(much, 0.7):
+        place = draw.randrange(len(found) - 1)
+        found[place], found[place + 1] = found[place + 1], found[place]
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One forward, or one backward.
+
+    Attributes:
+        kind: "forward", "evaluation", "backward" or "step".
+        runs: of each rank what its data has run, for a forward.
+        graphs: for a backward the numbers of the forwards that it goes over, of those since the last step.
+    """
+
+    kind: str
+    runs: tuple[Code, ...] = ()
+    graphs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and what its ranks do with it."""
+
+    model: Model
+    ranks: int
+    phases: tuple[Phase, ...]
+    limits: Limits
+
+    @staticmethod
+    def draw(seed: int) -> Case:
+        draw = random.Random(seed)
+        model = draw_model(draw)
+        ranks = draw.choice([2, 2, 2, 3, 4, 8])
+        full, phases = model.full(), list[Phase]()
+        much = draw.choice([0.3, 0.6, 0.9])
+        # Usually all ranks run everything at first; or all run a part, or each its own.
+        first = draw.choices(["full", "part", "apart"], [6, 2, 2])[0]
+
+        def runs(step: int) -> tuple[Code, ...]:
+            if step == 0 and first != "apart" or draw.random() < 0.3:
+                alike = full if first == "full" and step < 2 else for_data(draw, full, much)
+                return (alike,) * ranks
+            return tuple(full if draw.random() < 0.3 else for_data(draw, full, much) for _ in range(ranks))
+
+        way = draw.choice(["one", "one", "sum", "each", "later first", "some"])
+        for step in range(draw.randint(2, 6)):
+            count = 1 if way == "one" else draw.choice([2, 2, 3])
+            for number in range(count):
+                phases.append(Phase("forward", runs(step)))
+                if draw.random() < 0.15:
+                    phases.append(Phase("evaluation", runs(step)))
+                if way == "each":
+                    phases.append(Phase("backward", graphs=(number,)))
+            if way in ("one", "sum"):
+                phases.append(Phase("backward", graphs=tuple(range(count))))
+            if way == "later first":
+                phases += [Phase("backward", graphs=(number,)) for number in reversed(range(count))]
+            if way == "some":
+                phases.append(Phase("backward", graphs=(0,) if draw.random() < 0.5 else tuple(range(count))))
+            phases.append(Phase("step"))
+        return Case(model, ranks, tuple(phases), draw.choice(LIMITS))
+
+
+LIMITS = [Limits(0, 0, 0), Limits(0, 0, 0), Limits(4, 8, 100), Limits(100, 8, 8), Limits(100, 1000, 1000)]
+
+
+@dataclass(eq=False)
+class _Made:
+    """A call in a graph, as `zeropp.engine.hooks.BackwardCall` is one."""
+
+    hooked: Any
+    executed: list[bool]
+    expected: bool = False
+
+    def note_outputs(self, outputs: object) -> None:
+        self.expected = True  # ``executed`` is shared by all calls of a graph
+
+    def is_to_come(self) -> bool:
+        return self.executed[0]
+
+
+@dataclass
+class _Hooked:
+    units: list[Any]
+
+
+@dataclass
+class _Entry:
+    """A node of a graph.
+
+    Attributes:
+        node: what was run.
+        call: what was recorded of it, if a graph was.
+        again: whether it was run in a backward; nothing in there is checkpointed once more.
+        inside: entries of what was run inside it.
+    """
+
+    node: Call | Touch
+    call: _Made | None = None
+    again: bool = False
+    inside: list[_Entry] = field(default_factory=list)
+
+
+class Branching:
+    """What an engine does on one rank."""
+
+    def __init__(self, world: World, number: int, case: Case) -> None:
+        model = case.model
+        self.model = model
+        self.rank = Rank(world, number, [4] * model.units, case.limits, modules=model.outermost())
+        self.touched = Touched(self.rank.units, self.rank.schedule)
+        self.in_backward = False
+        self.counts: list[tuple[PhaseKey, Counter[str]]] = []  # of each phase, how often each module was run in it
+        self.stepped = 0  # phases before the last step
+
+    def forward(self, code: Code, *, grad: bool) -> tuple[list[_Entry], list[bool]]:
+        schedule, executed = self.rank.schedule, [False]
+        self.rank._begin_forward(grad)
+        if grad and len(self.rank.outstanding) > 1:
+            schedule.note_repeats()
+        self.counts.append((schedule.key, Counter()))
+        entries = [self._run(node, executed if grad else None, grad) for node in code]
+        if grad:
+            self.rank.backward_uses.expect_in_backward(self.touched.expected(), whole=True)
+        self.touched.let_go()
+        schedule.end()
+        self.rank._hide_all()
+        return entries, executed
+
+    def _run(self, node: Call | Touch, executed: list[bool] | None, grad: bool) -> _Entry:
+        """Run one node; ``executed`` if a graph is recorded."""
+        if isinstance(node, Touch):
+            unit = self.rank.units[node.unit]
+            if unit.state is not UnitState.EXPOSED:  # only then does anything notice
+                self.touched.use(unit)
+            self.counts[-1][1][f"parameter {node.unit}"] += 1
+            return _Entry(node)
+        index = self.model.modules[node.module]
+        unit = self.rank.units[index]
+        self.counts[-1][1][node.module] += 1
+        self.rank.enter(index, node.module)
+        inner = None if node.checkpoint == "reentrant" and not self.in_backward else executed
+        inside = [self._run(each, inner, grad) for each in node.inside]
+        call = None if inner is None else _Made(_Hooked([unit]), inner)
+        made: Any = call
+        if self.in_backward:
+            self.rank.backward_uses.expect_fresh_call(made)
+            self.rank.schedule.expect_again([unit])
+        elif grad:
+            if call is not None and self.rank.schedule.repeats:
+                self.rank.backward_uses.expect_call(made, [])
+            self.rank.backward_uses.expect_in_backward([unit], whole=False)
+        self.rank.leave(index)
+        return _Entry(node, call, self.in_backward, inside)
+
+    def backward(self, graphs: Sequence[tuple[list[_Entry], list[bool]]]) -> None:
+        rank = self.rank
+        rank.reductions.last = True
+        rank.schedule.begin(rank._backward_key(rank.outstanding), None)
+        self.counts.append((rank.schedule.key, Counter()))
+        self.in_backward = True
+        for _, executed in graphs:
+            executed[0] = True
+        rank.backward_uses.begin()
+        self._over([entry for entries, _ in graphs for entry in entries])
+        for _, executed in graphs:
+            executed[0] = False
+        self.in_backward = False
+        self.touched.let_go()
+        rank.backward_uses.give_up()
+        rank.schedule.end()
+        rank._hide_all()
+        rank.outstanding.clear()
+
+    def _over(self, entries: Sequence[_Entry]) -> None:
+        """One backward of autograd's: a parameter has its gradient after the last use that it comes to."""
+        events = list(self._events(entries))
+        last = {unit: place for place, (kind, unit, _) in enumerate(events) if kind == "use"}
+        for place, (kind, index, entry) in enumerate(events):
+            unit = self.rank.units[index]
+            if kind == "reach":
+                if entry.call is not None:
+                    made: Any = entry.call
+                    self.rank.backward_uses.note_reached(made)
+                self.rank.backward_uses.use(unit)
+                assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
+            elif kind == "again":
+                self._again(entry)
+            elif last[index] == place:
+                self.rank._give(unit)
+
+    def _again(self, entry: _Entry) -> None:
+        assert isinstance(entry.node, Call)
+        fresh = self._run(entry.node, [True], True)
+        if entry.call is None:  # reentrant: a backward of its own goes over what was just run
+            self._over([fresh])
+
+    def _events(self, entries: Sequence[_Entry]) -> Iterator[tuple[str, int, _Entry]]:
+        for entry in reversed(entries):
+            node = entry.node
+            if isinstance(node, Touch):
+                yield "use", node.unit, entry
+                continue
+            index = self.model.modules[node.module]
+            if entry.call is None:
+                yield "again", index, entry
+                continue
+            yield "reach", index, entry
+            if node.checkpoint == "plain" and not entry.again:
+                yield "again", index, entry
+            yield from self._events(entry.inside)
+            if node.used:
+                yield "use", index, entry
+
+    def step(self) -> None:
+        self.rank.step()
+        self.rank.backward_uses.forget_graphs()
+        self.stepped = len(self.counts)
+
+
+def train(case: Case, choose: Any = min) -> bool:
+    """Run a case; whether its ranks trained. Otherwise one alone ran a module more often than any rank ever had.
+
+    Raises:
+        AssertionError: something does not hold that must.
+        Deadlock: ranks wait for each other, though none ran a module more often than ever.
+    """
+    world = World(case.ranks, choose)
+    ranks: list[Branching | None] = [None] * case.ranks
+
+    def program(number: int) -> Rank:
+        branching = ranks[number] = Branching(world, number, case)
+        graphs: dict[int, tuple[list[_Entry], list[bool]]] = {}
+        for phase in case.phases:
+            if phase.kind == "forward":
+                graphs[len(graphs)] = branching.forward(phase.runs[number], grad=True)
+            elif phase.kind == "evaluation":
+                branching.forward(phase.runs[number], grad=False)
+            elif phase.kind == "backward":
+                branching.backward([graphs[each] for each in phase.graphs])
+            else:
+                graphs.clear()
+                branching.step()
+        return branching.rank
+
+    try:
+        done = world.run(program)
+    except Deadlock:
+        if any(map(_exceeds, [each for each in ranks if each is not None], [ranks] * case.ranks)):
+            return False
+        raise
+    for rank in done:
+        assert rank.delivered == rank.given, f"of {rank.given} gradients {rank.delivered} were delivered"
+        left = [unit.name for unit in rank.units if unit.users or unit.state is not unit.resting]
+        assert not left, f"{left} are still there"
+        assert not any(rank.schedule.live_units.owed) and not rank.schedule.live_units.due
+    assert all(issued == world.issued[0] for issued in world.issued), world.issued
+    return True
+
+
+def _exceeds(one: Branching, ranks: Sequence[Branching | None]) -> bool:
+    """Whether a rank, since the last step, has run a module more often than any rank had before in a pass of its kind."""
+    for now in range(one.stepped, len(one.counts)):
+        key, own = one.counts[now]
+        known: Counter[str] = Counter()
+        for each in ranks:
+            for before, counts in each.counts[:now] if each is not None else ():
+                if before == key:
+                    known |= counts
+        if any(known[path] and count > known[path] for path, count in own.items()):
+            return True
+    return False
