@@ -182,7 +182,7 @@ class Case:
         first = draw.choices(["full", "part", "apart"], [6, 2, 2])[0]
 
         def runs(step: int) -> tuple[Code, ...]:
-            if step == 0 and first != "apart" or draw.random() < 0.3:
+            if (step == 0 and first != "apart") or draw.random() < 0.3:
                 alike = full if first == "full" and step < 2 else for_data(draw, full, much)
                 return (alike,) * ranks
             return tuple(full if draw.random() < 0.3 else for_data(draw, full, much) for _ in range(ranks))
@@ -276,9 +276,9 @@ class Branching:
         """Run one node; ``executed`` if a graph is recorded."""
         if isinstance(node, Touch):
             unit = self.rank.units[node.unit]
+            self.counts[-1][1][f"parameter {node.unit}"] += 1
             if unit.state is not UnitState.EXPOSED:  # only then does anything notice
                 self.touched.use(unit)
-            self.counts[-1][1][f"parameter {node.unit}"] += 1
             return _Entry(node)
         index = self.model.modules[node.module]
         unit = self.rank.units[index]
@@ -294,6 +294,8 @@ class Branching:
         elif grad:
             if call is not None and self.rank.schedule.repeats:
                 self.rank.backward_uses.expect_call(made, [])
+            if call is None:
+                self.rank.schedule.note_unrecorded(node.module, [unit])
             self.rank.backward_uses.expect_in_backward([unit], whole=False)
         self.rank.leave(index)
         return _Entry(node, call, self.in_backward, inside)
@@ -315,7 +317,7 @@ class Branching:
         rank.backward_uses.give_up()
         rank.schedule.end()
         rank._hide_all()
-        rank.outstanding.clear()
+        rank.since += 1
 
     def _over(self, entries: Sequence[_Entry]) -> None:
         """One backward of autograd's: a parameter has its gradient after the last use that it comes to."""
@@ -404,7 +406,7 @@ def train(case: Case, choose: Any = min) -> bool:
 
 
 def _exceeds(one: Branching, ranks: Sequence[Branching | None]) -> bool:
-    """Whether a rank, since the last step, has run a module more often than any rank had before in a pass of its kind."""
+    """Whether a rank has run a module more often since the last step than any rank before in a pass of that kind."""
     for now in range(one.stepped, len(one.counts)):
         key, own = one.counts[now]
         known: Counter[str] = Counter()
@@ -412,6 +414,7 @@ def _exceeds(one: Branching, ranks: Sequence[Branching | None]) -> bool:
             for before, counts in each.counts[:now] if each is not None else ():
                 if before == key:
                     known |= counts
-        if any(known[path] and count > known[path] for path, count in own.items()):
+        # Any weight may be touched; a module that no rank has run yet is one that ranks listen for.
+        if any(count > known[path] and (known[path] or path.startswith("parameter")) for path, count in own.items()):
             return True
     return False

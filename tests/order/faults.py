@@ -63,18 +63,21 @@ FAULTS: dict[str, Fault] = {
             "strays = False",
         ),
         only_one_rank_tells_where_backward_may_come=(
-            "for units, _ in accounts:",
-            "for units, _ in accounts[:1]:",
+            "self.known.expect_in_backward(units)",
+            "self.known.expect_in_backward(accounts[0][0])",
         ),
         what_was_sent_for_another_order_keeps_its_place=("self.reductions.forget_sent(since)", "pass"),
-        held_gradients_change_every_backward=("not (held and key[1])", "True"),
+        held_gradients_change_every_backward=(" and key[1] is not None and not (held and key[1])", ""),
         what_was_gathered_in_vain_stays=("        if since < place:", "        if False:"),
         units_used_twice_are_forgotten=(
             "self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)",
             "pass",
         ),
         differences_are_not_told_at_the_boundary=("for key in self._recent if anywhere else ():", "for key in ():"),
-        ranks_that_differ_are_not_mixed=("mixed = any(own != accounts[0][0] for own, _ in accounts)", "mixed = False"),
+        ranks_that_differ_are_not_mixed=(
+            "mixed = any(each != accounts[0][3] for *_, each in accounts)",
+            "mixed = False",
+        ),
         reductions_are_not_sent_at_a_fork=("        self.reductions.before_use(place)\n", ""),
         what_was_gathered_for_others_is_let_go=(
             "if own is not None and (used != own or",
@@ -100,6 +103,16 @@ FAULTS: dict[str, Fault] = {
             "        if not self.silent:\n            self._recent",
             "        if True:\n            self._recent",
         ),
+        what_is_inside_another_use_takes_a_place=("if unit.users > 1 and unit.state is", "if False and unit.state is"),
+        calls_are_not_counted=("self._counted = position == 0 and", "self._counted = False and"),
+        what_is_run_without_its_surroundings_is_let_go=("-1 if usual else _KEEP", "-1"),
+        modules_that_run_for_the_first_time_are_told_nobody=(
+            "self._novel |= call not in",
+            "self._novel = False and call not in",
+        ),
+        calls_to_come_are_not_counted=("self.live_units.due.update(", "({}).update("),
+        a_rank_that_may_run_more_again_lets_go=("(self.unrecorded - known).items()", "()"),
+        graphs_made_before_calls_were_noted_are_trusted=("self._unsure |= not self.repeats", "pass"),
         nothing_is_left_out_where_ranks_part=("list(self._order.uses[:since])", "list(self._order.uses)"),
     ),
     **_in(
@@ -121,14 +134,19 @@ FAULTS: dict[str, Fault] = {
     **_in(
         "known_orders",
         backwards_do_not_vary_with_forwards=(
-            "return any(self._known[part].varies for part in key if",
-            "return any(False for part in key if",
+            "if any(self._known[part].varies for part in key if",
+            "if any(False for part in key if",
         ),
-        units_that_nobody_has_used_are_no_reason=("return not self._reach(key).issubset(order.uses)", "return False"),
+        units_that_nobody_has_used_are_no_reason=(
+            "return not self._reach(key).units.issubset(order.uses)",
+            "return False",
+        ),
         forwards_that_gather_nothing_are_learned=(
             "            self.remember(key, CollectiveOrder())\n",
             "            pass\n",
         ),
+        modules_that_nobody_has_run_are_no_reason=("if known.varies or known.unseen or", "if known.varies or"),
+        what_may_be_run_again_is_no_reason=("return bool(self._run_again) and", "return False and"),
         forwards_outlast_what_was_trained=('if not (key[0] == "forward" and key[-1])', ""),
         forks_are_where_nothing_parts=("places = {_common(order.uses, other.uses) for", "places = {0 for"),
     ),

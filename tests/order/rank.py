@@ -152,6 +152,7 @@ class Rank:
         )  # fmt: skip
         self.backward_uses = BackwardUses(self.units, self.schedule, self.reductions)
         self.outstanding: list[PhaseKey] = []
+        self.since = 0
         self._numbers = {frozenset[int](): 0}  # of sets of frozen units
         self._trained_set = 0
 
@@ -226,7 +227,7 @@ class Rank:
 
     def recover(self) -> bool:
         """What an engine does after an error in a pass, and a user, who drops the gradients and begins again."""
-        self.outstanding.clear()
+        self.outstanding, self.since = [], 0
         self.backward_uses.forget()
         self.schedule.abort(running=True)
         self.reductions.forget()
@@ -239,10 +240,12 @@ class Rank:
 
     def _begin_forward(self, grad: bool) -> None:
         key: PhaseKey = ("forward", "", True, grad)
-        outstanding = [*self.outstanding, key]
-        self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
+        outstanding = [*([] if self.since else self.outstanding), key]
         if grad:
-            self.outstanding = outstanding
+            if self.since:
+                self.schedule.unrecorded.clear()
+            self.since, self.outstanding = 0, outstanding
+        self.schedule.begin(key, self._backward_key(outstanding) if grad else None)
 
     def backward(
         self,
@@ -300,7 +303,7 @@ class Rank:
         if self.world.said(self.number) > said:
             strays = [unit.name for unit in self.units if unit.gradients[0].has_stray()]
             assert not strays, f"ranks have talked in this backward, and leave gradients of {strays} to the boundary"
-        self.outstanding.clear()
+        self.since += 1
         return True
 
     def _run_again(self, indices: Sequence[int]) -> None:
@@ -321,7 +324,8 @@ class Rank:
             self.backward_uses.end(unit)
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
-        return ("backward", self.reductions.holding, self._trained_set, *outstanding)
+        later = (self.since,) if self.since else ()
+        return ("backward", self.reductions.holding, self._trained_set, *outstanding, *later)
 
     def step(self) -> None:
         """What ranks agree on before weights change, as :class:`zeropp.engine.boundary.Boundary` does it."""

@@ -12,6 +12,7 @@ from tests.order.economy import ECONOMIES
 from tests.order.families import CORNERS, EVENTS, FULL, failures, sequences
 from tests.order.faults import FAULTS, Fault
 from tests.order.programs import LIMITS, Failure, Program, Step, alike
+from tests.order.test_branching import DEADLOCKS, check_seeds
 from tests.order.trial import check
 
 
@@ -31,6 +32,8 @@ def _nets() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from ((economy.__name__, economy) for economy in ECONOMIES)
     places = [None, *(Failure(backward, uses) for backward in (False, True) for uses in (0, 2, 5))]
     yield "failures", lambda: _check(failures(2, places, [[Step((alike(2, FULL),))] * 2]))
+    yield "branching", lambda: check_seeds(range(400))
+    yield "deadlocks", lambda: [check_seeds(range(number, number + 1)) for number in DEADLOCKS]
     yield from ((f"after {first}", partial(_check, sequences(1, first))) for first in EVENTS)
     yield "two events", lambda: _check(sequences(2))
 
@@ -55,6 +58,8 @@ SEEN_AT_ONCE = [
     "the first of two places is remembered",
     "phases are not told apart",
     "backwards are refused in which nobody asks",
+    "calls are not counted",
+    "calls to come are not counted",
 ]
 
 

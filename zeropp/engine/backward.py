@@ -88,12 +88,11 @@ class BackwardUses:
     def begin(self) -> None:
         """Fetch what is needed for the whole backward, last things first."""
         # Now: inside a backward that checkpointing runs in this one, autograd would answer for that.
+        to_come: dict[int, int] = {}
         for index, made in self._made.items():
             self._made[index] = [ref for ref in made if ref() is not None]
-        several = ((index, made) for index, made in self._made.items() if len(made) > 1)
-        self._schedule.expect_reached(
-            {index: sum(call.is_to_come() for ref in made if (call := ref())) for index, made in several}
-        )
+            to_come[index] = sum(call.is_to_come() for ref in made if (call := ref()) is not None)
+        self._schedule.expect_reached(to_come)
         # Nothing tells the true order, and backward usually goes through the model from its end.
         for index in sorted(self._whole, reverse=True):
             self.use(self._units[index])

@@ -45,6 +45,8 @@ from zeropp.params.unit import Unit, UnitState
 
 __all__ = ["Engine"]
 
+_TOLD_APART = 8  # forwards before a backward, and backwards after them, by which kinds of backwards are told apart
+
 
 class Engine(GuardHandler):
     """Gathers before use, releases after, reduces in backward.
@@ -110,7 +112,9 @@ class Engine(GuardHandler):
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
         # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
         self._trains = True
+        # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
         self._outstanding: list[PhaseKey] = []
+        self._since = 0
         self._backward = BackwardUses(self.units, self.schedule, self.reductions)
         self._touched, self.kept = Touched(self.units, self.schedule), Kept(self.schedule)
         self._closing: list[Callable[[], None]] = []
@@ -158,6 +162,8 @@ class Engine(GuardHandler):
         try:
             if returns is not Return.NEVER and self.phase is Phase.FORWARD:
                 self._backward.expect_in_backward(hooked.units, whole=returns is Return.UNHOOKED)
+                if returns is Return.AGAIN:
+                    self.schedule.note_unrecorded(hooked.path, hooked.units)
             elif returns is not Return.NEVER:
                 self.schedule.expect_again(hooked.units)  # checkpointing has run it again, and its backward follows
             for unit in hooked.units:
@@ -179,13 +185,16 @@ class Engine(GuardHandler):
                 listener.graph_begins()
             self.window.note_forward(hooked.path)
             self._expect_boundary()
-            outstanding = [*self._outstanding, key]
+            outstanding = [*([] if self._since else self._outstanding), key]
             if self.window.root_runs:
                 # One rank alone may run a part that gathers nothing: to save a prompt's embeddings, for one.
                 outstanding = [each for each in outstanding if not (each[1] and self.schedule.known.note_silent(each))]
             if len(outstanding) > 1:
                 self.schedule.note_repeats()
-            self._outstanding = outstanding[-8:]  # the last ones tell kinds of backwards apart well enough
+            if self._since:
+                self.schedule.unrecorded.clear()
+            self._since = 0
+            self._outstanding = outstanding[-_TOLD_APART:]
         self.schedule.begin(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
         self._expose(unit for unit in self.persistent if not unit.announced)
@@ -211,6 +220,11 @@ class Engine(GuardHandler):
         self._backward.note_reached(call)
         for unit in call.hooked.units:
             self._backward.use(unit, lasting=unit in call.hooked.with_frozen)
+
+    @property
+    def learning(self) -> bool:
+        """Whether no order of the running pass is known; see :class:`zeropp.engine.hooks.HookHandler`."""
+        return self.schedule.learning
 
     def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
         """A call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""
@@ -263,7 +277,7 @@ class Engine(GuardHandler):
         trains, self._trains = self._trains, True
         if not trains:
             return
-        self._outstanding.clear()
+        self._since += 1
         self.window.note_backward()
         if (listener := self.listener) is not None:
             listener.backward_ended()
@@ -273,8 +287,11 @@ class Engine(GuardHandler):
         self.reductions.last = self._trains and (self.window.closing or not self.mode.sums)
 
     def _backward_key(self, outstanding: list[PhaseKey]) -> PhaseKey:
-        # Which units a backward comes to follows from the forwards that it may go back through.
-        return ("backward", self.reductions.holding if self._trains else None, self.trained_set, *outstanding)
+        # Which units a backward comes to follows from the forwards that it may go back through, and from how many
+        # backwards have gone over them before.
+        holding = self.reductions.holding if self._trains else None
+        later = (min(self._since, _TOLD_APART),) if self._since else ()
+        return ("backward", holding, self.trained_set, *outstanding, *later)
 
     # Parameters touched elsewhere, persistent ones, failures.
 
@@ -330,7 +347,7 @@ class Engine(GuardHandler):
         self._backwards += 1
         self._backward.forget()
         self._touched.forget()
-        self._outstanding.clear()
+        self._outstanding, self._since = [], 0
         failed, self.phase, self._trains = self.phase, Phase.IDLE, True
         if failed is Phase.BACKWARD:
             self.window.note_failure()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from enum import Enum
 from types import FrameType
@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeropp._compat import current_graph_task, will_execute
 from zeropp.engine.frames import is_over, module_call
-from zeropp.engine.tensors import copy_views, differentiable
+from zeropp.engine.tensors import copy_views, differentiable, tensors_in
 from zeropp.order.known_orders import PhaseKey, Reach
 from zeropp.params.unit import Unit
 
@@ -32,8 +32,9 @@ class Return(Enum):
     """How backward may come back to a call of a hooked module, and need its units again."""
 
     NEVER = "never"
-    # By the outputs, or by another forward in it: checkpointing runs one again.
-    HOOKED = "hooked"
+    HOOKED = "hooked"  # by the outputs
+    # By another forward in it: it records no graph inside a forward that does, as checkpointing runs modules first.
+    AGAIN = "again"
     # It records a graph, and nothing that it returns or stores on its module could be hooked: its units are there
     # for all of backward.
     UNHOOKED = "unhooked"
@@ -49,12 +50,15 @@ class HookedModule:
         skipped: its running forward goes by without hooks. Inside a compiled region they would break its graph, and
             without units they are of use only where a pass begins.
         stored: tensors on the module that carry a hook already, of the call that made them.
+        keeping: modules inside it that were seen to store such tensors; those that are hooked themselves aside.
     """
 
     path: str
     units: tuple[Unit, ...]
     skipped: bool = False
     stored: list[weakref.ref[Tensor]] = field(default_factory=list)
+    # Weakly: the engine must not keep the modules that own it.
+    keeping: list[weakref.ref[nn.Module]] = field(default_factory=list)
 
     @property
     def with_frozen(self) -> tuple[Unit, ...]:
@@ -73,10 +77,14 @@ class HookHandler(Protocol):
     Attributes:
         storages: identities of the storages of all gathered weights.
         passing: the same, of those that are released when a module is left.
+        learning: whether it looks, in the running pass, what such passes do.
     """
 
     storages: frozenset[int]
     passing: frozenset[int]
+
+    @property
+    def learning(self) -> bool: ...
 
     def enter(
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
@@ -195,13 +203,46 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
         deep: look into any object, which takes its time; there is no output that backward could come by.
     """
     kinds = object if deep else (Tensor, list, tuple, dict)
-    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
-    found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
+    found = [tensor for tensor in differentiable(_attributes(module, kinds)) if deep or not tensor.is_leaf]
+    for ref in hooked.keeping:
+        if (inner := ref()) is not None:
+            found += _graph_tensors(inner)
     # What stays on the module from one forward to the next is hooked once, by the call that made it. Weakly: the graph
     # of a loss must go when the user drops it.
     known = {id(tensor) for ref in hooked.stored if (tensor := ref()) is not None}
     hooked.stored = [weakref.ref(tensor) for tensor in found if not tensor.is_leaf]
     return [tensor for tensor in found if id(tensor) not in known]
+
+
+def _look_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.Module]) -> None:
+    """Find modules below, none of ``others``, that store what a backward may begin at."""
+    known = {id(inner) for ref in hooked.keeping if (inner := ref()) is not None}
+    for inner in module.modules() if hooked.units else ():
+        if inner is not module and inner not in others and id(inner) not in known and _graph_tensors(inner):
+            hooked.keeping.append(weakref.ref(inner))
+
+
+def _graph_tensors(module: nn.Module) -> list[Tensor]:
+    """Tensors with a graph that a module has as attributes, or in lists and the like that it has."""
+    return [t for t in differentiable(_attributes(module, (Tensor, list, tuple, dict))) if not t.is_leaf]
+
+
+def _attributes(module: nn.Module, kinds: type | tuple[type, ...]) -> list[object]:
+    return [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
+
+
+def _bases(outputs: list[Tensor], inputs: object) -> list[Tensor]:
+    """Tensors made in a module of which its outputs are views.
+
+    An activation in place, ``relu_``, on such a view gives it a graph that goes from the base on, and passes by the
+    node where the view was made. ``torch.nn.Linear`` returns a view where its input has three dimensions.
+    """
+    bases = [tensor._base for tensor in outputs if tensor._is_view()]
+    made = [base for base in bases if base is not None and base.grad_fn is not None]
+    if not made:
+        return []
+    given = {id(each) for tensor in tensors_in(inputs) for each in (tensor, tensor._base)}
+    return [base for base in made if id(base) not in given]
 
 
 @dataclass
@@ -389,7 +430,7 @@ class ModuleHooks:
         return opaque if hooked.units else before_or_skip
 
     def _after(self, hooked: HookedModule) -> Callable[..., object]:
-        ref, stack, later = self._handler, self._stack, self._later
+        ref, stack, later, modules = self._handler, self._stack, self._later, self._modules
 
         def after(module: nn.Module, args: object, kwargs: object, output: object) -> object:
             handler = ref()
@@ -407,14 +448,15 @@ class ModuleHooks:
                 # While the values are still there. Persistent weights stay until the pass ends: only the outermost
                 # module must copy those.
                 output = copy_views(output, handler.passing if stack else handler.storages, hooked.path)
-            # Without a graph inside a forward that records one: checkpointing runs it so, and once more in backward.
             if frame.call is None and not failed and stack and stack[0].call is not None:
-                returns = Return.HOOKED
+                returns = Return.AGAIN
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
+                if handler.learning:
+                    _look_inside(module, hooked, modules)
                 stored = _stored_tensors(module, hooked, deep=not outputs)
                 outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
-                for tensor in outputs:
+                for tensor in [*outputs, *_bases(outputs, (args, kwargs))]:
                     handle = tensor.register_hook(frame.call)
                     # A leaf outlives the graph, and would collect the hooks of every graph before.
                     if tensor.is_leaf:

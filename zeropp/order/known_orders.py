@@ -6,6 +6,7 @@ same order; that order is learned once, by all ranks together, and followed afte
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -66,14 +67,14 @@ class CollectiveOrder:
             before those of the next. Gathers and reductions so have one order, whatever runs beside what.
         fires: for each unit reduced, how often each of its parameters receives a gradient in this phase.
         calls: for each of ``uses``, how many calls it serves: see [Note: how ranks may diverge]. Empty if ranks differ.
-        called: paths of the modules of these calls.
+        called: of these calls, how many each module had; the most that any rank had.
     """
 
     uses: tuple[int, ...] = ()
     reductions: tuple[tuple[int, int], ...] = ()
     fires: dict[int, tuple[int, ...]] = field(default_factory=dict)
     calls: tuple[int, ...] = ()
-    called: frozenset[str] = frozenset()
+    called: Counter[str] = field(default_factory=Counter)
 
     def postpone(self, units: dict[int, tuple[bool, ...]]) -> CollectiveOrder:
         """The same order with reductions of ``units`` at the end, when each trained parameter has had a gradient.
@@ -105,11 +106,13 @@ class _Variants:
         varies: whether such phases have been seen to differ, between ranks or from one time to the next.
         unseen: whether there are modules that no rank had run in one when it was learned, and that any rank's data may
             call for.
+        unrecorded: calls without a graph in a forward with one, the most that any rank had: (path, unit) -> how many.
         forks: uses up to where a rank once needed what no known order had; the oldest first.
     """
 
     varies: bool = False
     unseen: bool = False
+    unrecorded: Counter[tuple[str, int]] = field(default_factory=Counter)
     known: list[CollectiveOrder] = field(default_factory=list)
     forks: list[tuple[int, ...]] = field(default_factory=list)
     last: CollectiveOrder | None = None
@@ -165,6 +168,7 @@ class KnownOrders:
         # Forward or backward -> units ever used in one, or foreseen. These only grow: parameters that are frozen now
         # may be trained again, and the round that it costs is cheaper than a rank that nobody hears.
         self._units: dict[object, set[int]] = {}
+        self._run_again: set[str] = set()  # modules that any rank has run in a backward, as checkpointing does
 
     def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
         """The order that the next phase of this kind is most likely to have."""
@@ -207,7 +211,23 @@ class KnownOrders:
         if key[0] == "forward":
             return not self._reach(key).units.issubset(order.uses)
         # The key of a backward contains those of the forwards before it.
-        return any(self._known[part].varies for part in key if part in self._known)
+        if any(self._known[part].varies for part in key if part in self._known):
+            return True
+        return bool(self._run_again) and self._runs_more_again(key, order)
+
+    def unrecorded(self, key: PhaseKey) -> Counter[tuple[str, int]]:
+        """Calls without a graph in the forwards before a backward, the most that any rank had."""
+        return sum((self._known[part].unrecorded for part in key if part in self._known), Counter[tuple[str, int]]())
+
+    def _runs_more_again(self, key: PhaseKey, order: CollectiveOrder) -> bool:
+        """Whether a backward may run modules again that were not when ``order`` was learned, over another graph."""
+        calls: Counter[int] = Counter()
+        for unit, count in zip(order.uses, order.calls, strict=bool(order.calls)):
+            calls[unit] += count
+        again: Counter[int] = Counter()
+        for (path, unit), count in self.unrecorded(key).items():
+            again[unit] += count if path in self._run_again else 0
+        return any(count > calls[unit] for unit, count in again.items())
 
     def note_silent(self, key: PhaseKey) -> bool:
         """Whether nothing is gathered in this kind of phase: there is nothing to learn, and a rank may run it alone."""
@@ -244,13 +264,13 @@ class KnownOrders:
         *,
         mixed: bool = False,
         fork: tuple[int, ...] | None = None,
-        learned: bool = False,
+        unrecorded: Counter[tuple[str, int]] | None = None,
     ) -> None:
         """Note that a phase had this order.
 
         Args:
             mixed: whether ranks used different units in it, or ran different modules.
-            learned: whether the order was learned in it.
+            unrecorded: see `_Variants`; given if the order was learned in it.
             fork: uses up to where some ranks left alone; known from now on in place of the order, of which the rest
                 is not where they wanted it.
         """
@@ -260,8 +280,11 @@ class KnownOrders:
         else:
             variants.add_fork(fork)
         variants.varies |= mixed
-        if learned and key[0] == "forward":
+        if unrecorded is not None and key[0] == "forward":
             variants.unseen = not self._reach(key).modules.issubset(order.called)
+            variants.unrecorded |= unrecorded
+        elif key[0] == "backward":
+            self._run_again.update(order.called)
         self._units.setdefault(key[0], set()).update(order.uses)
 
     def postpone(self, key: PhaseKey, units: dict[int, tuple[bool, ...]]) -> None:

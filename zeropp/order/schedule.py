@@ -50,6 +50,7 @@ _log = logging.getLogger("zeropp")
 _BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
 _OFFERS = 4  # finished units a rank offers for reduction in one round; with its want they must fit an exchange
+_STRAYS, _NOVEL = 1, 2  # told in an exchange at a fork: gradients of this rank that nothing sends, modules it never ran
 _GATHER = 1  # kind in the issue hash
 _KEEP = 2**40  # calls that are never made: the unit stays until the phase ends
 
@@ -98,14 +99,20 @@ class Schedule:
         self._calls: list[int] = []  # of this rank, that each of these has served
         self._places: dict[int, int] = {}  # of each unit's last use among these
         self._counted = False  # whether calls are counted: an order is followed, and nobody listens at its end
-        self._called: set[str] = set()  # modules that these calls were of
+        # Calls without a graph in forwards with one, which a backward to come may run again: (path, unit) -> how many.
+        self.unrecorded: Counter[tuple[str, int]] = Counter()
+        self._before: Counter[tuple[str, int]] = Counter()  # of these, those before the running forward
+        self._called: Counter[str] = Counter()  # how many calls of each module those were
+        self._nested = False  # whether this rank has run a module inside another one that uses its unit
+        self._novel = False  # whether this rank has called one that the order does not have
         self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
         self._unsure = False  # and whether some graphs since the last boundary were made before that was known
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
         self._in_backward: set[int] = set()  # units this rank's next backward may use, by the running forward
         self._recent: set[PhaseKey] = set()  # kinds of phases since the last boundary
-        self.passed_over = False  # whether this rank has passed over units in one of them
+        # Whether this rank has passed over units in one of them, or run modules that are not known to be run there.
+        self.passed_over = False
 
     def note_sizes(self) -> None:
         """Look at the sizes of units, on which plans rest."""
@@ -127,7 +134,8 @@ class Schedule:
         if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
         self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
-        self._calls, self._places, self._called = [], {}, set()
+        self._calls, self._places, self._called, self._novel = [], {}, Counter(), False
+        self._before, self._nested = self.unrecorded.copy(), False
         if self._failed and not self.silent:
             self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")
             self._failed = False
@@ -152,22 +160,42 @@ class Schedule:
             return self._wait_and_expose(unit)
         self._use(unit)
         if call is None:
-            return None
+            self._nested = True
+            return
+        self._called[call] += 1
         if self._counted and self._order is not None:
             # Perhaps what is usually around this module is left out, and more modules that are usually inside follow.
-            self.live_units.owed[unit.index] += -1 if call in self._order.called else _KEEP
-        elif self._order is None:
-            self._called.add(call)
+            usual = self._called[call] <= self._order.called[call]
+            self.live_units.owed[unit.index] += -1 if usual else _KEEP
+            self.passed_over |= not usual  # such passes are to be learned anew
+        elif self._order is not None:
+            self._novel |= call not in self._order.called
+        else:
             # None if it was there when learning began, for instance in the middle of a phase.
             if (place := self._places.get(unit.index)) is not None:
                 self._calls[place] += 1
-        return None
+
+    def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
+        """A module is left that recorded no graph in a forward with one: checkpointing may run it again in backward."""
+        for unit in units:
+            if unit.entered == 1 and not unit.persistent:
+                self.unrecorded[path, unit.index] += 1
+
+    @property
+    def learning(self) -> bool:
+        """Whether the running phase follows no order."""
+        return self._order is None
 
     def expect_reached(self, calls: dict[int, int]) -> None:
         """The backward that begins will come to so many calls of each of these units."""
         if self._counted and self._order is not None:
             uses = Counter(self._order.uses)
             self.live_units.due.update({index: count - uses[index] for index, count in calls.items()})
+            # What may be run again on this rank, and is not known of any.
+            known = self.known.unrecorded(self.key)
+            for (_, index), count in (self.unrecorded - known).items():
+                self.live_units.owed[index] += count
+                self.passed_over = True  # such backwards are to be learned anew
 
     def note_repeats(self) -> None:
         """A backward may come to several calls of a unit from now on; every rank knows it at the same time."""
@@ -300,16 +328,20 @@ class Schedule:
         else:
             # A second use may bring a second gradient: see `Reductions.count`.
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
-        used = self._in_backward, (self._own, self._calls, self._called)
+        repeats = self.key[0] == "forward" and (self._nested or len(self._own) < sum(self._calls))
+        unrecorded = self.unrecorded - self._before
+        used = self._in_backward, unrecorded, repeats, (self._own, self._calls, self._called)
         accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
-        mixed = any(of_rank != accounts[0][1] for _, of_rank in accounts)
-        if any(len(own) < sum(calls) for _, (own, calls, _) in accounts):
-            self.note_repeats()
-        called = frozenset(path for _, (_, _, paths) in accounts for path in paths)
-        order = replace(order, calls=() if mixed else tuple(self._calls), called=called)
-        self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork, learned=True)
-        for units, _ in accounts:
+        mixed = any(each != accounts[0][3] for *_, each in accounts)
+        called: Counter[str] = Counter()
+        for units, counts, repeats, (_, _, paths) in accounts:
+            called |= paths
             self.known.expect_in_backward(units)
+            unrecorded |= counts
+            if repeats:
+                self.note_repeats()
+        order = replace(order, calls=() if mixed else tuple(self._calls), called=called)
+        self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork, unrecorded=unrecorded)
 
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.
@@ -415,11 +447,14 @@ class Schedule:
         self.reductions.before_use(place)
         # Told with the last word alone: if ranks learn on from here instead, that sends strays at its end.
         strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()
+        more = strays * _STRAYS | self._novel * _NOVEL
         doing = self._asking(unit)
-        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, strays], doing)
+        rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, more], doing)
+        if any(row[2] & _NOVEL for row in rows):
+            self.known.note_variation(self.key)
         wants = {row[0] for row in rows} - {_NONE}
         if not wants and place == len(order.uses):
-            if any(row[2] for row in rows):
+            if any(row[2] & _STRAYS for row in rows):
                 self._postpone_strays()
             return True
         branch = self.known.branch(self.key, order, place, wants)
