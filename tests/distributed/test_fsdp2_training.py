@@ -28,8 +28,9 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import apart
 from tests.distributed.watch import watch_weights
 from zeropp import fsdp2
-from zeropp.fsdp2 import install
+from zeropp.fsdp2 import routes
 from zeropp.fsdp2.reduce import ReduceComm
+from zeropp.fsdp2.shards import ShardedUnit
 
 # Weights.
 
@@ -269,7 +270,7 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
     adapter = fsdp2.apply(model, weights=None, gradient_bits=(4, 4), feedback=feedback)
     _, reduce, group = hooks(model.blocks[0])
     rank, world = dist.get_rank(), dist.get_world_size()
-    size = reduce.numel // world
+    size = reduce.numel(reduce.parts or reduce.unit.trained()) // world
     tables = buffers(size, torch.float32)
     mean = torch.stack(tables).mean(0)[rank]
 
@@ -294,9 +295,10 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
         if any(bool(each.any()) for each in adapter.state_dict().values()):
             wrong.append("a cleared state is not empty")
         wrong += [] if torch.equal(one(), first) else ["a cleared state gave another gradient"]
-        with pytest.raises(ValueError, match="the same model, ranks and settings"):
+        with pytest.raises(ValueError, match="trained parameters, ranks and settings"):
             adapter.load_state_dict({})
-        with pytest.raises(RuntimeError, match="set_reduce_scatter_unused_params"):
+        reduce.note(reduce.parts[1:])
+        with pytest.raises(RuntimeError, match=r"\['blocks.0.0.weight'\] have no gradient.*set_reduce_scatter_unused"):
             reduce(torch.empty(8), torch.empty(8 * world), group, dist.ReduceOp.AVG)
     return float(single), float(several), wrong
 
@@ -316,9 +318,10 @@ def kept_share(beta: float | None) -> Tensor:
     fsdp2.apply(model, weights=None, feedback="cross", beta=beta)
     _, reduce, group = hooks(model.blocks[0])
     rank, world = dist.get_rank(), dist.get_world_size()
-    out = torch.empty(reduce.numel // world)
+    size = reduce.numel(reduce.parts) // world
+    out = torch.empty(size)
     for _ in range(3):
-        given = buffers(reduce.numel // world, torch.float32)[rank]
+        given = buffers(size, torch.float32)[rank]
         reduce(out, given.view(-1), group, dist.ReduceOp.AVG)
         reduce.finish(out)
     return out
@@ -360,14 +363,14 @@ def test_units_that_are_frozen_wholly_carry_no_errors(feedback: str) -> None:
 def fails_half_way() -> list[str]:
     """Hooks that are FSDP2's no more after ``apply`` failed at its last unit."""
     model = sharded()
-    made = install.ReduceComm
+    made = routes.ReduceComm
 
-    def failing(unit: str, *args: Any) -> ReduceComm:
-        if unit == "blocks.1":
+    def failing(unit: ShardedUnit, *args: Any) -> ReduceComm:
+        if unit.name == "blocks.1":
             raise MemoryError("no room for this one")
         return made(unit, *args)
 
-    with mock.patch.object(install, "ReduceComm", failing), pytest.raises(MemoryError):
+    with mock.patch.object(routes, "ReduceComm", failing), pytest.raises(MemoryError):
         fsdp2.apply(model, feedback="cross")
     left = [name for module in (*model.blocks, model) for name in map(type_name, hooks(module)[:2])]
     fsdp2.apply(model, feedback="cross")  # nothing is in the way

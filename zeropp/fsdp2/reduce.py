@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from zeropp.comm.events import Event
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import used_here
 from zeropp.fsdp2.overlap import Reductions, wait_for
-from zeropp.fsdp2.shards import ReduceOp, ReduceScatter, factor_of
+from zeropp.fsdp2.shards import Parts, ReduceOp, ReduceScatter, ShardedUnit, factor_of
 from zeropp.partition.layout import BLOCK, BufferLayout, Slot
 from zeropp.partition.levels import Placement
 from zeropp.wire.codecs import Codec, Feedback, PlainCodec
@@ -50,7 +51,7 @@ class ReduceRoute:
         return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
 
     def feedbacks(self, numel: int, device: torch.device) -> list[Feedback | None]:
-        """What each hop carries over, of buffers of [numel] as they lie in messages; None where it carries nothing."""
+        """Errors that each hop feeds back, of buffers of [numel] as they lie in messages; None where it has none."""
         specs = [hop.spec for hop in self.hops]
         found: list[Feedback | None] = []
         # Which hops have codes does not depend on the dtype that is given here.
@@ -130,36 +131,52 @@ class ReduceComm(ReduceScatter):
     What FSDP2 does with the result follows :meth:`finish`, its all-reduce hook: see [Note: FSDP2's order].
 
     Args:
-        unit: for the ledger.
+        unit: whose gradients they are.
         route: its hops.
-        numel: elements of the buffer when every trained parameter has a gradient.
-        device: where gradients are.
-        finishes: whether FSDP2 calls a hook after each reduction; the user may have put another in its place.
 
     Attributes:
-        feedbacks: errors that are fed back, for each hop; None where there are none.
+        parts: parameters whose errors are fed back; none where no errors are.
+        feedbacks: those errors, for each hop; None where there are none.
     """
 
-    def __init__(
-        self,
-        unit: str,
-        route: ReduceRoute,
-        numel: int,
-        device: torch.device,
-        finishes: Callable[[Callable[[Tensor], None]], bool],
-    ) -> None:
+    def __init__(self, unit: ShardedUnit, route: ReduceRoute) -> None:
         self.unit = unit
         self.route = route
-        self.numel = numel
-        self.finishes = finishes
+        self.feeds_back = bool(route.hops) and route.encoding.feedback is not None
+        self._noted: Parts | None = None
         self._pending: _Pending | None = None
+        # FSDP2 leaves parameters without a gradient out of its buffer, so its parts can vary from step to step.
+        self._prepared: dict[tuple[Parts | None, int, torch.dtype], tuple[_Packing, ReducePath]] = {}
+        self.parts: Parts = ()
         self.feedbacks: list[Feedback | None] = [None] * len(route.hops)
-        if route.hops and route.encoding.feedback is not None and numel:
+        self.follow(unit.trained())
+
+    def numel(self, parts: Parts) -> int:
+        """Elements of FSDP2's buffer of the gradients of some parameters."""
+        return self.route.world * sum(self.unit.sizes[at] for at in parts)
+
+    @property
+    def parts_name(self) -> str:
+        """A name that tells the parameters whose errors are fed back from any others."""
+        parts = [(self.unit.parameters[at], self.unit.sizes[at]) for at in self.parts]
+        return f"{len(parts)} parameters {zlib.crc32(repr(parts).encode()):08x}"
+
+    def note(self, parts: Parts) -> None:
+        """Hear whose gradients the next reduction sums."""
+        self._noted = parts
+
+    def follow(self, parts: Parts) -> None:
+        """Feed back the errors of these parameters from now on; they begin at nothing unless they were these before."""
+        if not self.feeds_back or parts == self.parts:
+            return
+        self.parts = parts
+        self.feedbacks = [None] * len(self.route.hops)
+        # Paths refer to the errors of before.
+        self._prepared.clear()
+        if self.numel(parts):
             # Errors are laid out like messages, padding included.
-            packed = _Packing(route, numel, torch.float32, device).numel
-            self.feedbacks = route.feedbacks(packed, device)
-        # FSDP2 leaves parameters without a gradient out of its buffer, so sizes can vary from step to step.
-        self._prepared: dict[tuple[int, torch.dtype], tuple[_Packing, ReducePath]] = {}
+            packed = _Packing(self.route, self.numel(parts), torch.float32, self.unit.device).numel
+            self.feedbacks = self.route.feedbacks(packed, self.unit.device)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for gradients."""
@@ -179,7 +196,7 @@ class ReduceComm(ReduceScatter):
         :meth:`finish` has been called, by FSDP2 or, where it would call another hook, here.
 
         Raises:
-            RuntimeError: errors are fed back, and parameters are missing whose errors were kept.
+            RuntimeError: errors are fed back, and parameters that are trained have no gradient.
             ValueError: a reduction that is no sum or mean.
         """
         scale = factor_of(op, self.route.world)
@@ -197,10 +214,10 @@ class ReduceComm(ReduceScatter):
         reductions.make_room()
         message = packing.message(path, input_tensor)
         # FSDP2 adds to the gradients that are there by itself, hence never accumulated here.
-        part = path.reduce(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=self.unit)
-        event = reductions.queue(path.links, _with_message(message, part), f"the reduction of {self.unit}")
+        part = path.reduce(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=self.unit.name)
+        event = reductions.queue(path.links, _with_message(message, part), f"the reduction of {self.unit.name}")
         self._pending = _Pending(event, output_tensor, total)
-        if not self.finishes(self.finish):
+        if not self.unit.finishes(self.finish):
             self.finish(output_tensor)
         return None
 
@@ -222,24 +239,39 @@ class ReduceComm(ReduceScatter):
             pending.output.copy_(pending.total[: pending.output.numel()])
 
     def _prepare(self, buffer: Tensor) -> tuple[_Packing, ReducePath]:
-        """How buffers of this size and dtype travel; the set of parameters with a gradient can change."""
-        key = (buffer.numel(), buffer.dtype)
+        """Packing and hops for a buffer; the set of parameters with a gradient can change."""
+        parts, self._noted = self._noted, None
+        if self.feeds_back:
+            # With another set of parameters the same place is another element's, and its error would be added to the
+            # wrong one. By parameters and not by size: two can be equally large.
+            if parts is not None and parts != self.parts:
+                self._require_all(parts)
+                self.follow(parts)
+            parts = self.parts
+        if parts is not None and buffer.numel() != self.numel(parts):
+            raise RuntimeError(
+                f"{self.unit.name}: FSDP2 reduces {buffer.numel()} elements; the gradients of "
+                f"{[self.unit.parameters[at] for at in parts]} have {self.numel(parts)}"
+            )
+        key = (parts, buffer.numel(), buffer.dtype)
         if key not in self._prepared:
             self._prepared[key] = self._make(*key, buffer.device)
         return self._prepared[key]
 
-    def _make(self, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[_Packing, ReducePath]:
+    def _require_all(self, parts: Parts) -> None:
+        missing = [self.unit.parameters[at] for at in self.unit.trained() if at not in parts]
+        if missing:
+            raise RuntimeError(
+                f"{self.unit.name}: {missing} have no gradient in this backward, and errors are fed back for every "
+                "parameter that is trained. Call model.set_reduce_scatter_unused_params(True) (torch 2.13), so that "
+                "they travel as zeros; freeze them; or give feedback=None"
+            )
+
+    def _make(
+        self, parts: Parts | None, numel: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[_Packing, ReducePath]:
         route = self.route
         packing = _Packing(route, numel, dtype, device)
-        # With another set of parameters the same place is another element's, and its error would be added to the
-        # wrong one.
-        if route.encoding.feedback is not None and numel != self.numel:
-            raise RuntimeError(
-                f"{self.unit}: gradients of {numel} elements are to be reduced; errors are fed back for {self.numel}, "
-                "those of every parameter that was trained when zeropp.fsdp2.apply was called. Call "
-                "model.set_reduce_scatter_unused_params(True) if some have no gradient in some steps; freeze before "
-                "apply; or give feedback=None"
-            )
         return packing, ReducePath(route.placement, route.world, self.reduce_hops(dtype), torch.float32)
 
     def reduce_hops(self, dtype: torch.dtype) -> list[ReduceHop]:
