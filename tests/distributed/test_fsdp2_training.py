@@ -211,8 +211,8 @@ def test_gradients_in_float64_are_summed_in_it(reshard: bool | int) -> None:
 Rows = dict[tuple[str, str, str, str], tuple[int, int, str]]  # unit, kind, hop, link -> calls, bytes, codec
 
 
-def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str, tuple[int, int]]]:
-    """What a step sent; elements of a rank's shard of each unit, and of what is trained of it."""
+def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str, tuple[int, int, int]]]:
+    """What a step sent; elements of a rank's shard of each unit, of what is trained of it, and of its vectors."""
     model = sharded(reshard)
     adapter = fsdp2.apply(model, **settings)
     cut, world = units(model), dist.get_world_size()
@@ -221,7 +221,8 @@ def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str,
     for unit, names in cut.items():
         rows = [-(-values[name].size(0) // world) * values[name].shape[1:].numel() for name in names]
         trained = [row for row, name in zip(rows, names, strict=True) if values[name].requires_grad]
-        sizes[unit] = (sum(rows), sum(trained))
+        vectors = [row for row, name in zip(rows, names, strict=True) if values[name].ndim == 1]
+        sizes[unit] = (sum(rows), sum(trained), sum(vectors))
     model(tokens(0, dist.get_rank())).backward()
     text = str(adapter)
     assert all(unit in text for unit in cut) and f"{adapter.ledger.total_bytes:,}" in text
@@ -239,7 +240,7 @@ def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshar
     weight = "fp32" if plain else "int8"
     for rows, sizes in run_ranks(4, sent, settings, reshard, local_world_size=2):
         wanted = {}
-        for unit, (numel, trained) in sizes.items():
+        for unit, (numel, trained, vectors) in sizes.items():
             shard = 4 * numel if plain else kernels.message_layout(numel, 8).nbytes
             # FSDP2's root is gathered once, unless told otherwise; its blocks anew in backward.
             times = 2 if reshard is True else 1
@@ -252,12 +253,13 @@ def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshar
                 coded = settings.get("secondary") == "codes"
                 nbytes = kernels.message_layout(2 * numel, 8).nbytes if coded else 4 * 2 * numel
                 wanted[unit, "second", "2->1", "local"] = (1, nbytes, "int8" if coded else "fp32")
-            piece = -(-trained // 256) * 256
+            # A value lies where four codes would: 16 bits of int4, 32 of int8.
+            piece = -(-trained // 256) * 256 + -(-4 * vectors // 256) * 256
             pair = (8 * trained, 4 * trained)
             if not plain:
                 pair = (kernels.message_layout(2 * piece, 8).nbytes, kernels.message_layout(piece, 4).nbytes)
-            wanted[unit, "reduce", "1->2", "local"] = (1, pair[0], "fp32" if plain else "int8")
-            wanted[unit, "reduce", "2->4", "cross"] = (1, pair[1], "fp32" if plain else "int4")
+            wanted[unit, "reduce", "1->2", "local"] = (1, pair[0], "fp32" if plain else "int8+fp32")
+            wanted[unit, "reduce", "2->4", "cross"] = (1, pair[1], "fp32" if plain else "int4+bf16")
         assert rows == wanted
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -51,15 +50,11 @@ class Adapter:
         return str(self.ledger)
 
     def _feedbacks(self) -> dict[str, Feedback]:
-        found = {}
-        for unit, (_, reduce) in self._comms.items():
-            # The dtype is that of hops without codes, which keep no errors.
-            for hop in reduce.reduce_hops(torch.float32):
-                if hop.feedback is not None:
-                    where = f"{unit.name} {hop.spec.inner}->{hop.spec.outer}"
-                    # With codec, parameters and rank, so that errors of others are not taken over.
-                    found[f"{where} {hop.codec.name}, {reduce.parts_name}, {self._rank}"] = hop.feedback
-        return found
+        return {
+            f"{unit.name} {name}, {self._rank}": feedback
+            for unit, (_, reduce) in self._comms.items()
+            for name, feedback in reduce.errors().items()
+        }
 
     def reset_feedback(self) -> None:
         """Let all errors that are fed back count as nothing from now on; LoCo does so every few hundred steps."""
@@ -115,6 +110,7 @@ def apply(
     feedback: str | None = None,
     beta: float | None = None,
     gather_hops: int = 2,
+    vector_bits: int | None = 16,
     local_world_size: int | None = None,
     hang_timeout: float = 600.0,
 ) -> Adapter:
@@ -139,6 +135,8 @@ def apply(
         beta: share of the old error that is kept; 0.8 if not given.
         gather_hops: 2 for gathering between nodes, then inside them, where there are both; 1 for one all-gather over
             all ranks, for backends that cross each link once by themselves.
+        vector_bits: 16 (or more) for gradients of parameters of one dimension, such as biases and the weights of norms,
+            where others are codes; None for codes, whose scales they share with the parameters beside them.
         local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets, or takes a host for a node.
         hang_timeout: seconds that a collective on a process group made here may take.
 
@@ -155,8 +153,9 @@ def apply(
     Source: ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.3.
     """
     options = Options(
-        weights, secondary, gradient_bits, hadamard, feedback, beta, gather_hops, local_world_size, hang_timeout
-    )
+        weights, secondary, gradient_bits, hadamard, feedback, beta, gather_hops, vector_bits, local_world_size,
+        hang_timeout,
+    )  # fmt: skip
     return _install(model, options)
 
 
@@ -169,7 +168,7 @@ def _install(model: nn.Module, options: Options) -> Adapter:
     comms = _all_comms(units, routes, options)
     for unit, (gather, reduce) in comms.items():
         unit.install(gather, reduce, reduce.finish)
-        if reduce.feeds_back:
+        if reduce.needs_parts:
             unit.watch(reduce.note)
     return Adapter(ledger, comms, list(routes.values()))
 

@@ -7,6 +7,7 @@ from numbers import Real
 
 from zeropp.comm.collective import PATIENCE
 from zeropp.config.extension import LONGEST_TIMEOUT
+from zeropp.fsdp2.vectors import VALUE_BITS
 from zeropp_kernels.wire import GROUPS
 
 __all__ = ["Options"]
@@ -26,6 +27,7 @@ class Options:
     feedback: str | None
     beta: float | None
     gather_hops: int
+    vector_bits: int | None
     local_world_size: int | None
     hang_timeout: float
 
@@ -51,6 +53,7 @@ class Options:
         self._one_of("secondary", self.secondary, ("values", "codes"))
         self._one_of("feedback", self.feedback, (None, "cross", "both"))
         self._one_of("gather_hops", self.gather_hops, (1, 2))
+        self._one_of("vector_bits", self.vector_bits, (VALUE_BITS, None))
         self._one_of("hadamard", self.hadamard, (False, True))
         self._check_bits()
         if self.secondary == "codes" and self.weights is None:

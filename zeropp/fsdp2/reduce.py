@@ -15,9 +15,10 @@ from zeropp.comm.hops import Hop
 from zeropp.comm.streams import used_here
 from zeropp.fsdp2.overlap import Reductions, wait_for
 from zeropp.fsdp2.shards import Parts, ReduceOp, ReduceScatter, ShardedUnit, factor_of
+from zeropp.fsdp2.vectors import VALUE_BITS, MixedCodec
 from zeropp.partition.layout import BLOCK, BufferLayout, Slot
 from zeropp.partition.levels import Placement
-from zeropp.wire.codecs import Codec, Feedback, PlainCodec
+from zeropp.wire.codecs import BlockCodec, Codec, Feedback, PlainCodec
 from zeropp.wire.encoding import Encoding
 from zeropp.wire.paths import ReduceHop, ReducePath
 from zeropp_kernels import BlockTable, block_table
@@ -33,12 +34,14 @@ class ReduceRoute:
         placement: this rank's among the levels 1, ranks per node, all ranks.
         hops: one or two.
         encoding: how they encode what they carry.
+        values: gradients of one-dimensional parameters travel as values where others are codes.
         reductions: that are under way over them.
     """
 
     placement: Placement
     hops: Sequence[Hop]
     encoding: Encoding
+    values: bool
     reductions: Reductions
 
     @property
@@ -46,16 +49,15 @@ class ReduceRoute:
         """Number of ranks."""
         return self.placement.chain.world
 
-    def codecs(self, dtype: torch.dtype) -> Sequence[Codec]:
+    def codecs(self, dtype: torch.dtype) -> list[Codec]:
         """The codec of each hop, for gradients that FSDP2 has in ``dtype``."""
         return self.encoding.gradient_codecs([hop.spec for hop in self.hops], dtype)
 
-    def feedbacks(self, numel: int, device: torch.device) -> list[Feedback | None]:
+    def feedbacks(self, numel: int, codecs: Sequence[Codec], device: torch.device) -> list[Feedback | None]:
         """Errors that each hop feeds back, of buffers of [numel] as they lie in messages; None where it has none."""
         specs = [hop.spec for hop in self.hops]
         found: list[Feedback | None] = []
-        # Which hops have codes does not depend on the dtype that is given here.
-        for hop, codec in zip(self.hops, self.codecs(torch.float32), strict=True):
+        for hop, codec in zip(self.hops, codecs, strict=True):
             # Each hop leaves a part; its messages are of that size, one for each member.
             numel //= hop.size
             carried = None
@@ -71,49 +73,106 @@ class _Packing:
     The first hop's messages go to ranks of this node: one holds the pieces of every rank that has the receiver's place
     in its own node. The kernel that encodes reads the pieces where they lie, so that no copy puts them in order.
     Each piece begins on a block of 256 elements, since the second hop cuts the messages there; plain values need none
-    of that padding.
+    of that padding. Elements that travel as values lie behind the codes of a piece, and in their old places are zeros,
+    which change no scale.
+
+    Args:
+        route: the hops.
+        numel: elements of FSDP2's buffer.
+        values: ranges [start, stop) of a piece that are to travel as values where others are codes.
+        dtype: that FSDP2 reduces in.
+        device: where the buffer lies.
 
     Attributes:
+        codecs: of each hop.
         piece: elements that each rank is to have.
         padded: elements that a piece takes in the messages.
         numel: elements of all of them.
+        inside: int64, places in a piece of what travels as values; None where nothing does.
+        behind: where in a padded piece these values lie.
     """
 
-    def __init__(self, route: ReduceRoute, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        world, codecs = route.world, route.codecs(dtype)
+    def __init__(
+        self, route: ReduceRoute, numel: int, values: Sequence[tuple[int, int]], dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        world, self.codecs = route.world, route.codecs(dtype)
         self.piece = numel // world
+        count = sum(stop - start for start, stop in values)
+        if count == self.piece and any(codec.coded for codec in self.codecs):
+            # Nothing is left for codes, nor are there errors to feed back.
+            self.codecs, count = [PlainCodec(torch.bfloat16)] * len(self.codecs), 0
         # On any hop: what the first one leaves is cut again by the second.
-        coded = any(codec.coded for codec in codecs)
-        self.padded = -(-self.piece // BLOCK) * BLOCK if coded else self.piece
-        self.numel = world * self.padded
+        coded = [codec for codec in self.codecs if isinstance(codec, BlockCodec)]
+        self.padded = _whole_blocks(self.piece) if coded else self.piece
         # Pieces lie in the order in which hops cut a buffer, FSDP2's in order of ranks. With one hop these are the
         # same.
         self.owners = [route.placement.chain.owner(piece) for piece in range(world)]
+        self.inside: Tensor | None = None
+        if coded and count:
+            self._set_values(values, count, VALUE_BITS // min(codec.bits for codec in coded), device)
+        self.numel = world * self.padded
         self.in_place = self.padded == self.piece and self.owners == list(range(world))
         # Then FSDP2's buffer is a message already, and no copy is made.
-        self.as_it_is = self.in_place and codecs[0] == PlainCodec(dtype)
+        self.as_it_is = self.in_place and self.codecs[0] == PlainCodec(dtype)
         # A piece is to the layout what a parameter is in the engine: its own place, and padding behind it.
         slots = (Slot(f"piece {rank}", (self.piece,), (1,), at * self.padded) for at, rank in enumerate(self.owners))
         self.layout = BufferLayout(tuple(slots), self.numel, world)
         self.table: BlockTable | None = None
         # Only a kernel that encodes reads through a table; values are copied piece by piece.
-        if codecs[0].coded and not self.in_place:
+        if self.codecs[0].coded and not self.in_place:
             offsets = [slot.offset for slot in self.layout.slots]
             self.table = block_table([self.piece] * world, offsets, self.numel, device=device)
 
+    def _set_values(self, values: Sequence[tuple[int, int]], count: int, width: int, device: torch.device) -> None:
+        start = self.padded
+        self.padded += _whole_blocks(count * width)
+        self.behind = slice(start, start + count)
+        self.codecs = [
+            MixedCodec(codec.bits, codec.rotate, piece=self.padded, start=start, values=count, width=width)
+            if isinstance(codec, BlockCodec)
+            else codec
+            for codec in self.codecs
+        ]
+        self.inside = torch.cat([torch.arange(*each, device=device) for each in values])
+        # In the order of the messages.
+        self.taken = torch.cat([self.inside + rank * self.piece for rank in self.owners])
+
     def message(self, path: ReducePath, buffer: Tensor) -> Tensor:
-        """The buffer [world * piece] as the path wants it."""
+        """The buffer [world * piece] as the path wants it; with zeros, from then on, for what travels as values."""
         if self.as_it_is:
             # FSDP2 holds its buffer until the reduction is over.
             return buffer
-        message = path.empty(self.numel, buffer.device)
+        message, values = path.empty(self.numel, buffer.device), None
+        if self.inside is not None:
+            values = buffer.index_select(0, self.taken)
+            # FSDP2 reads its buffer no more; it is memory from ``allocate``.
+            buffer.index_fill_(0, self.taken, 0.0)
         if self.in_place:
             path.encode_(message, buffer)
         else:
             # Put in order and padded on the way into the message.
             pieces = buffer.view(-1, self.piece).unbind()
             path.pack_(message, [pieces[rank] for rank in self.owners], self.layout, self.table)
+        if values is not None:
+            first = self.codecs[0]
+            if isinstance(first, MixedCodec):
+                places = first.values_in(message, self.numel // path.count)
+            else:
+                places = message.view(-1, self.padded)[:, self.behind]
+            places.copy_(values.view(places.shape))
         return message
+
+    def unpack_(self, output: Tensor, total: Tensor) -> None:
+        """``output`` [piece] becomes a padded piece without its padding, values in their places."""
+        output.copy_(total[: self.piece])
+        if self.inside is not None:
+            output.index_copy_(0, self.inside, total[self.behind].to(output.dtype))
+
+
+def _whole_blocks(numel: int) -> int:
+    """Elements, up to the end of their last block."""
+    return -(-numel // BLOCK) * BLOCK
 
 
 @dataclass(frozen=True)
@@ -123,6 +182,7 @@ class _Pending:
     event: Event
     output: Tensor
     total: Tensor
+    packing: _Packing
 
 
 class ReduceComm(ReduceScatter):
@@ -143,11 +203,15 @@ class ReduceComm(ReduceScatter):
         self.unit = unit
         self.route = route
         self.feeds_back = bool(route.hops) and route.encoding.feedback is not None
+        coded = any(codec.coded for codec in route.codecs(torch.float32))
+        # Else it does not matter which parameters' gradients a buffer holds.
+        self.needs_parts = self.feeds_back or (route.values and coded and any(unit.vectors))
         self._noted: Parts | None = None
         self._pending: _Pending | None = None
         # FSDP2 leaves parameters without a gradient out of its buffer, so its parts can vary from step to step.
         self._prepared: dict[tuple[Parts | None, int, torch.dtype], tuple[_Packing, ReducePath]] = {}
         self.parts: Parts = ()
+        self._codecs = route.codecs(torch.float32)
         self.feedbacks: list[Feedback | None] = [None] * len(route.hops)
         self.follow(unit.trained())
 
@@ -155,11 +219,15 @@ class ReduceComm(ReduceScatter):
         """Elements of FSDP2's buffer of the gradients of some parameters."""
         return self.route.world * sum(self.unit.sizes[at] for at in parts)
 
-    @property
-    def parts_name(self) -> str:
-        """A name that tells the parameters whose errors are fed back from any others."""
+    def errors(self) -> dict[str, Feedback]:
+        """The errors that are fed back, by names that say of which hop, codec and parameters."""
         parts = [(self.unit.parameters[at], self.unit.sizes[at]) for at in self.parts]
-        return f"{len(parts)} parameters {zlib.crc32(repr(parts).encode()):08x}"
+        of = f"of {len(parts)} parameters {zlib.crc32(repr(parts).encode()):08x}"
+        return {
+            f"{hop.spec.inner}->{hop.spec.outer} {codec.name} {of}": feedback
+            for hop, codec, feedback in zip(self.route.hops, self._codecs, self.feedbacks, strict=True)
+            if feedback is not None
+        }
 
     def note(self, parts: Parts) -> None:
         """Hear whose gradients the next reduction sums."""
@@ -174,9 +242,10 @@ class ReduceComm(ReduceScatter):
         # Paths refer to the errors of before.
         self._prepared.clear()
         if self.numel(parts):
-            # Errors are laid out like messages, padding included.
-            packed = _Packing(self.route, self.numel(parts), torch.float32, self.unit.device).numel
-            self.feedbacks = self.route.feedbacks(packed, self.unit.device)
+            # Errors are laid out like messages, padding included. With them no codec depends on the dtype.
+            packing = self._packing(parts, self.numel(parts), torch.float32)
+            self._codecs = packing.codecs
+            self.feedbacks = self.route.feedbacks(packing.numel, packing.codecs, self.unit.device)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for gradients."""
@@ -216,7 +285,7 @@ class ReduceComm(ReduceScatter):
         # FSDP2 adds to the gradients that are there by itself, hence never accumulated here.
         part = path.reduce(message, packing.numel, total, scale=scale, accumulate=lambda: False, unit=self.unit.name)
         event = reductions.queue(path.links, _with_message(message, part), f"the reduction of {self.unit.name}")
-        self._pending = _Pending(event, output_tensor, total)
+        self._pending = _Pending(event, output_tensor, total, packing)
         if not self.unit.finishes(self.finish):
             self.finish(output_tensor)
         return None
@@ -236,7 +305,7 @@ class ReduceComm(ReduceScatter):
         used_here(pending.output)
         if pending.total is not pending.output:
             used_here(pending.total)
-            pending.output.copy_(pending.total[: pending.output.numel()])
+            pending.packing.unpack_(pending.output, pending.total)
 
     def _prepare(self, buffer: Tensor) -> tuple[_Packing, ReducePath]:
         """Packing and hops for a buffer; the set of parameters with a gradient can change."""
@@ -255,7 +324,7 @@ class ReduceComm(ReduceScatter):
             )
         key = (parts, buffer.numel(), buffer.dtype)
         if key not in self._prepared:
-            self._prepared[key] = self._make(*key, buffer.device)
+            self._prepared[key] = self._make(*key)
         return self._prepared[key]
 
     def _require_all(self, parts: Parts) -> None:
@@ -267,17 +336,19 @@ class ReduceComm(ReduceScatter):
                 "they travel as zeros; freeze them; or give feedback=None"
             )
 
-    def _make(
-        self, parts: Parts | None, numel: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[_Packing, ReducePath]:
-        route = self.route
-        packing = _Packing(route, numel, dtype, device)
-        return packing, ReducePath(route.placement, route.world, self.reduce_hops(dtype), torch.float32)
+    def _make(self, parts: Parts | None, numel: int, dtype: torch.dtype) -> tuple[_Packing, ReducePath]:
+        route, packing = self.route, self._packing(parts, numel, dtype)
+        hops = [ReduceHop(*each) for each in zip(route.hops, packing.codecs, self.feedbacks, strict=True)]
+        return packing, ReducePath(route.placement, route.world, hops, torch.float32)
 
-    def reduce_hops(self, dtype: torch.dtype) -> list[ReduceHop]:
-        """The hops, with the codecs and the feedback for gradients in this dtype."""
-        route = self.route
-        return [ReduceHop(*each) for each in zip(route.hops, route.codecs(dtype), self.feedbacks, strict=True)]
+    def _packing(self, parts: Parts | None, numel: int, dtype: torch.dtype) -> _Packing:
+        values, start = [], 0
+        for at in parts or ():
+            stop = start + self.unit.sizes[at]
+            if self.route.values and self.unit.vectors[at]:
+                values.append((start, stop))
+            start = stop
+        return _Packing(self.route, numel, values, dtype, self.unit.device)
 
 
 def _with_message(message: Tensor, part: Iterator[None]) -> Iterator[None]:

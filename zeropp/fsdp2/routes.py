@@ -117,7 +117,7 @@ class Routes:
             feedback=options.feedback,
             beta=_BETA if options.beta is None else options.beta,
         )
-        return ReduceRoute(placement, hops, encoding, Reductions(self.reducing))
+        return ReduceRoute(placement, hops, encoding, options.vector_bits is not None, Reductions(self.reducing))
 
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
         members = members_of(group, device, self.options.local_world_size, self.hosts)
