@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -144,3 +145,23 @@ def after_the_end() -> list[tuple[str, str]]:
 
 def test_remove_after_the_process_group_is_gone() -> None:
     assert run_ranks(4, after_the_end, local_world_size=2) == [DEFAULT] * 4
+
+
+def exported() -> tuple[list[str], list[str]]:
+    """Parameters of a full state dict that are not the sharded ones; and those that ``unshard()`` shows as they are."""
+    model = sharded()
+    fsdp2.apply(model)
+    model(tokens(0, dist.get_rank()))
+    exact = Net().state_dict()
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    wrong = [name for name, value in state.items() if not torch.equal(value, exact[name])]
+    for module in (*model.blocks, model):
+        module.unshard()
+    shown = [name for name, value in model.named_parameters() if torch.equal(value, exact[name])]
+    return wrong, shown
+
+
+def test_a_state_dict_is_exact_and_unshard_shows_decoded_weights() -> None:
+    for rank, (wrong, shown) in enumerate(run_ranks(4, exported, local_world_size=2)):
+        # A full state dict is rank 0's; values such as 0 and 1 may survive.
+        assert wrong == [] and not any(name.endswith("0.weight") for name in shown), (rank, wrong, shown)
