@@ -134,6 +134,41 @@ def test_matrices_do_not_share_scales_with_vectors() -> None:
         assert values < 0.3 and values < codes
 
 
+class Chosen(nn.Module):
+    """Experts with biases, of which each step uses others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.experts = nn.ModuleList(nn.Linear(40, 40) for _ in range(7))
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for at, expert in enumerate(self.experts):
+            if (step + 1) >> at & 1:
+                x = expert(x)
+        return x.square().mean()
+
+
+def many_sets() -> tuple[int, float]:
+    """Packings that are kept after more sets of parameters than that; largest error of a bias in the last step."""
+    found = []
+    for coded in (False, True):
+        model: Any = fully_shard(Chosen())
+        if coded:
+            fsdp2.apply(model, weights=None)
+        for step in range(70):
+            model.zero_grad()
+            model(batch(), step).backward()
+        found.append({name: value for name, value in gradients(model).items() if value.ndim == 1})
+    errors = [float((found[1][name] - value).norm() / value.norm()) for name, value in found[0].items()]
+    return len(hooks(model)[1]._prepared), max(errors)
+
+
+def test_packings_of_many_sets_of_parameters_are_not_all_kept() -> None:
+    for kept, error in run_ranks(4, many_sets, local_world_size=2):
+        assert kept <= 64 and error < 2 * WIDTH
+
+
 def with_parts_missing(how: str) -> dict[str, float]:
     """Errors of vectors where parameters have no gradient, are frozen in between, or gradients are accumulated."""
     found = []

@@ -25,6 +25,9 @@ from zeropp_kernels import BlockTable, block_table
 
 __all__ = ["ReduceComm", "ReduceRoute"]
 
+_MOST_PREPARED = 64
+"""Sets of parameters with a gradient whose packing is kept: with routed experts there can be any number."""
+
 
 @dataclass(frozen=True)
 class ReduceRoute:
@@ -167,6 +170,8 @@ class _Packing:
         """``output`` [piece] becomes a padded piece without its padding, values in their places."""
         output.copy_(total[: self.piece])
         if self.inside is not None:
+            # On the stream of FSDP2's hook; it was made on that of the reductions.
+            used_here(self.inside)
             output.index_copy_(0, self.inside, total[self.behind].to(output.dtype))
 
 
@@ -324,6 +329,8 @@ class ReduceComm(ReduceScatter):
             )
         key = (parts, buffer.numel(), buffer.dtype)
         if key not in self._prepared:
+            if len(self._prepared) == _MOST_PREPARED:
+                self._prepared.clear()
             self._prepared[key] = self._make(*key)
         return self._prepared[key]
 
