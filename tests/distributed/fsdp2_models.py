@@ -41,7 +41,8 @@ def units(model: nn.Module) -> dict[str, list[str]]:
 def hooks(module: Any) -> tuple[Any, Any, dist.ProcessGroup]:
     """The hooks and the group of a module; of the first mesh, where parameters lie on several."""
     group, *_ = module._get_fsdp_state()._fsdp_param_groups
-    return group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info.shard_process_group
+    ranks = getattr(group.mesh_info, "shard_process_group", dist.group.WORLD)
+    return group._all_gather_comm, group._reduce_scatter_comm, ranks
 
 
 def whole(tensor: Any) -> Tensor:

@@ -94,7 +94,9 @@ def adapted() -> str:
 
 def test_fsdp2_sends_codes() -> None:
     for printed in run_ranks(2, adapted):
-        assert re.search(r"blocks\.1 +gather .* int8 ", printed) and re.search(r"blocks\.1 +reduce .* int4 ", printed)
+        assert re.search(r"blocks\.1 +gather .* int8 ", printed) and re.search(
+            r"blocks\.1 +reduce .* int4\+bf16 ", printed
+        )
 
 
 def styled(folder: str) -> tuple[str, object]:

@@ -6,15 +6,15 @@ import inspect
 import os
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import Shard
 
 from tests.distributed.fsdp2_models import PLAIN, gradients, hooks, sharded
 from tests.distributed.fsdp2_oracle import Net, tokens
@@ -66,16 +66,7 @@ def otherwise_frozen() -> nn.Module:
 
 
 def replicated() -> nn.Module:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    return fully_shard(Net(), mesh=mesh)
-
-
-def of_two_meshes() -> nn.Module:
-    """Biases on a mesh of their own, which torch can do from 2.13 on."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "local"))
-    own = _fsdp_common.FSDPMeshInfo(mesh["local"], shard_mesh_dim=0)
-    result = _fsdp_common.ShardPlacementResult(Shard(0), own)
-    return fully_shard(Net(), shard_placement_fn=lambda parameter: result if parameter.ndim == 1 else None)
+    return replicate(Net(), mesh=dist.init_device_mesh("cpu", (4,), mesh_dim_names=("replicas",)))
 
 
 def applied() -> nn.Module:
@@ -95,7 +86,6 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "not sharded": (Net, {}),
     "twice": (applied, {}),
     "replicas": (replicated, {}),
-    **({"several meshes": (of_two_meshes, {})} if hasattr(_fsdp_common, "ShardPlacementResult") else {}),
     "dtypes": (lambda: unmixed(Mixed), {}),
     "integers": (lambda: unmixed(Whole), {}),
     "extension": (extended, {}),
@@ -111,6 +101,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "hadamard": (sharded, {"gradient_bits": (16, 16), "hadamard": True}),
     "beta": (sharded, {"feedback": "cross", "beta": 1.0}),
     "beta alone": (sharded, {"beta": 0.5}),
+    "beta as text": (sharded, {"feedback": "cross", "beta": "0.9"}),
+    "beta as a flag": (sharded, {"feedback": "cross", "beta": False}),
+    "no timeout": (sharded, {"hang_timeout": None}),
+    "timeout as text": (sharded, {"hang_timeout": "60"}),
+    "timeout as a duration": (sharded, {"hang_timeout": timedelta(minutes=1)}),
+    "timeout that is no number": (sharded, {"hang_timeout": float("nan")}),
+    "larger nodes than the job": (sharded, {"local_world_size": 64}),
+    "nodes as text": (sharded, {"local_world_size": "2"}),
+    "bits as text": (sharded, {"gradient_bits": "84"}),
+    "three widths": (sharded, {"gradient_bits": [8, 4, 4]}),
     "hops": (sharded, {"gather_hops": 3}),
     "timeout": (sharded, {"hang_timeout": 0.0}),
     "ranks disagree": (sharded, lambda: {"gradient_bits": (8, 8 if dist.get_rank() == 3 else 4)}),
@@ -120,8 +120,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 SAID = {
     "not sharded": "no module of this Net has been sharded; call torch.distributed.fsdp.fully_shard",
     "twice": r"has a GatherComm already; expected FSDP2's DefaultAllGather.*remove\(\)",
-    "replicas": r"replicates \(HSDP\).*reshard_after_forward=<ranks per node>",
-    "several meshes": r"\(root\): shard_placement_fn puts its parameters on 2 meshes.*expected one mesh for each call",
+    "replicas": r"replicates parameters and shards none, as replicate\(\) does",
     "dtypes": r"\(root\): parameters are gathered together in several dtypes.*'torch.bfloat16': \['fixed.weight'\]",
     "integers": "in several dtypes.*torch.int64",
     "extension": r"blocks.0: \['blocks.0.0.weight'\] bring their own all-gather extension",
@@ -135,8 +134,18 @@ SAID = {
     "feedback": "feedback='cross' adds what encoding has lost, and gradient_bits=None does not encode",
     "feedback inside": r"gradient_bits=\(16, 4\) does not encode on every hop",
     "hadamard": "encodes nothing",
-    "beta": "beta is 1.0; expected 0 <= beta < 1",
+    "beta": "beta is 1.0; expected a number, 0 <= beta < 1",
     "beta alone": "beta is 0.5 and feedback is None",
+    "beta as text": "beta is '0.9'; expected a number, 0 <= beta < 1",
+    "beta as a flag": "beta is False; expected a number",
+    "no timeout": "hang_timeout is None; expected a number of seconds",
+    "timeout as text": "hang_timeout is '60'; expected a number of seconds",
+    "timeout as a duration": r"hang_timeout is datetime.timedelta\(seconds=60\); expected a number of seconds",
+    "timeout that is no number": "hang_timeout is nan; expected",
+    "larger nodes than the job": "local_world_size is 64; expected ranks per node, at most the 4 of this job",
+    "nodes as text": "local_world_size is '2'; expected ranks per node",
+    "bits as text": "gradient_bits is '84'; expected",
+    "three widths": r"gradient_bits is \[8, 4, 4\]; expected",
     "hops": "gather_hops is 3; expected 1 or 2",
     "timeout": "hang_timeout is 0.0",
     "ranks disagree": "ranks 0 and 3 disagree",
@@ -175,6 +184,7 @@ def test_what_cannot_be_honoured_is_refused_on_every_rank() -> None:
         {"feedback": "both", "gradient_bits": (8, 8), "beta": 0.0},
         {"hadamard": True, "gradient_bits": (16, 8)},
         {"hadamard": True, "gradient_bits": (4, 32)},
+        {"beta": 0, "feedback": "cross", "gradient_bits": [8, 4], "hang_timeout": 60, "local_world_size": 4},
         {"secondary": "codes", "gather_hops": 1, "local_world_size": 1},
     ],
     ids=str,
@@ -182,7 +192,7 @@ def test_what_cannot_be_honoured_is_refused_on_every_rank() -> None:
 def test_what_fits_together_is_accepted(settings: dict[str, Any]) -> None:
     defaults = {name: each.default for name, each in inspect.signature(fsdp2.apply).parameters.items()}
     del defaults["model"]
-    Options(**{**defaults, **settings}).check()
+    Options(**{**defaults, **settings}).check(4)
 
 
 def late_changes() -> list[str]:

@@ -28,8 +28,9 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import apart
 from tests.distributed.watch import watch_weights
 from zeropp import fsdp2
-from zeropp.fsdp2 import install
+from zeropp.fsdp2 import routes
 from zeropp.fsdp2.reduce import ReduceComm
+from zeropp.fsdp2.shards import ShardedUnit
 
 # Weights.
 
@@ -210,8 +211,8 @@ def test_gradients_in_float64_are_summed_in_it(reshard: bool | int) -> None:
 Rows = dict[tuple[str, str, str, str], tuple[int, int, str]]  # unit, kind, hop, link -> calls, bytes, codec
 
 
-def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str, tuple[int, int]]]:
-    """What a step sent; elements of a rank's shard of each unit, and of what is trained of it."""
+def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str, tuple[int, int, int]]]:
+    """What a step sent; elements of a rank's shard of each unit, of what is trained of it, and of its vectors."""
     model = sharded(reshard)
     adapter = fsdp2.apply(model, **settings)
     cut, world = units(model), dist.get_world_size()
@@ -220,7 +221,8 @@ def sent(settings: dict[str, Any], reshard: bool | int) -> tuple[Rows, dict[str,
     for unit, names in cut.items():
         rows = [-(-values[name].size(0) // world) * values[name].shape[1:].numel() for name in names]
         trained = [row for row, name in zip(rows, names, strict=True) if values[name].requires_grad]
-        sizes[unit] = (sum(rows), sum(trained))
+        vectors = [row for row, name in zip(rows, names, strict=True) if values[name].ndim == 1]
+        sizes[unit] = (sum(rows), sum(trained), sum(vectors))
     model(tokens(0, dist.get_rank())).backward()
     text = str(adapter)
     assert all(unit in text for unit in cut) and f"{adapter.ledger.total_bytes:,}" in text
@@ -238,7 +240,7 @@ def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshar
     weight = "fp32" if plain else "int8"
     for rows, sizes in run_ranks(4, sent, settings, reshard, local_world_size=2):
         wanted = {}
-        for unit, (numel, trained) in sizes.items():
+        for unit, (numel, trained, vectors) in sizes.items():
             shard = 4 * numel if plain else kernels.message_layout(numel, 8).nbytes
             # FSDP2's root is gathered once, unless told otherwise; its blocks anew in backward.
             times = 2 if reshard is True else 1
@@ -251,12 +253,13 @@ def test_bytes_are_those_of_the_message_layouts(settings: dict[str, Any], reshar
                 coded = settings.get("secondary") == "codes"
                 nbytes = kernels.message_layout(2 * numel, 8).nbytes if coded else 4 * 2 * numel
                 wanted[unit, "second", "2->1", "local"] = (1, nbytes, "int8" if coded else "fp32")
-            piece = -(-trained // 256) * 256
+            # A value lies where four codes would: 16 bits of int4, 32 of int8.
+            piece = -(-trained // 256) * 256 + -(-4 * vectors // 256) * 256
             pair = (8 * trained, 4 * trained)
             if not plain:
                 pair = (kernels.message_layout(2 * piece, 8).nbytes, kernels.message_layout(piece, 4).nbytes)
-            wanted[unit, "reduce", "1->2", "local"] = (1, pair[0], "fp32" if plain else "int8")
-            wanted[unit, "reduce", "2->4", "cross"] = (1, pair[1], "fp32" if plain else "int4")
+            wanted[unit, "reduce", "1->2", "local"] = (1, pair[0], "fp32" if plain else "int8+fp32")
+            wanted[unit, "reduce", "2->4", "cross"] = (1, pair[1], "fp32" if plain else "int4+bf16")
         assert rows == wanted
 
 
@@ -269,7 +272,7 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
     adapter = fsdp2.apply(model, weights=None, gradient_bits=(4, 4), feedback=feedback)
     _, reduce, group = hooks(model.blocks[0])
     rank, world = dist.get_rank(), dist.get_world_size()
-    size = reduce.numel // world
+    size = reduce.numel(reduce.parts or reduce.unit.trained()) // world
     tables = buffers(size, torch.float32)
     mean = torch.stack(tables).mean(0)[rank]
 
@@ -294,9 +297,10 @@ def fed(feedback: str | None) -> tuple[float, float, list[str]]:
         if any(bool(each.any()) for each in adapter.state_dict().values()):
             wrong.append("a cleared state is not empty")
         wrong += [] if torch.equal(one(), first) else ["a cleared state gave another gradient"]
-        with pytest.raises(ValueError, match="the same model, ranks and settings"):
+        with pytest.raises(ValueError, match="trained parameters, ranks and settings"):
             adapter.load_state_dict({})
-        with pytest.raises(RuntimeError, match="set_reduce_scatter_unused_params"):
+        reduce.note(reduce.parts[1:])
+        with pytest.raises(RuntimeError, match=r"\['blocks.0.0.weight'\] have no gradient.*set_reduce_scatter_unused"):
             reduce(torch.empty(8), torch.empty(8 * world), group, dist.ReduceOp.AVG)
     return float(single), float(several), wrong
 
@@ -316,9 +320,10 @@ def kept_share(beta: float | None) -> Tensor:
     fsdp2.apply(model, weights=None, feedback="cross", beta=beta)
     _, reduce, group = hooks(model.blocks[0])
     rank, world = dist.get_rank(), dist.get_world_size()
-    out = torch.empty(reduce.numel // world)
+    size = reduce.numel(reduce.parts) // world
+    out = torch.empty(size)
     for _ in range(3):
-        given = buffers(reduce.numel // world, torch.float32)[rank]
+        given = buffers(size, torch.float32)[rank]
         reduce(out, given.view(-1), group, dist.ReduceOp.AVG)
         reduce.finish(out)
     return out
@@ -360,14 +365,14 @@ def test_units_that_are_frozen_wholly_carry_no_errors(feedback: str) -> None:
 def fails_half_way() -> list[str]:
     """Hooks that are FSDP2's no more after ``apply`` failed at its last unit."""
     model = sharded()
-    made = install.ReduceComm
+    made = routes.ReduceComm
 
-    def failing(unit: str, *args: Any) -> ReduceComm:
-        if unit == "blocks.1":
+    def failing(unit: ShardedUnit, *args: Any) -> ReduceComm:
+        if unit.name == "blocks.1":
             raise MemoryError("no room for this one")
         return made(unit, *args)
 
-    with mock.patch.object(install, "ReduceComm", failing), pytest.raises(MemoryError):
+    with mock.patch.object(routes, "ReduceComm", failing), pytest.raises(MemoryError):
         fsdp2.apply(model, feedback="cross")
     left = [name for module in (*model.blocks, model) for name in map(type_name, hooks(module)[:2])]
     fsdp2.apply(model, feedback="cross")  # nothing is in the way

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -89,12 +89,16 @@ class GatherComm(AllGather):
         unit: for the ledger.
         routes: for each process group that the unit is sharded over at some time.
         lanes: of gathers.
+        before: called before each gather.
     """
 
-    def __init__(self, unit: str, routes: dict[dist.ProcessGroup, GatherRoute], lanes: Lanes) -> None:
+    def __init__(
+        self, unit: str, routes: dict[dist.ProcessGroup, GatherRoute], lanes: Lanes, before: Callable[[], None]
+    ) -> None:
         self.unit = unit
         self.routes = routes
         self.lanes = lanes
+        self.before = before
         self._filled_on: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -113,7 +117,9 @@ class GatherComm(AllGather):
 
         Raises:
             RuntimeError: values of several dtypes, which the unit did not have when the hooks were installed.
+                Or what ``before`` raises.
         """
+        self.before()
         # FSDP2 passes the group over which the parameters are sharded just now: the smaller one after forward, if there
         # is one.
         route = self.routes[group]

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zeropp.comm.collective import exchange, on_all_ranks
-from zeropp.comm.groups import make_group
-from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
-from zeropp.comm.members import Members, find_members, whereabouts
-from zeropp.comm.streams import make_lanes
-from zeropp.fsdp2.gather import GatherComm, GatherRoute
+from zeropp.comm.members import whereabouts
+from zeropp.fsdp2.gather import GatherComm
 from zeropp.fsdp2.options import Options
-from zeropp.fsdp2.overlap import Reductions
-from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
-from zeropp.fsdp2.shards import ShardedUnit, find_units
-from zeropp.partition.levels import HopSpec, Mode, Placement
-from zeropp.partition.topology import build_chain
-from zeropp.wire.codecs import BlockCodec, Codec, Feedback
-from zeropp.wire.encoding import Encoding
+from zeropp.fsdp2.reduce import ReduceComm
+from zeropp.fsdp2.routes import WHAT, Routes, members_of
+from zeropp.fsdp2.shards import ShardedUnit, find_units, sharded_since
+from zeropp.wire.codecs import Feedback
 
 __all__ = ["Adapter", "apply"]
 
-_WHAT = "zeropp.fsdp2.apply"  # what ranks do together
-_BETA = 0.8  # the default of the configuration, too
+_T = TypeVar("_T")
+_Comms = dict[ShardedUnit, tuple[GatherComm, ReduceComm]]
 
 
 class Adapter:
-    """What :func:`apply` has put on a model.
+    """The communication that :func:`apply` has put on a model.
+
+    ``torch.distributed.checkpoint`` takes it as it takes an optimizer: ``dcp.save({"adapter": adapter, ...})``.
 
     Attributes:
         ledger: bytes that this rank has sent, by unit, direction and hop. ``kind`` is "gather" for weights,
@@ -42,25 +38,22 @@ class Adapter:
             and "reduce" for gradients; ``hop`` says between which numbers of ranks.
     """
 
-    def __init__(
-        self, ledger: Ledger, units: Sequence[ShardedUnit], reduces: Sequence[ReduceComm], routes: Sequence[_Routes]
-    ) -> None:
+    def __init__(self, ledger: Ledger, comms: _Comms, routes: Sequence[Routes]) -> None:
         self.ledger = ledger
-        self._units = units
-        self._reduces = reduces
+        self._comms = comms
         self._routes = routes
+        # Each rank has its own errors, and a checkpoint keeps one tensor for each name.
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._rank = f"rank {rank} of {world}"
 
     def __str__(self) -> str:
         return str(self.ledger)
 
     def _feedbacks(self) -> dict[str, Feedback]:
         return {
-            # With the codec's name, so that errors of other codecs are not taken over.
-            f"{comm.unit} {hop.spec.inner}->{hop.spec.outer} {hop.codec.name}": hop.feedback
-            for comm in self._reduces
-            # The dtype is that of hops without codes, which keep no errors.
-            for hop in comm.reduce_hops(torch.float32)
-            if hop.feedback is not None
+            f"{unit.name} {name}, {self._rank}": feedback
+            for unit, (_, reduce) in self._comms.items()
+            for name, feedback in reduce.errors().items()
         }
 
     def reset_feedback(self) -> None:
@@ -69,30 +62,40 @@ class Adapter:
             feedback.fresh = True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies of the errors this rank feeds back, by unit and hop; uint8. Every rank has its own."""
+        """Copies of the errors this rank feeds back, uint8; by unit, hop, codec, parameters and rank."""
         return {name: feedback.saved() for name, feedback in self._feedbacks().items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on with errors from :meth:`state_dict` of the same rank of a run with the same model and settings.
 
         Raises:
-            ValueError: other units, hops or sizes.
+            ValueError: other units, hops, parameters, ranks or sizes.
         """
+        for unit, (_, reduce) in self._comms.items():
+            reduce.follow(unit.trained())
         own = {name: feedback.state for name, feedback in self._feedbacks().items()}
         # Compared as a whole before anything is copied.
         given, expected = ({name: each.numel() for name, each in some.items()} for some in (state, own))
         if given != expected:
-            raise ValueError(f"errors have bytes {given}; expected {expected}: the same model, ranks and settings")
+            missing, other = (sorted(one.items() - two.items()) for one, two in ((expected, given), (given, expected)))
+            raise ValueError(
+                f"the state has no errors for {missing[:3]}, and has {other[:3]} (name, bytes; at most three of each); "
+                f"expected those of {len(own)} names that state_dict() gives: the same model, trained parameters, "
+                "ranks and settings. Without them errors begin at nothing, which costs one step's rounding"
+            )
         for name, feedback in self._feedbacks().items():
             feedback.state.copy_(state[name])
             # What has been loaded counts, though a reset was asked for before.
             feedback.fresh = False
 
     def remove(self) -> None:
-        """Give FSDP2 its own communication back, and destroy the process groups made for it. All ranks."""
+        """Give FSDP2 its own communication back, and destroy the process groups made for it. All ranks.
+
+        Hooks that others have set since stay. A second call does nothing.
+        """
         # Hooks first: nothing may call into a group that is gone.
-        for unit, reduce in zip(self._units, self._reduces, strict=True):
-            unit.restore(reduce.finish)
+        for unit, (gather, reduce) in self._comms.items():
+            unit.restore(gather, reduce, reduce.finish)
         for routes in self._routes:
             routes.close()
 
@@ -102,11 +105,12 @@ def apply(
     *,
     weights: str | None = "int8",
     secondary: str = "values",
-    gradient_bits: tuple[int, int] | None = (8, 4),
+    gradient_bits: tuple[int, int] | list[int] | None = (8, 4),
     hadamard: bool = False,
     feedback: str | None = None,
     beta: float | None = None,
     gather_hops: int = 2,
+    vector_bits: int | None = 16,
     local_world_size: int | None = None,
     hang_timeout: float = 600.0,
 ) -> Adapter:
@@ -131,6 +135,8 @@ def apply(
         beta: share of the old error that is kept; 0.8 if not given.
         gather_hops: 2 for gathering between nodes, then inside them, where there are both; 1 for one all-gather over
             all ranks, for backends that cross each link once by themselves.
+        vector_bits: 16 (or more) for gradients of parameters of one dimension, such as biases and the weights of norms,
+            where others are codes; None for codes, whose scales they share with the parameters beside them.
         local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets, or takes a host for a node.
         hang_timeout: seconds that a collective on a process group made here may take.
 
@@ -139,182 +145,147 @@ def apply(
 
     Raises:
         TypeError: a model without ``fully_shard``; raised where that is so.
-        ValueError: a mesh (HSDP), several for one unit, hooks already there; raised where that is so. A setting, dtypes
-            or all-gather extensions that cannot be honoured, nodes that are uneven or unknown, ranks that disagree;
-            raised on every rank. Nothing has been changed then.
+        ValueError: parameters that are only replicated, or hooks already there; raised where that is so. A setting,
+            dtypes or all-gather extensions that cannot be honoured, nodes that are uneven or unknown, ranks that
+            disagree; raised on every rank. Nothing has been changed then.
         RuntimeError: another rank refused its settings or could not go on; with its error.
 
     Source: ZeRO++ (arXiv 2306.10209), sections 3.1 and 3.3.
     """
     options = Options(
-        weights, secondary, gradient_bits, hadamard, feedback, beta, gather_hops, local_world_size, hang_timeout
-    )
+        weights, secondary, gradient_bits, hadamard, feedback, beta, gather_hops, vector_bits, local_world_size,
+        hang_timeout,
+    )  # fmt: skip
+    return _install(model, options)
+
+
+def _install(model: nn.Module, options: Options) -> Adapter:
+    """See :func:`apply`."""
     # Local: before a model has been looked at there is no group to tell others over.
     units, ledger = find_units(model), Ledger()
-    routes = _make_routes(units, options, ledger)
+    routes = _make_routes(units, options, ledger, _FirstUse(model, units))
     # Memory for errors that are fed back may be short on one rank; then no rank installs anything.
-    comms = _all_comms(routes)
+    comms = _all_comms(units, routes, options)
     for unit, (gather, reduce) in comms.items():
         unit.install(gather, reduce, reduce.finish)
-    return Adapter(ledger, units, [comms[unit][1] for unit in units], list(routes.values()))
+        if reduce.needs_parts:
+            unit.watch(reduce.note)
+    return Adapter(ledger, comms, list(routes.values()))
 
 
-def _make_routes(units: Sequence[ShardedUnit], options: Options, ledger: Ledger) -> dict[dist.ProcessGroup, _Routes]:
+class _FirstUse:
+    """Refuses, when something is first gathered, a model of which more has been sharded since :func:`apply`."""
+
+    def __init__(self, model: nn.Module, units: Sequence[ShardedUnit]) -> None:
+        # Weak, since the model holds the hooks.
+        self._model = weakref.ref(model)
+        self._units = units
+        self._passed = False
+
+    def __call__(self) -> None:
+        model = None if self._passed else self._model()
+        if model is None:
+            return
+        late = sharded_since(model, self._units)
+        if late:
+            raise RuntimeError(
+                f"fully_shard was called on {late} after zeropp.fsdp2.apply, so that what they send is not quantized. "
+                "Call apply after the last fully_shard. To go on in this process, remove() what apply returned, apply "
+                "again, and call reset_iter_state() of the root (torch 2.13): FSDP2 has begun this forward"
+            )
+        self._passed = True
+
+
+def _make_routes(
+    units: Sequence[ShardedUnit], options: Options, ledger: Ledger, before: Callable[[], None]
+) -> dict[dist.ProcessGroup, Routes]:
     """Hops for the units of each mesh, once every rank has found that it can go on."""
     # In order of modules and not as a set: collectives need one order on all ranks.
     meshes = list(dict.fromkeys(unit.group for unit in units))
     hosts: dict[int, str] = {}
     for mesh in meshes:
         # Names of hosts have to be known before nodes can be checked. A fake group has nobody to ask.
-        hosts.update(exchange(mesh, whereabouts(), _WHAT, options.patience()))
-    for mesh in meshes:
-        # All units on each mesh, so that a refusal reaches everyone before groups are made.
-        work, patience = partial(_check, units, options, hosts), options.patience
-        on_all_ranks(mesh, _WHAT, work, same=True, patience=patience)
+        hosts.update(exchange(mesh, whereabouts(), WHAT, options.patience()))
+    _agree(units, options, partial(_check, units, options, hosts), lambda accounts, group: accounts[group])
     # Makes process groups: from here on all members must come along.
-    return {mesh: _Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts) for mesh in meshes}
+    return {
+        mesh: Routes(mesh, [u for u in units if u.group == mesh], options, ledger, hosts, before) for mesh in meshes
+    }
 
 
-def _all_comms(routes: Mapping[dist.ProcessGroup, _Routes]) -> dict[ShardedUnit, tuple[GatherComm, ReduceComm]]:
+def _all_comms(units: Sequence[ShardedUnit], routes: Mapping[dist.ProcessGroup, Routes], options: Options) -> _Comms:
     """The hooks of all units, before any is installed; if they cannot be made on some rank, on none."""
-    comms: dict[ShardedUnit, tuple[GatherComm, ReduceComm]] = {}
     try:
-        for mesh, route in routes.items():
-            comms |= on_all_ranks(mesh, _WHAT, route.comms, patience=route.options.patience)
+        return _agree(units, options, lambda: {unit: routes[unit.group].comms(unit) for unit in units})
     # An interrupt leaves no groups behind, either.
     except BaseException:
         for route in routes.values():
             route.close()
         raise
-    return comms
 
 
-def _check(units: Sequence[ShardedUnit], options: Options, hosts: Mapping[int, str]) -> list[object]:
-    """Everything that can be refused before anyone has to wait; what all ranks must agree on."""
+def _agree(
+    units: Sequence[ShardedUnit],
+    options: Options,
+    work: Callable[[], _T],
+    same: Callable[[_T, dist.ProcessGroup], object] | None = None,
+) -> _T:
+    """Do local work that may fail, and fail on all ranks of all groups if it failed on any.
+
+    Args:
+        units: whose groups are told: those that they are sharded over, then their replicas.
+        options: say how long to wait.
+        work: local.
+        same: the part of its result that must be the same on all ranks of a group.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+
+    def tell(group: dist.ProcessGroup) -> object:
+        if error is not None:
+            raise error
+        return None if same is None else same(cast("_T", result), group)
+
+    groups = dict.fromkeys(unit.group for unit in units)
+    groups |= dict.fromkeys(unit.replicas for unit in units if unit.replicas is not None)
+    # With replicas, or several meshes, no group has all ranks: what one has heard of it tells in the next.
+    for group in groups:
+        try:
+            on_all_ranks(group, WHAT, partial(tell, group), same=same is not None, patience=options.patience)
+        except Exception as caught:
+            error = caught
+    if error is not None:
+        raise error
+    return cast("_T", result)
+
+
+def _check(
+    units: Sequence[ShardedUnit], options: Options, hosts: Mapping[int, str]
+) -> dict[dist.ProcessGroup, list[object]]:
+    """Everything that can be refused before anyone has to wait; for each group, what its ranks must agree on."""
     # Not earlier: an error before the exchange would leave the others waiting.
-    options.check()
+    options.check(dist.get_world_size() if dist.is_initialized() else 1)
     if options.secondary == "codes" and all(unit.secondary is None for unit in units):
         raise ValueError(
             "secondary is 'codes', and backward gathers nothing a second time; give fully_shard "
             "reshard_after_forward=<ranks per node>, or leave secondary out"
         )
-    # Compared by repr, so what is in it must look the same on all ranks: no tensors, no groups.
-    account: list[object] = [options]
+    # Compared by repr, so what is in it must look the same on all ranks: no tensors, no groups. Units of other groups
+    # need not: each rank has experts of its own, under names of their own.
+    accounts: dict[dist.ProcessGroup, list[object]] = defaultdict(lambda: [options])
     for unit in units:
         if options.weights is not None:
             unit.check_weights()
         unit.check_gradients()
-        account.append(unit.describe())
+        account: list[object] = [unit.describe()]
         for group in (unit.group, unit.secondary):
             if group is not None:
-                members = _members(group, unit.device, options.local_world_size, hosts)
+                members = members_of(group, unit.device, options.local_world_size, hosts)
                 account.append((len(members.ranks), members.local, members.backend))
-    return account
-
-
-def _members(
-    group: dist.ProcessGroup, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
-) -> Members:
-    try:
-        return find_members(group, device, local_world_size, hosts)
-    except ValueError as error:
-        raise ValueError(f"{error}. For zeropp.fsdp2.apply it is the argument local_world_size") from None
-
-
-class _Routes:
-    """The hops of one mesh, shared by all units on it."""
-
-    def __init__(
-        self,
-        mesh: dist.ProcessGroup,
-        units: Sequence[ShardedUnit],
-        options: Options,
-        ledger: Ledger,
-        hosts: Mapping[int, str],
-    ) -> None:
-        self.options = options
-        self.hosts = hosts
-        self.units = units
-        self.ledger = ledger
-        # Of groups made here; FSDP2's own keep theirs.
-        self.timeout = timedelta(seconds=options.hang_timeout)
-        self.groups: list[dist.ProcessGroup] = []
-        # That of the first rank; a count of calls could differ between ranks with different histories.
-        self.job = exchange(mesh, f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", _WHAT, options.hang_timeout)[0]
-        device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
-        # Gathers in backward share the lanes of those in forward, and have groups of their own.
-        self.gathering = make_lanes("fsdp2 gather", device, sends=True, overlap=True)
-        self.reducing = make_lanes("fsdp2 reduce", device, sends=True, overlap=True)
-        self.gathers = {mesh: GatherRoute(self._gather_hops(mesh, device, "gather"), codec)}
-        # By size alone: FSDP2 cuts the ranks of a mesh into runs of that size, the same for each call.
-        self._by_size: dict[int, GatherRoute] = {}
-        for unit in units:
-            if unit.secondary is not None:
-                self.gathers[unit.secondary] = self._secondary(unit.secondary, device, codec)
-        self.reduce = self._reduce_route(mesh, device)
-
-    def comms(self) -> dict[ShardedUnit, tuple[GatherComm, ReduceComm]]:
-        """The hooks of all units."""
-        return {unit: self._comms(unit) for unit in self.units}
-
-    def _comms(self, unit: ShardedUnit) -> tuple[GatherComm, ReduceComm]:
-        groups = [unit.group] if unit.secondary is None else [unit.group, unit.secondary]
-        gather = GatherComm(unit.name, {group: self.gathers[group] for group in groups}, self.gathering)
-        return gather, ReduceComm(unit.name, self.reduce, unit.trained_numel, unit.device, unit.finishes)
-
-    def close(self) -> None:
-        """End the lanes, and destroy the process groups made here."""
-        for lanes in (self.gathering, self.reducing):
-            lanes.close()
-        for group in self.groups:
-            dist.destroy_process_group(group)
-        self.groups = []
-
-    def _secondary(self, group: dist.ProcessGroup, device: torch.device, codec: Codec | None) -> GatherRoute:
-        """FSDP2 makes a group for each call of ``fully_shard``; one of each size is enough."""
-        size = group.size()
-        if size not in self._by_size:
-            # What FSDP2 keeps after forward is decoded already; sent as values it is forward's to the bit.
-            codec = codec if self.options.secondary == "codes" else None
-            self._by_size[size] = GatherRoute(self._gather_hops(group, device, "second"), codec)
-        return self._by_size[size]
-
-    def _gather_hops(self, group: dist.ProcessGroup, device: torch.device, kind: str) -> list[Hop]:
-        members, placement = self._place(group, device)
-        specs = placement.gather_path(len(members.ranks), 1)
-        if len(specs) > 1 and self.options.gather_hops == 1:
-            world = len(members.ranks)
-            # FSDP2's order: by rank.
-            specs = (HopSpec(world, 1, tuple(range(world)), "cross"),)
-        return [self._hop(spec, members, placement.rank, kind) for spec in specs]
-
-    def _reduce_route(self, group: dist.ProcessGroup, device: torch.device) -> ReduceRoute:
-        members, placement = self._place(group, device)
-        specs = placement.reduce_path(1, len(members.ranks))
-        hops = [self._hop(spec, members, placement.rank, "reduce") for spec in specs]
-        options = self.options
-        encoding = Encoding(
-            bits=options.gradient_bits,
-            rotate=options.hadamard,
-            feedback=options.feedback,
-            beta=_BETA if options.beta is None else options.beta,
-        )
-        return ReduceRoute(placement, hops, encoding, Reductions(self.reducing))
-
-    def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
-        members = _members(group, device, self.options.local_world_size, self.hosts)
-        world = len(members.ranks)
-        # As in stage 3: shards over all ranks, nothing cached. Of the mode only the paths between levels are used.
-        mode = Mode(build_chain(world, [members.local]), states=world, cached=None, gradients=world)
-        return members, Placement(mode, group.rank(), members.local)
-
-    def _hop(self, spec: HopSpec, members: Members, rank: int, kind: str) -> Hop:
-        """A hop with a group of its own, in the order of its pieces."""
-        # Not FSDP2's, over all ranks either: each group's collectives come from one lane, so in one order on all ranks,
-        # while the user goes on with that one.
-        ranks = [members.ranks[each] for each in spec.ranks]
-        # The first rank tells groups of one kind apart, which exist side by side.
-        name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
-        group = make_group(ranks, members.backend, self.timeout, name, members.device)
-        self.groups.append(group)
-        return Hop(spec, group, members.backend, rank, self.ledger, kind)
+        for group in (unit.group, unit.replicas):
+            if group is not None:
+                accounts[group] += account
+    return accounts

@@ -6,7 +6,8 @@ next backward computation wait for it. So what a hook makes the calling stream w
 
 - A gather begins behind the stream that FSDP2 has filled its input on, where ``allocate`` was called, and not behind
   the calling stream, which waits for the gather before.
-- A reduction is waited for in FSDP2's all-reduce hook, which has a stream of its own, behind that event.
+- A reduction is waited for in FSDP2's all-reduce hook, which has a stream of its own, behind that event. With replicas
+  (HSDP) their all-reduce comes before that hook, and the reduction is waited for where it is called.
 """
 
 from __future__ import annotations

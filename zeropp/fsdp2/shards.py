@@ -6,7 +6,7 @@ All names that torch keeps private and that the adapter leans on are used here. 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,71 +18,101 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-__all__ = ["AllGather", "ReduceOp", "ReduceScatter", "ShardedUnit", "factor_of", "find_units"]
+__all__ = [
+    "AllGather", "Parts", "ReduceOp", "ReduceScatter", "ShardedUnit", "factor_of", "find_units", "sharded_since",
+]  # fmt: skip
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+Parts = tuple[int, ...]
+"""Numbers of some parameters of a unit, in FSDP2's order."""
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
-    """Parameters that one ``fully_shard`` call shards, gathers and reduces together.
+    """Parameters that FSDP2 shards, gathers and reduces together: those of one ``fully_shard`` call on one mesh.
 
     Attributes:
-        name: of the modules it was called on; "(root)" for the model itself.
-        module: the first of them, which takes the hooks.
+        name: of the modules it was called on; "(root)" for the model itself. Where ``shard_placement_fn`` puts
+            parameters of one call on several meshes, with a number.
+        param_group: FSDP2's object for them, which holds its communication.
         group: ranks that the parameters are sharded over.
+        replicas: ranks that have the same shards (HSDP), over which FSDP2 sums by itself; None without.
         secondary: smaller group that they are sharded over between forward and backward, if
             ``reshard_after_forward`` is a number; else None.
         device: where gathered parameters live.
+        parameters: their names, in FSDP2's order.
+        sizes: elements of one rank's shard of each, with FSDP2's padding.
+        vectors: for each, whether it has one dimension, as a bias or the weight of a norm has.
         gathered: dtype that each parameter is gathered in, by name.
         extended: parameters with an all-gather extension of their own.
         reduced: dtypes in which gradients travel; none if nothing is trained.
-        trained_numel: elements of all trained parameters, with FSDP2's padding.
     """
 
     name: str
-    module: FSDPModule
+    param_group: Any
     group: dist.ProcessGroup
+    replicas: dist.ProcessGroup | None
     secondary: dist.ProcessGroup | None
     device: torch.device
+    parameters: tuple[str, ...]
+    sizes: tuple[int, ...]
+    vectors: tuple[bool, ...]
     gathered: dict[str, torch.dtype]
     extended: tuple[str, ...]
     reduced: frozenset[torch.dtype]
-    trained_numel: int
 
     def describe(self) -> tuple[object, ...]:
-        """What must be the same on every rank."""
+        """Account of what must be the same on every rank."""
         # Sizes and names: groups and modules of different ranks cannot be compared.
         smaller = None if self.secondary is None else self.secondary.size()
         dtypes = tuple((name, str(dtype)) for name, dtype in self.gathered.items())
-        return (self.name, smaller, dtypes, sorted(map(str, self.reduced)), self.trained_numel)
+        return (self.name, smaller, dtypes, sorted(map(str, self.reduced)), self.sizes, self.trained())
+
+    def trained(self) -> Parts:
+        """The parameters that require a gradient now."""
+        params = enumerate(self.param_group.fsdp_params)
+        return tuple(at for at, param in params if param.sharded_param.requires_grad)
 
     def install(self, gather: AllGather, reduce: ReduceScatter, finish: Callable[[Tensor], None]) -> None:
-        """Use these from now on; ``finish`` after each reduction, if the user has no all-reduce hook there."""
-        # Sets it for the state, which all modules of one fully_shard call share; the first of them is enough.
-        self.module.set_custom_all_gather(gather)
-        self.module.set_custom_reduce_scatter(reduce)
-        if self._all_reduce_hook() is None:
-            self.module.set_all_reduce_hook(finish)
+        """Use these from now on; ``finish`` after each reduction, if nothing else comes between."""
+        # What FSDP2's setters set. They refuse a module whose parameters are on several meshes, since they have no
+        # argument for the mesh.
+        self.param_group._all_gather_comm = gather
+        self.param_group._reduce_scatter_comm = reduce
+        # With replicas the hook comes after their all-reduce, which needs the finished sums.
+        if self.replicas is None and self.param_group._all_reduce_hook is None:
+            self.param_group._all_reduce_hook = finish
 
     def finishes(self, finish: Callable[[Tensor], None]) -> bool:
         """Whether FSDP2 calls this after each reduction."""
-        return self._all_reduce_hook() == finish
+        return bool(self.param_group._all_reduce_hook == finish)
 
-    def restore(self, finish: Callable[[Tensor], None]) -> None:
-        """Use FSDP2's own again; ``finish`` as given before."""
+    def watch(self, note: Callable[[Parts], None]) -> None:
+        """Have ``note`` told, before each reduction, which parameters' gradients are in FSDP2's buffer."""
+        post_backward = self.param_group.post_backward
+
+        def noted(*args: object) -> None:
+            note(_with_gradient(self.param_group))
+            post_backward(*args)
+
+        # FSDP2 hands over a buffer, and says of which parameters nowhere else.
+        self.param_group.post_backward = noted
+
+    def restore(self, gather: AllGather, reduce: ReduceScatter, finish: Callable[[Tensor], None]) -> None:
+        """Use FSDP2's own again in place of what :meth:`install` and :meth:`watch` have set, and of nothing else."""
+        group = self.param_group
         if self.finishes(finish):
-            # FSDP2 takes None for no hook; its annotation does not say so.
-            self.module.set_all_reduce_hook(cast(Any, None))
-        # There is no public way back; _unit has made sure that these are what was there.
-        self.module.set_custom_all_gather(DefaultAllGather())
-        self.module.set_custom_reduce_scatter(DefaultReduceScatter())
-
-    def _all_reduce_hook(self) -> object:
-        (group,) = _groups(self.module._get_fsdp_state())
-        return group._all_reduce_hook
+            group._all_reduce_hook = None
+        # The user may have set others since, which stay.
+        if group._all_gather_comm is gather:
+            group._all_gather_comm = DefaultAllGather()
+        if group._reduce_scatter_comm is reduce:
+            group._reduce_scatter_comm = DefaultReduceScatter()
+        # The instance's attribute goes, and the method of its class is there again.
+        group.__dict__.pop("post_backward", None)
 
     def check_weights(self) -> None:
         """Refuse what int8 cannot carry.
@@ -149,21 +179,11 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
 
     Raises:
         TypeError: no module, or none that ``fully_shard`` was called on.
-        ValueError: a mesh that also replicates, several meshes below one call, or communication hooks already there.
+        ValueError: a mesh that only replicates, or communication hooks already there.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module sharded with fully_shard")
-    states: dict[int, Any] = {}
-    # One call of fully_shard can be given several modules, which then share one state.
-    owners: dict[int, list[str]] = defaultdict(list)
-    modules: dict[int, FSDPModule] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            states[id(state)] = state
-            owners[id(state)].append(name or "(root)")
-            # Modules come in the model's order, so this is the first.
-            modules.setdefault(id(state), module)
+    states = _states(model)
     if not states:
         raise TypeError(
             f"no module of this {type(model).__name__} has been sharded; call torch.distributed.fsdp.fully_shard on "
@@ -172,16 +192,31 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
     # Parameters hash by identity, DTensors included.
     names = {parameter: name for name, parameter in model.named_parameters()}
     units: list[ShardedUnit] = []
-    for key, state in states.items():
-        unit, groups = ", ".join(owners[key]), _groups(state)
-        # FSDP2's setters raise for these, but only after other units would have been changed.
-        if len(groups) > 1:
-            raise ValueError(
-                f"{unit}: shard_placement_fn puts its parameters on {len(groups)} meshes, and FSDP2 then takes no "
-                "custom communication; expected one mesh for each call of fully_shard"
-            )
-        units += [_unit(unit, modules[key], group, names) for group in groups]
+    for state, name in states:
+        groups = _groups(state)
+        for number, group in enumerate(groups, 1):
+            several = f" ({number} of {len(groups)})" if len(groups) > 1 else ""
+            units.append(_unit(name + several, group, names))
     return units
+
+
+def sharded_since(model: nn.Module, units: Sequence[ShardedUnit]) -> list[str]:
+    """Names of the modules below a model whose parameters ``fully_shard`` has sharded since these units were found."""
+    known = {id(unit.param_group) for unit in units}
+    return [name for state, name in _states(model) if any(id(group) not in known for group in _groups(state))]
+
+
+def _states(model: nn.Module) -> list[tuple[Any, str]]:
+    """FSDP2's state of each ``fully_shard`` call below a model, with the names of its modules."""
+    states: dict[int, Any] = {}
+    # One call of fully_shard can be given several modules, which then share one state.
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            states[id(state)] = state
+            owners[id(state)].append(name or "(root)")
+    return [(state, ", ".join(owners[key])) for key, state in states.items()]
 
 
 def _groups(state: Any) -> list[Any]:
@@ -193,15 +228,28 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _unit(name: str, module: FSDPModule, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
+def _with_gradient(group: Any) -> Parts:
+    """The parameters whose gradients FSDP2 is about to reduce: its own choice in ``FSDPParamGroup.post_backward``."""
+    zeros = getattr(group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
+    found = []
+    for at, param in enumerate(group.fsdp_params):
+        # Missing until the parameters have been gathered once.
+        whole = getattr(param, "_unsharded_param", None)
+        if whole is None:
+            continue
+        given = param.unsharded_accumulated_grad is not None or whole.grad is not None
+        if given or (zeros and whole.requires_grad):
+            found.append(at)
+    return tuple(found)
+
+
+def _unit(name: str, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
     mesh = group.mesh_info
-    # HSDP's info is of both classes; one that only replicates is no FSDPMeshInfo.
-    if isinstance(mesh, DDPMeshInfo) or not isinstance(mesh, FSDPMeshInfo):
+    if not isinstance(mesh, FSDPMeshInfo):
         raise ValueError(
-            f"{name}: its mesh {mesh.mesh} replicates (HSDP), and FSDP2 sums over replicas with an all-reduce of its "
-            "own, which takes no hook; the link between nodes would carry every gradient unquantized. Expected a "
-            "mesh of one dimension. fully_shard(..., mesh=<all ranks>, reshard_after_forward=<ranks per node>) "
-            "gathers inside the node in backward, as HSDP does"
+            f"{name}: its mesh {mesh.mesh} replicates parameters and shards none, as replicate() does: no weight is "
+            "gathered, and gradients are summed by an all-reduce that takes no hook. Expected parameters that "
+            "fully_shard has sharded over a mesh of one dimension, or of two for HSDP"
         )
     for comm, default in (
         (group._all_gather_comm, DefaultAllGather),
@@ -226,17 +274,21 @@ def _unit(name: str, module: FSDPModule, group: Any, names: dict[nn.Parameter, s
     policy = group.mp_policy
     return ShardedUnit(
         name=name,
-        module=module,
+        param_group=group,
         group=mesh.shard_process_group,
+        # HSDP's info is of both classes.
+        replicas=mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None,
         secondary=secondary,
         device=group.device,
+        parameters=tuple(params),
+        # FSDP2 pads each parameter until all ranks have the same of it.
+        sizes=tuple(param.padded_sharded_param_size.numel() for param in params.values()),
+        vectors=tuple(param.sharded_param.ndim == 1 for param in params.values()),
         gathered={key: _dtype(param, policy.param_dtype) for key, param in params.items()},
         # By the attribute that FSDP2 itself goes by.
         extended=tuple(key for key, p in params.items() if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")),
         # Without a dtype of the policy FSDP2 reduces in the one that gradients come in.
         reduced=frozenset(policy.reduce_dtype or _dtype(param, policy.param_dtype) for param in trained),
-        # FSDP2 pads each parameter until all ranks have the same of it.
-        trained_numel=sum(param.padded_sharded_param_size.numel() for param in trained) * mesh.shard_mesh_size,
     )
 
 
