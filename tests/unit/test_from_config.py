@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zeropp.config import ConfigError
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
 from zeropp.training.from_config import make_optimizer, make_scheduler
-from zeropp.training.lion import Lion
+from zeropp.training.elementwise import Lion
 from zeropp.training.schedulers import WarmupLR
 
 
