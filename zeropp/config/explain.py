@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -98,31 +100,47 @@ def _suggestion(path: Location, model: type[Block], given: Mapping[str, object])
     return meaning(words) or _elsewhere(words[-1], model) or _alike(words, here, model) or _all_keys(here)
 
 
-def _homes(model: type[Block]) -> Iterator[tuple[str, str, type[Block], str]]:
-    """(key, whole path, block, field) of every spelling of every key."""
-    for where, block in blocks(model):
-        for name, field in block.model_fields.items():
-            yield from ((key, ".".join((*where, key)), block, name) for key in spellings(name, field))
+class _Home(NamedTuple):
+    """One spelling of a key in one block."""
+
+    key: str
+    path: str
+    block: type[Block]
+    name: str
+
+    @property
+    def accepted(self) -> bool:
+        return is_accepted(self.block, self.name)
+
+
+@functools.cache
+def _homes(model: type[Block]) -> list[_Home]:
+    return [
+        _Home(key, ".".join((*where, key)), block, name)
+        for where, block in blocks(model)
+        for name, field in block.model_fields.items()
+        for key in spellings(name, field)
+    ]
 
 
 def _elsewhere(key: str, model: type[Block]) -> str:
     """A remedy from the blocks that have a key of this very name."""
-    found = [home for home in _homes(model) if home[0] == key]
-    homes = [whole for _, whole, block, name in found if is_accepted(block, name)]
+    found = [home for home in _homes(model) if home.key == key]
+    homes = [home.path for home in found if home.accepted]
     if homes == [key]:
         return "it belongs to the top level"
     if homes:
         # Of many, as of "enabled", none can be recommended.
         return f"it belongs elsewhere, as {' or '.join(homes)}" if len(homes) < 3 else ""
-    why = [SUPPORT[block][name].instead for _, _, block, name in found]
+    why = [SUPPORT[home.block][home.name].instead for home in found]
     return f"remove it, since it is not in this version{f' ({why[0]})' if why[0] else ''}" if why else ""
 
 
 def _alike(path: Sequence[str], here: type[Block], model: type[Block]) -> str:
     """A remedy from the key that is spelled most like this one: of the same block, or much more like of another one."""
     # Deprecated keys, too: they work, and their warning names the new one.
-    same = [key for key, _, block, name in _homes(model) if block is here and is_accepted(block, name)]
-    other = {key: whole for key, whole, block, name in _homes(model) if block is not here and is_accepted(block, name)}
+    same = [home.key for home in _homes(model) if home.block is here and home.accepted]
+    other = {home.key: home.path for home in _homes(model) if home.block is not here and home.accepted}
     key = path[-1].lower()
     near = difflib.get_close_matches(key, other, n=1, cutoff=0.9)
     # Two of the same name are found in favour of this block.

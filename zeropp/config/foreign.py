@@ -46,7 +46,7 @@ MOVED: Mapping[str, str] = _inverted({
     "bf16.enabled": (
         "bf16_enabled use_bf16 bfloat16_enabled bf16.bf16 bf16.bfloat16 fp16.bf16 fp16.bfloat16 fp16.type bf16.type"
     ),
-    "fp16.enabled": "fp16_enabled use_fp16 float16 fp16.fp16 fp16.float16 bf16.fp16 amp.fp16",
+    "fp16.enabled": "fp16_enabled use_fp16 float16 fp16.fp16 fp16.float16 bf16.fp16",
     "fp16.loss_scale": "fp16.scale fp16.static_loss_scale static_loss_scale",
     "fp16.loss_scale_window": "scale_window growth_interval fp16.scale_window fp16.growth_interval",
     "fp16.min_loss_scale": "min_scale fp16.min_scale",
@@ -134,33 +134,36 @@ REMOVED: Mapping[str, str] = _inverted({
     "gradients of embeddings travel like all others": "sparse_embedding_gradients sparse_gradients_enabled",
     "a parameter without a gradient is left as it is without being named": "find_unused_parameters",
     "it is for inference without training": "replace_with_kernel_inject kernel_inject replace_method injection_policy",
-    "engine.compile() compiles the model, and takes torch.compile's arguments": (
+    "engine.compile() compiles the model, with the arguments of torch's": (
         "compile.enabled compile.disable compile.backend compile.kwargs compile.mode compile.dynamic compile.fullgraph"
     ),
     "the block acts where code calls zeropp.training.checkpointing": "activation_checkpointing.enabled",
 })  # fmt: skip
 """Names without a key here -> why there is none."""
 
-FOREIGN: frozenset[str] = frozenset((
-    # Of older DeepSpeed versions, or names that its code has and its configuration never had.
-    "fp32_allreduce allreduce_always_fp32 preserve_fp32 monitor_config monitor comms_config comms_log flops_profile "
-    "autotune log_dist zero_max_elements_per_comm "
-    # Of launchers, and of Accelerate's file, which names some of DeepSpeed's own.
-    "compute_environment cuda_visible_devices deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile "
-    "deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher distributed_type "
-    "downcast_bf16 dynamo_backend dynamo_config enable_cpu_affinity fsdp_config gpu_ids hostfile launcher local_rank "
-    "machine_rank main_process_ip main_process_port main_training_function master_addr master_port megatron_lm_config "
-    "num_gpus num_machines num_nodes num_processes rdzv_backend same_network tpu_env tpu_use_cluster tpu_use_sudo "
-    "use_cpu zero3_init_flag "
-    # Of trainers and scripts: what they report, save, load and repeat.
-    "dataloader_num_workers dataloader_pin_memory dataset debug description do_eval do_train epochs eval_batch_size "
-    "eval_interval eval_steps eval_strategy evaluation_strategy experiment_name gradient_checkpointing "
-    "gradient_checkpointing_kwargs log_interval logging logging_dir logging_steps logging_strategy max_epochs "
-    "max_steps model model_name model_name_or_path name note notes num_epochs num_train_epochs num_workers output_dir "
-    "per_device_eval_batch_size per_gpu_eval_batch_size print_interval project project_name report_to resume run_name "
-    "save_interval save_steps save_strategy save_total_limit seed tf32 torch_compile train_steps use_cache verbose "
-    "version wandb_project world_size"
-).split())  # fmt: skip
+FOREIGN: frozenset[str] = frozenset(_inverted({
+    "older DeepSpeed versions, or names of its code that its configuration never had": (
+        "fp32_allreduce allreduce_always_fp32 preserve_fp32 monitor_config monitor comms_config comms_log "
+        "flops_profile autotune log_dist zero_max_elements_per_comm"
+    ),
+    "launchers, and Accelerate's file": (
+        "compute_environment cuda_visible_devices deepspeed_config_file deepspeed_exclusion_filter deepspeed_hostfile "
+        "deepspeed_inclusion_filter deepspeed_moe_layer_cls_names deepspeed_multinode_launcher distributed_type "
+        "downcast_bf16 dynamo_backend dynamo_config enable_cpu_affinity fsdp_config gpu_ids hostfile launcher "
+        "local_rank machine_rank main_process_ip main_process_port main_training_function master_addr master_port "
+        "megatron_lm_config num_gpus num_machines num_nodes num_processes rdzv_backend same_network tpu_env "
+        "tpu_use_cluster tpu_use_sudo use_cpu world_size zero3_init_flag"
+    ),
+    "trainers and scripts: what they report, save, load and repeat": (
+        "dataloader_num_workers dataloader_pin_memory dataset debug description do_eval do_train epochs "
+        "eval_batch_size eval_interval eval_steps eval_strategy evaluation_strategy experiment_name "
+        "gradient_checkpointing gradient_checkpointing_kwargs log_interval logging logging_dir logging_steps "
+        "logging_strategy max_epochs max_steps model model_name model_name_or_path name note notes num_epochs "
+        "num_train_epochs num_workers output_dir per_device_eval_batch_size per_gpu_eval_batch_size print_interval "
+        "project project_name report_to resume run_name save_interval save_steps save_strategy save_total_limit seed "
+        "tf32 torch_compile train_steps use_cache verbose version wandb_project"
+    ),
+}))  # fmt: skip
 """Keys at the top level that have no effect in DeepSpeed, either: accepted, and named in the note of ignored keys."""
 
 _ADAM = (
