@@ -112,9 +112,7 @@ def test_arguments_that_are_known_are_those_that_are_taken() -> None:
             assert arguments == set(inspect.signature(SCHEDULERS[kind]).parameters) - {"optimizer"}, kind
             continue
         for argument in arguments:
-            default = {"lr": 0.1, "betas": [0.9, 0.99], "capturable": False, "fp32_optimizer_states": True}.get(
-                argument, 0
-            )
+            default = {"lr": 0.1, "betas": [0.9, 0.99], "fp32_optimizer_states": True}.get(argument, 0)
             make_optimizer(OptimizerConfig(type=kind, params={"lr": 0.1, argument: default}), [weight])
         every = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop, "lion": Lion}
         assert arguments >= set(inspect.signature(every.get(kind, torch.optim.AdamW)).parameters) - {"params"}, kind
