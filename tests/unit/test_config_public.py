@@ -153,6 +153,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "optimizer.max_grad_norm": (
         {"optimizer": {"type": "Adam", "max_grad_norm": 1.0}}, "set gradient_clipping instead",
     ),
+    "optimizer.gradient_clipping": (
+        {"optimizer": {"type": "Adam", "gradient_clipping": 1.0}}, "it belongs to the top level",
+    ),
+    "scheduler.loss_scale": (
+        {"scheduler": {"type": "WarmupLR", "loss_scale": 0}}, "it belongs elsewhere, as fp16.loss_scale",
+    ),
     "optimizer.lr": ({"optimizer": {"type": "Adam", "lr": 0.1}}, "it belongs into optimizer.params"),
     "optimizer.adam_w_mode": (
         {"optimizer": {"type": "Adam", "adam_w_mode": False}}, "it belongs into optimizer.params",

@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO = "auto"
-# Packages that may lie between a user's line and a warning.
-_BETWEEN = ("zeropp", "pydantic", "torch", "contextlib", "functools")
+# Packages that may lie between a user's line and a warning; deepspeed is the stand-in.
+_BETWEEN = ("zeropp", "deepspeed", "pydantic", "torch", "contextlib", "functools")
 # JSON's numbers, and those that YAML reads as strings: 1e-6 and 5e8 have no dot.
 _NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
 # The rank's number by torchrun, Open MPI, MPICH and SLURM.

@@ -95,7 +95,7 @@ def _suggestion(path: Location, model: type[Block], given: Mapping[str, object])
     words = [str(part) for part in path]
     here = _block(path[:-1], model)
     if issubclass(here, NamedBlock):
-        return _beside_params(words, here, given.get(words[0]))
+        return _beside_params(words, here, given.get(words[0]), model)
     # First of all: no likeness of names finds a right key that stands in the wrong block.
     return meaning(words) or _elsewhere(words[-1], model) or _alike(words, here, model) or _all_keys(here)
 
@@ -160,7 +160,7 @@ def _all_keys(here: type[Block]) -> str:
     return f"remove it, or use one of: {', '.join(wanted)}" if wanted else "remove it"
 
 
-def _beside_params(path: Sequence[str], here: type[Block], block: object) -> str:
+def _beside_params(path: Sequence[str], here: type[Block], block: object, model: type[Block]) -> str:
     """A remedy for a key of the ``optimizer`` or ``scheduler`` block that is none of its own."""
     key, inside = path[-1], f"{path[0]}.params"
     kind = str(block.get("type")) if isinstance(block, Mapping) else ""
@@ -173,6 +173,8 @@ def _beside_params(path: Sequence[str], here: type[Block], block: object) -> str
     argument = place(path).removeprefix(f"{inside}.")
     if (told := meaning(path)) and (f"{inside}." not in told or argument in taken):
         return told
+    if elsewhere := _elsewhere(key, model):
+        return elsewhere
     paths = {**{argument: f"{inside}.{argument}" for argument in taken}, **{name: name for name in here.model_fields}}
     [near] = difflib.get_close_matches(key.lower(), paths, n=1, cutoff=0.75) or [""]
     if near:

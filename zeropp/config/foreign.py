@@ -32,7 +32,7 @@ MOVED: Mapping[str, str] = _inverted({
     "gradient_clipping": (
         "max_grad_norm max_norm max_gradient_norm grad_clip clip_grad clip_grad_norm grad_clip_norm grad_norm_clip "
         "gradient_clip gradient_clip_val gradient_clip_norm gradient_clipping_norm gradient_clipping_value clipping "
-        "grad_clipping clip_norm"
+        "grad_clipping clip_norm optimizer.params.gradient_clipping"
     ),
     "data_types.grad_accum_dtype": (
         "gradient_accumulation_dtype grad_accumulation_dtype gradient_accum_dtype accumulation_dtype grad_dtype "
