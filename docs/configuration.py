@@ -48,10 +48,16 @@ python -c "from zeropp.config import *; require_supported(load_config('zero.json
 ```
 
 A configuration is a dict, the path of a file or a url-safe base64 string. Files may have comments (`//`, `#`, `/* */`)
-and trailing commas. A key that is given twice is an error. Whole numbers may be written as `5e8`. Without any
+and trailing commas. A key that is given twice is an error. Whole numbers may be written as `5e8`, any number as a
+string such as `"1e-6"`, and a bound in elements may have a fraction, which is rounded down. Without any
 configuration the stage is 3. In a configuration that does not set the stage it is 0, and a warning says so. `"auto"`
 stands for the default of its key, as if the key were absent, and one warning names all these keys and what was chosen;
 in the `params` of an optimizer or a scheduler `"auto"` needs a value.
+
+Keys that begin with `_`, `comment`, `//` or `#` are comments, in every block. At the top level, keys that are known to
+belong to launchers, trainers or older DeepSpeed versions (`fp32_allreduce`, `monitor_config`, `num_processes`, ...) are
+accepted, and the note of keys without effect names them. Any other unknown key is an error that says where its meaning
+has its place. All that is said of a configuration is said by rank 0 alone.
 
 The last column says how far each key reaches in this version:
 
@@ -59,7 +65,7 @@ The last column says how far each key reaches in this version:
 - *nothing to do*: every value is accepted, and the description says why none changes anything.
 - *only ...*: other values are refused before training, with a message that names the key.
 - *with ...*: read only together with the key named there, which is limited itself.
-- *no effect*: accepted with a warning.
+- *no effect*: accepted. One warning names those whose value asks for something; `steps_per_print` is never named.
 - *only switched off*: a block with `"enabled": false`, or one that is empty; otherwise refused.
 - *block*: see the section of that block.
 

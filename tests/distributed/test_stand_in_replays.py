@@ -27,6 +27,7 @@ from tests.distributed.stand_in import (
     steps,
     zero3,
 )
+from zeropp.training.elementwise import UncorrectedAdam
 
 
 def accelerate_prepares() -> float:
@@ -227,6 +228,8 @@ def accelerate_maps_optimizers() -> float:
         assert isinstance(DeepSpeedCPULion(spare.parameters(), lr=0.1), zeropp.training.Lion)
         plain_adam = FusedAdam(spare.parameters(), adam_w_mode=False)
         assert isinstance(plain_adam, torch.optim.Adam) and not isinstance(plain_adam, torch.optim.AdamW)
+        uncorrected = FusedAdam(spare.parameters(), bias_correction=False, adam_w_mode=False)
+        assert isinstance(uncorrected, UncorrectedAdam) and uncorrected.param_groups[0]["decoupled"] is False
         model = Net()
         given = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
         optimizer = DeepSpeedCPUAdam(given.param_groups, lr=LR, weight_decay=0.0, adamw_mode=True)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the configuration does not set")
 
 FLAG = ("flag",)
 COUNT = ("count",)  # integers from 0
+BOUND = ("bound",)  # likewise, with fractions rounded down
 POSITIVE = ("positive",)  # integers from 1
 FRACTION = ("fraction",)  # numbers from 0 to 1
 REAL = ("real",)  # finite numbers from 0
@@ -26,19 +27,19 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
         "stage": (0, ("range", "0", "3", "-1", "4")),
         "contiguous_gradients": (True, FLAG),
         "reduce_scatter": (True, FLAG),
-        "reduce_bucket_size": (500_000_000, COUNT),
+        "reduce_bucket_size": (500_000_000, BOUND),
         "use_multi_rank_bucket_allreduce": (True, FLAG),
         "allgather_partitions": (True, FLAG),
-        "allgather_bucket_size": (500_000_000, COUNT),
+        "allgather_bucket_size": (500_000_000, BOUND),
         "load_from_fp32_weights": (True, FLAG),
-        "sub_group_size": (1_000_000_000, POSITIVE),
-        "stage3_prefetch_bucket_size": (50_000_000, COUNT),
-        "stage3_param_persistence_threshold": (100_000, COUNT),
-        "stage3_model_persistence_threshold": (sys.maxsize, COUNT),
-        "stage3_max_live_parameters": (1_000_000_000, COUNT),
-        "stage3_max_reuse_distance": (1_000_000_000, COUNT),
+        "sub_group_size": (1_000_000_000, BOUND),
+        "stage3_prefetch_bucket_size": (50_000_000, BOUND),
+        "stage3_param_persistence_threshold": (100_000, BOUND),
+        "stage3_model_persistence_threshold": (sys.maxsize, BOUND),
+        "stage3_max_live_parameters": (1_000_000_000, BOUND),
+        "stage3_max_reuse_distance": (1_000_000_000, BOUND),
         "stage3_gather_16bit_weights_on_model_save": (False, FLAG),
-        "stage3_module_granularity_threshold": (0, ("integer",)),
+        "stage3_module_granularity_threshold": (0, ("any bound",)),
         "stage3_use_all_reduce_for_fetch_params": (False, FLAG),
         "stage3_allgather_sequential": (False, FLAG),
         "ignore_unused_parameters": (True, FLAG),
@@ -60,8 +61,8 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
     },
     "zero_optimization.offload_param": {
         "buffer_count": (5, COUNT),
-        "buffer_size": (100_000_000, COUNT),
-        "max_in_cpu": (1_000_000_000, COUNT),
+        "buffer_size": (100_000_000, BOUND),
+        "max_in_cpu": (1_000_000_000, BOUND),
         "pin_memory": (False, FLAG),
     },
     "zero_optimization.offload_optimizer": {
@@ -154,7 +155,7 @@ DOCUMENTED: dict[str, dict[str, tuple[object, tuple[str, ...]]]] = {
     },
     "zeropp": {
         "local_world_size": (None, POSITIVE),
-        "unit_numel": (0, COUNT),
+        "unit_numel": (0, BOUND),
         "unit_min_blocks": (128, COUNT),
         "cast_inputs": (True, FLAG),
         "warm_up": (True, FLAG),
@@ -189,8 +190,10 @@ def samples(kind: tuple[str, ...]) -> tuple[list[object], list[object]]:
             return [0, 1, 5e8], [-1, 0.5, *not_numbers]
         case ("positive",):
             return [1, 1e6], [0, -1, 1.5, True, "many", math.inf]
-        case ("integer",):
-            return [-5, 0, 7, 1e3], [0.5, *not_numbers]
+        case ("bound",):
+            return [1, 5e8], [-1, -0.5, *not_numbers]
+        case ("any bound",):
+            return [-5, 0, 7, 1e3], not_numbers
         case ("fraction",):
             return [0, 0.25, 1], [-0.1, 1.1, *not_numbers]
         case ("real",):
@@ -217,7 +220,7 @@ def test_accepted_values(block: str, key: str, default: object, kind: tuple[str,
     for value in samples(kind)[0]:
         got = read(load_config(nested(block, {key: value})), block, key)
         assert got == value
-        if kind in (COUNT, POSITIVE, ("integer",)):
+        if kind in (COUNT, POSITIVE, BOUND, ("any bound",)):
             assert type(got) is int
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.config import ConfigError
+from zeropp.config.foreign import ARGUMENTS
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
+from zeropp.training.elementwise import Lion, UncorrectedAdam
 from zeropp.training.from_config import make_optimizer, make_scheduler
-from zeropp.training.lion import Lion
-from zeropp.training.schedulers import WarmupLR
+from zeropp.training.schedulers import SCHEDULERS, WarmupLR
 
 
 def made(kind: str | None, **params: Any) -> torch.optim.Optimizer:
@@ -30,6 +32,8 @@ def made(kind: str | None, **params: Any) -> torch.optim.Optimizer:
         ("AdamW", {"torch_adam": True}, torch.optim.AdamW, 0.01),
         ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, 0.0),
         ("adamw", {"bias_correction": True, "set_grad_none": True}, torch.optim.AdamW, 0.0),
+        ("adam", {"adam_w_mode": "false", "weight_decay": "1e-1"}, torch.optim.Adam, 0.1),
+        ("adamw", {"bias_correction": "False", "amsgrad": False}, UncorrectedAdam, 0.0),
         ("Lion", {"weight_decay": 0.2}, Lion, 0.2),
         ("Adagrad", {}, torch.optim.Adagrad, 0.0),
         ("sgd", {"momentum": 0.9}, torch.optim.SGD, 0.0),
@@ -55,7 +59,20 @@ def test_steps_are_fused_unless_it_is_said_otherwise() -> None:
         (None, {}, "optimizer.type is missing"),
         ("AdamW", {"lr": "auto", "eps": "auto"}, '"auto" for lr, eps'),
         ("AdamW", {"max_grad_norm": 1.0}, 'set "gradient_clipping"'),
-        ("AdamW", {"bias_correction": False}, "bias_correction false is not in zeropp"),
+        ("AdamW", {"bias_correction": False, "amsgrad": True}, "neither with torch_adam nor with amsgrad"),
+        ("AdamW", {"fp32_optimizer_states": False}, "set bf16.bf16_master_weights_and_grads"),
+        ("AdamW", {"eps": "small"}, r'^.*: optimizer.params.eps: got "small"; expected a number \(default 1e-08\)$'),
+        ("AdamW", {"lr": None}, "params.lr: got null; expected a number"),
+        ("AdamW", {"lr": [0.1, 0.2]}, r"params.lr: got \[0.1, 0.2\]; expected a number"),
+        ("AdamW", {"weight_decay": True}, "params.weight_decay: got true; expected a number"),
+        ("AdamW", {"betas": 0.9}, r"params.betas: got 0.9; expected a list of 2 numbers \(default \[0.9, 0.999\]\)"),
+        ("AdamW", {"betas": [0.9]}, "expected a list of 2 numbers"),
+        ("Lion", {"betas": [0.9, "x"]}, "expected a list of 2 numbers"),
+        ("AdamW", {"adam_w_mode": "maybe"}, r"adam_w_mode: got .maybe.; expected true or false \(default true\)"),
+        ("SGD", {"nesterov": 0.5}, "nesterov: got 0.5; expected true or false"),
+        ("AdamW", {"learning_rate": 1.0}, "learning_rate: set optimizer.params.lr instead$"),
+        ("Lion", {"epsilon": 1.0}, r"'weight_decay'\]$"),
+        ("SGD", {"params": [1]}, r"has \['params'\], which SGD does not take"),
         ("AdamW", {"rate": 1.0}, r"has \['rate'\], which AdamW does not take; it takes .*'lr'"),
         ("AdamW", {"lr": -1.0}, "optimizer.params of AdamW: Invalid learning rate"),
         ("OneBitAdam", {}, "'OneBitAdam' is not in zeropp: use AdamW"),
@@ -81,9 +98,31 @@ def test_schedulers() -> None:
         ("Sinus", {}, "'Sinus' is none of LRRangeTest, .* or of torch.optim.lr_scheduler's classes"),
         ("WarmupDecayLR", {}, "scheduler.params of WarmupDecayLR: .*total_num_steps"),
         ("WarmupLR", {"steps": 3}, r"has \['steps'\], which WarmupLR does not take"),
+        ("WarmupLR", {"warmup_steps": 3}, "warmup_steps: set scheduler.params.warmup_num_steps instead"),
+        ("WarmupLR", {"warmup_num_steps": "many"}, 'warmup_num_steps: got "many"; expected a number'),
     ):
         with pytest.raises(ConfigError, match=told):
             make_scheduler(SchedulerConfig(type=kind, params=given), optimizer)
+
+
+def test_arguments_that_are_known_are_those_that_are_taken() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    for kind, arguments in ARGUMENTS.items():
+        if kind in SCHEDULERS:
+            assert arguments == set(inspect.signature(SCHEDULERS[kind]).parameters) - {"optimizer"}, kind
+            continue
+        for argument in arguments:
+            default = {"lr": 0.1, "betas": [0.9, 0.99], "fp32_optimizer_states": True}.get(argument, 0)
+            make_optimizer(OptimizerConfig(type=kind, params={"lr": 0.1, argument: default}), [weight])
+        every = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop, "lion": Lion}
+        assert arguments >= set(inspect.signature(every.get(kind, torch.optim.AdamW)).parameters) - {"params"}, kind
+
+
+def test_a_list_of_rates_is_one_for_each_group() -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(1))]} for _ in range(2)]
+    optimizer = make_optimizer(OptimizerConfig(type="AdamW", params={"lr": 0.1}), groups)
+    block = SchedulerConfig(type="WarmupLR", params={"warmup_min_lr": ["1e-3", 0.2], "warmup_num_steps": "4"})
+    assert make_scheduler(block, optimizer).get_last_lr() == [0.001, 0.2]
 
 
 def lion_by_hand(
@@ -117,3 +156,18 @@ def test_lion() -> None:
 def test_lion_refuses(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="Lion got lr"):
         Lion([nn.Parameter(torch.ones(1))], **wrong)
+
+
+def test_uncorrected_adam() -> None:
+    """Its first step is (1 - beta1) / sqrt(1 - beta2) times that of Adam, and it goes on from saved states."""
+    weights = [nn.Parameter(torch.zeros(20, dtype=torch.float64)) for _ in range(2)]
+    optimizers = [torch.optim.Adam([weights[0]], lr=0.1, eps=0.0), UncorrectedAdam([weights[1]], lr=0.1, eps=0.0)]
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        weight.grad = torch.linspace(-1, 1, 20, dtype=torch.float64)
+        optimizer.step()
+    assert (weights[1] - weights[0] * 0.1 / 0.001**0.5).abs().max() < 1e-12
+    optimizers[1].load_state_dict(optimizers[1].state_dict())
+    assert set(optimizers[1].state[weights[1]]) == {"exp_avg", "exp_avg_sq"}
+    for wrong in ({"lr": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -0.1}, {"weight_decay": -0.1}):
+        with pytest.raises(ValueError, match="Adam got lr"):
+            UncorrectedAdam(weights, **wrong)  # type: ignore[arg-type]

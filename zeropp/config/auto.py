@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from zeropp.config.base import Block, is_auto, notify, spellings
+from zeropp.config.base import Block, is_auto, notify_once, spellings
 from zeropp.config.describe import value_text
 from zeropp.config.errors import listing
 from zeropp.config.top import Config
@@ -30,10 +30,10 @@ def warn_of_choices(given: Mapping[str, object], config: Config, name: str) -> N
     if autos:
         headline = f'{name} has "auto" where no trainer filled in a value, so the default is used'
         lines = [f"{auto.key}: {_chosen(auto, config)}" for auto in autos]
-        notify(listing(headline, lines, "keys"))
+        notify_once(listing(headline, lines, "keys"))
     # A stage at "auto" has been named in the list above.
     if "stage" not in config.zero.model_fields_set and _STAGE not in [auto.path for auto in autos]:
-        notify(f"{name} does not set zero_optimization.stage, which is then 0 and {_NOTHING}")
+        notify_once(f"{name} does not set zero_optimization.stage, which is then 0 and {_NOTHING}")
 
 
 def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[str, ...]) -> Iterator[_Auto]:

@@ -1,7 +1,10 @@
-"""What every block of the configuration shares: number types, "auto", doubled spellings, warnings."""
+"""Common parts of all blocks of the configuration: number types, "auto", doubled spellings, warnings."""
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -13,8 +16,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 AUTO = "auto"
-# Packages that may lie between a user's line and a warning.
-_BETWEEN = ("zeropp", "pydantic", "torch", "contextlib", "functools")
+# Packages that may lie between a user's line and a warning; deepspeed is the stand-in.
+_BETWEEN = ("zeropp", "deepspeed", "pydantic", "torch", "contextlib", "functools")
+# JSON's numbers, and those that YAML reads as strings: 1e-6 and 5e8 have no dot.
+_NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
+# The rank's number by torchrun, Open MPI, MPICH and SLURM.
+_RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def is_auto(value: object) -> bool:
@@ -22,11 +29,21 @@ def is_auto(value: object) -> bool:
     return isinstance(value, str) and value == AUTO
 
 
+def read_number(value: object) -> object:
+    """Turns a string that is written as a number, such as "1e-6", into that number; returns anything else as it is."""
+    if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
+        return value
+    try:
+        return int(value)
+    except ValueError:
+        return float(value)
+
+
 def number(value: object) -> object:
     """Refuses booleans, which Python counts as integers: `"queue_depth": true` is a slip, not 1."""
     if isinstance(value, bool):
         raise PydanticCustomError("not_a_number", "a boolean is not a number")
-    return value
+    return read_number(value)
 
 
 def integer(value: object) -> object:
@@ -37,9 +54,16 @@ def integer(value: object) -> object:
     return value
 
 
+def bound(value: object) -> object:
+    """Rounds a fraction down: "at most 15.4 elements" and "at most 15" allow the same."""
+    value = number(value)
+    return math.floor(value) if isinstance(value, float) and math.isfinite(value) else value
+
+
 Integer = Annotated[int, BeforeValidator(integer)]
 Count = Annotated[Integer, Ge(0)]
 Positive = Annotated[Integer, Ge(1)]
+Bound = Annotated[int, BeforeValidator(bound), Ge(0)]
 Real = Annotated[float, BeforeValidator(number)]
 NonNegative = Annotated[Real, Ge(0)]
 PositiveReal = Annotated[Real, Gt(0)]
@@ -68,6 +92,28 @@ def notify(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _BETWEEN:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def notify_once(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn as :func:`notify` does, on the first rank alone: all ranks read the same configuration.
+
+    A filter that turns the warning into an error raises on every rank, so that none waits for others that have raised.
+    """
+    if _is_first_rank():
+        notify(message, category)
+        return
+    # The filters stay in force, and what they let through is recorded instead of shown.
+    with warnings.catch_warnings(record=True):
+        notify(message, category)
+
+
+def _is_first_rank() -> bool:
+    # Without importing torch: where nobody has, there is no process group.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return bool(distributed.get_rank() == 0)
+    given = [os.environ[name] for name in _RANK_VARIABLES if name in os.environ]
+    return not given or given[0] == "0"
 
 
 class Block(BaseModel):

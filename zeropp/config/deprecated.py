@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zeropp.config.base import AUTO, is_auto, notify
+from zeropp.config.base import AUTO, is_auto, notify_once
 
 REPLACEMENTS: Mapping[str, str] = {
     "cpu_offload": "offload_optimizer",
@@ -49,7 +49,7 @@ def _taken(given: dict[str, object], old: str, *new: str) -> bool | None:
     if not isinstance(value, bool) and not is_auto(value):
         raise ValueError(f"{old}: got {value!r}, expected a boolean; set {REPLACEMENTS[old]} instead")
     # FutureWarning, since Python hides DeprecationWarning outside of __main__.
-    notify(f"zero_optimization.{old} is deprecated; set {REPLACEMENTS[old]} instead", FutureWarning)
+    notify_once(f"zero_optimization.{old} is deprecated; set {REPLACEMENTS[old]} instead", FutureWarning)
     return value if isinstance(value, bool) else None
 
 

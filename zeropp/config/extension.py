@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Le
 from pydantic import BeforeValidator
 
-from zeropp.config.base import Block, Count, Positive, PositiveReal, integer
+from zeropp.config.base import Block, Bound, Count, Positive, PositiveReal, integer
 
 # older pydantic does not find 8.0 among the choices
 Bits = Annotated[Literal[4, 8, 16, 32], BeforeValidator(integer)]
@@ -34,7 +34,7 @@ class ExtensionConfig(Block):
     """Ranks on one node. `null` takes the environment variable `LOCAL_WORLD_SIZE`, which launchers set; where
     there is none, each host is a node."""
 
-    unit_numel: Count = 0
+    unit_numel: Bound = 0
     """Elements above which a unit is cut into the units of its submodules, further down the module tree.
     Smaller units need less memory at once and more collectives. 0 cuts nothing beyond the default units."""
 

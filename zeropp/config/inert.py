@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Field, JsonValue, create_model
 
-from zeropp.config.base import Block, Count, Positive, PositiveReal, alias, number
+from zeropp.config.base import Block, Bound, Count, Positive, PositiveReal, alias, number
 from zeropp.config.precision import Dtype
 
 __all__ = [
@@ -111,7 +111,7 @@ else:
         ("reduce_scatter", bool, True,
          "Asks for gradients to be reduced to their owners only, not to everyone. Nothing is left to do: a reduce "
          "hop always leaves each rank with its own piece. Who adds up is `zeropp.reduce_scatter`."),
-        ("reduce_bucket_size", Count, 500_000_000,
+        ("reduce_bucket_size", Bound, 500_000_000,
          "Elements collected before gradients are reduced. Nothing is left to do: the unit, whose size "
          "`zeropp.unit_numel` steers, is what is reduced at a time."),
         ("use_multi_rank_bucket_allreduce", bool, True,
@@ -119,7 +119,7 @@ else:
         ("allgather_partitions", bool, True,
          "Asks for an all-gather instead of broadcasts when weights are collected. Nothing is left to do: weights "
          "are always all-gathered."),
-        ("allgather_bucket_size", Count, 500_000_000,
+        ("allgather_bucket_size", Bound, 500_000_000,
          "Elements of updated weights gathered at a time after a step in stages 1 and 2. Nothing is left to do: "
          "weights are gathered unit by unit."),
         ("allgather_sequential", bool, False,

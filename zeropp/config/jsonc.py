@@ -6,6 +6,7 @@ import json
 import re
 
 from zeropp.config.errors import ConfigError
+from zeropp.config.foreign import is_comment
 
 # A string is one token, so that nothing inside it counts as a comment or a comma. The alternatives are tried
 # in this order at each position.
@@ -62,8 +63,8 @@ def _plain(text: str, origin: str) -> str:
 def _unique(pairs: list[tuple[str, object]], origin: str) -> dict[str, object]:
     result: dict[str, object] = {}
     for key, value in pairs:
-        # json itself would take the last one, silently.
-        if key in result:
+        # json itself would take the last one, silently. A second comment is no contradiction.
+        if key in result and not is_comment(key):
             raise ConfigError(f"{origin}: the key {key!r} is given twice, as {result[key]!r} and {value!r}; keep one")
         result[key] = value
     return result

@@ -10,12 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeropp.config.auto import warn_of_choices
-from zeropp.config.base import notify, spellings
+from zeropp.config.base import spellings
 from zeropp.config.describe import value_text
 from zeropp.config.errors import ConfigError
 from zeropp.config.explain import problems
+from zeropp.config.foreign import FOREIGN, without_comments
+from zeropp.config.ineffective import warn_without_effect
 from zeropp.config.jsonc import parse
-from zeropp.config.support import warn_without_effect
 from zeropp.config.top import Config
 
 ConfigSource = Config | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -40,17 +41,17 @@ def load_config(source: ConfigSource = None, *, final: bool = True) -> Config:
         # Base64 has no name, and may be long.
         name = source if isinstance(source, str | os.PathLike) and os.path.exists(source) else _shortened(str(source))
         raise ConfigError(f"{name}: got {value_text(given):.80}; expected a JSON object at the top level")
-    given = _without_dotted(given)
+    given, ignored = _without_ignored(without_comments(given))
     try:
         config = Config.model_validate(given)
     except ValidationError as error:
         # Without pydantic's own error, which repeats all of it in other words.
-        raise ConfigError(problems(error, Config)) from None
+        raise ConfigError(problems(error, Config, given)) from None
     named = isinstance(source, str | os.PathLike) and os.path.exists(source)
     name = str(source) if named else "the configuration"
     if final:
         warn_of_choices(given, config, name)
-        warn_without_effect(config, name)
+        warn_without_effect(given, config, ignored, name)
     return config
 
 
@@ -73,16 +74,16 @@ def _read(source: object) -> object:
         raise ConfigError(f"{path}: cannot be read ({error}); expected the path of a JSON file in UTF-8") from None
 
 
-def _without_dotted(given: Mapping[str, object]) -> Mapping[str, object]:
-    """The configuration without ``"block.key"``, with a word of them: TRL writes such beside the block.
+def _without_ignored(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration without the keys that DeepSpeed does not read, either, and those keys.
 
-    DeepSpeed reads none of them, and TRL's 0.9 h^2 elements may be no whole number.
+    They are keys of other programs, and such as ``"block.key"``: TRL writes these beside the block, and its 0.9 h^2
+    elements may be no whole number.
     """
     blocks = {key for name, field in Config.model_fields.items() for key in spellings(name, field)}
-    dotted = [key for key in given if isinstance(key, str) and "." in key and key.partition(".")[0] in blocks]
-    if dotted:
-        notify(f"{', '.join(dotted)} have no effect: what belongs into a block is read inside of it alone")
-    return {key: value for key, value in given.items() if key not in dotted}
+    dotted = {key for key in given if isinstance(key, str) and "." in key and key.partition(".")[0] in blocks}
+    ignored = {key: value for key, value in given.items() if key in dotted or key in FOREIGN}
+    return {key: value for key, value in given.items() if key not in ignored}, ignored
 
 
 def _decoded(text: str) -> str:

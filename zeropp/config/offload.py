@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Le
 from pydantic import model_validator
 
-from zeropp.config.base import Block, Count, NonNegative
+from zeropp.config.base import Block, Bound, Count, NonNegative
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -46,10 +46,10 @@ class OffloadParamConfig(_OffloadBlock):
     """How many staging buffers the pool for weights has; more of them let more reads be under way at
     once."""
 
-    buffer_size: Count = 100_000_000
+    buffer_size: Bound = 100_000_000
     """Elements that one staging buffer holds. A larger shard takes several."""
 
-    max_in_cpu: Count = 1_000_000_000
+    max_in_cpu: Bound = 1_000_000_000
     """Elements of weights that stay in host memory although `nvme` is set, so that they need no read."""
 
     pin_memory: bool = False

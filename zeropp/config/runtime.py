@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, JsonValue
 
-from zeropp.config.base import Block, Positive, alias, is_auto
+from zeropp.config.base import Block, Positive, alias, is_auto, read_number
 
 
 def _upper(value: object) -> object:
@@ -93,11 +94,21 @@ class ActivationCheckpointingConfig(Block):
     """Logs how long forward and recomputation of each checkpointed segment take."""
 
 
+def _with_numbers(value: object) -> object:
+    """Arguments with a number for each string that is written as one; no argument of theirs is such a string."""
+    if isinstance(value, Mapping):
+        return {key: _with_numbers(inner) for key, inner in value.items()}
+    return [_with_numbers(inner) for inner in value] if isinstance(value, list | tuple) else read_number(value)
+
+
 class NamedBlock(Block):
     """An object to make: its class and the arguments."""
 
+    harmless: ClassVar[Mapping[str, object]] = {}
+    """Arguments that change nothing at these values."""
+
     # Pydantic copies such a default for each object.
-    params: dict[str, JsonValue] = Field(default={})
+    params: Annotated[dict[str, JsonValue], BeforeValidator(_with_numbers)] = Field(default={})
     """Keyword arguments of its constructor."""
 
     @property
@@ -105,9 +116,23 @@ class NamedBlock(Block):
         """Arguments at "auto", which no default of ours can stand for."""
         return [key for key, value in self.params.items() if is_auto(value)]
 
+    @classmethod
+    def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
+        """Leaves out arguments beside `params` that repeat what is in it, or what holds anyway."""
+        inside = given.get("params")
+        known = {**cls.harmless, **inside} if isinstance(inside, Mapping) else cls.harmless
+        fields = {*cls.model_fields}
+        return {key: value for key, value in given.items() if key in fields or key not in known or known[key] != value}
+
 
 class OptimizerConfig(NamedBlock):
     """An optimizer that the library makes."""
+
+    harmless: ClassVar[Mapping[str, object]] = {
+        "adam_w_mode": True, "torch_adam": False, "bias_correction": True, "amsgrad": False, "set_grad_none": True,
+        "fp32_optimizer_states": True, "maximize": False, "nesterov": False, "momentum": 0, "dampening": 0,
+        "centered": False, "lr_decay": 0, "initial_accumulator_value": 0,
+    }  # fmt: skip
 
     type: str | None = None
     """Name of the optimizer, in letters of either case for the well-known ones, else a class of

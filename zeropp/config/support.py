@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zeropp.config.base import Block, notify, spellings
+from zeropp.config.base import Block, spellings
 from zeropp.config.describe import nested_block, value_text
 from zeropp.config.errors import ConfigError, UnsupportedConfigError
 from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
@@ -205,20 +204,29 @@ def accepted_values(model: type[Block], name: str) -> tuple[object, ...]:
     return SUPPORT[model][name].accepts or (model.model_fields[name].default,)
 
 
+def is_accepted(model: type[Block], name: str) -> bool:
+    """Tell whether some value of a field other than its default is honoured, or at least taken."""
+    support, inner = SUPPORT[model][name], nested_block(model.model_fields[name])
+    # `initialize` makes what these two name.
+    if name in ("optimizer", "scheduler") or support.governor in ("optimizer", "scheduler"):
+        return True
+    if support.kind is Kind.BLOCK and inner is not None:
+        return any(is_accepted(inner, each) for each in inner.model_fields)
+    return support.kind in (Kind.EFFECT, Kind.NEEDLESS, Kind.UNREAD)
+
+
 def require_stage_for_offload(config: Config) -> None:
-    """Raises ConfigError where states or weights are to lie elsewhere in a stage that does not partition them.
+    """Raises ConfigError where optimizer states are to lie elsewhere in a stage that does not partition them.
 
     Not when the configuration is loaded: without an optimizer, where its states would lie does not matter.
     """
     zero, wrong = config.zero, list[str]()
-    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        block = getattr(zero, key)
-        if block is not None and block.device != "none" and zero.stage < least:
-            wrong.append(
-                f'{key}.device "{block.device}" needs stage {"3" if least == 3 else "1, 2 or 3"}, got stage '
-                f'{zero.stage}; set such a stage, or the device to "none"'
-            )
     states = zero.offload_optimizer
+    if states is not None and states.device != "none" and zero.stage == 0:
+        wrong.append(
+            f'offload_optimizer.device "{states.device}" needs stage 1, 2 or 3, got stage 0; set such a stage, or the '
+            'device to "none"'
+        )
     if states is not None and states.ratio < 1 and zero.stage != 3:
         wrong.append(
             f"offload_optimizer.ratio {states.ratio:g} needs stage 3, got stage {zero.stage}; "
@@ -257,7 +265,7 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {_with_reason(remedy, support)}"
-        elif support.kind is Kind.OFF and _switched_on(value):
+        elif support.kind is Kind.OFF and switched_on(value):
             remedy = _with_reason(support.remedy, support)
             yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {remedy}"
 
@@ -300,74 +308,21 @@ def _refused_main(config: Config) -> Iterator[str]:
         )
 
 
-def warn_without_effect(config: Config, name: str) -> None:
-    """Warns once, naming all keys that are set but that nothing reads in what was loaded from `name`."""
-    keys = [
-        key
-        # The top level alone has keys of this kind.
-        for key, support in SUPPORT[Config].items()
-        if support.kind is Kind.UNREAD and not _switched_off(getattr(config, key))
-    ]
-    if keys:
-        notify(f"these keys of {name} have no effect: {', '.join(keys)}")
-    for text in _ineffective_alone(config):
-        notify(text)
-
-
-def _ineffective_alone(config: Config) -> Iterator[str]:
-    """Settings that have an effect only together with others, which are not set."""
-    zero, own = config.zero, config.zeropp
-    for key in ("zero_hpz_partition_size", "mics_shard_size"):
-        if zero.stage < 3 and getattr(zero, key) > 1:
-            yield f"zero_optimization.{key} {getattr(zero, key)} has no effect in stage {zero.stage}; set stage 3"
-    for key in ("offload_optimizer", "offload_param"):
-        block = getattr(zero, key)
-        # One that says "none" means it.
-        if block is not None and block.model_fields_set and "device" not in block.model_fields_set:
-            named = ", ".join(sorted(block.model_fields_set))
-            yield f'{key}.{named} has no effect: {key}.device is not given; set it to "cpu" or "nvme"'
-    quantized = zero.zero_quantized_weights or own.weight_codec == "int8"
-    # A secondary shard of frozen weights can be codes, too.
-    quantized |= zero.zero_quantized_nontrainable_weights
-    if (quantized or own.weight_codec is not None) and zero.stage == 0:
-        yield "weights are not encoded in stage 0, where they are never sent; set stage 1, 2 or 3"
-    # Codes are cached where there are both: codes that arrive, and a secondary shard for them.
-    if own.secondary == "codes" and not (quantized and zero.stage == 3 and zero.zero_hpz_partition_size > 1):
-        yield (
-            'zeropp.secondary "codes" has no effect; it needs stage 3, zero_quantized_weights and '
-            "zero_hpz_partition_size"
-        )
-    # These only say how gradients are quantized, not that they are.
-    if not zero.zero_quantized_gradients:
-        given = {
-            "zero_optimization.zeropp_loco_param": zero.zeropp_loco_param is not None,
-            "zeropp.hadamard": own.hadamard,
-            "zeropp.gradient_bits": own.gradient_bits is not None,
-        }
-        for key in (key for key, is_given in given.items() if is_given):
-            yield f"{key} has no effect without zero_quantized_gradients"
-    if own.feedback == "both" and zero.zeropp_loco_param is None:
-        yield 'zeropp.feedback "both" has no effect without zeropp_loco_param'
-
-
-def _switched_off(value: object) -> bool:
-    if isinstance(value, Mapping):
-        # Files carry whole blocks that are switched off; to warn of them would be noise.
-        return not value or value.get("enabled") is False
-    # Infinite steps between two messages are none.
-    return not value or value == math.inf
-
-
-def _switched_on(value: object) -> bool:
+def switched_on(value: object) -> bool:
     """Whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
     if not isinstance(value, Mapping):
-        return value is True
+        return _is_true(value)
     # Two blocks that say it by a size.
     sizes = [value[key] for key in ("autotp_size", "tp_size", "autoep_size") if key in value]
     if sizes:
         return any(isinstance(size, int | float) and size > 1 for size in sizes)
     said = list(_said(value))
-    return any(each is True for each in said) if said else bool(value)
+    return any(map(_is_true, said)) if said else bool(value)
+
+
+def _is_true(value: object) -> bool:
+    # Templates and YAML leave strings, which are true to DeepSpeed.
+    return value.lower() in ("true", "yes", "on", "1") if isinstance(value, str) else value is True or value == 1
 
 
 def _said(block: Mapping[object, object]) -> Iterator[object]:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zeropp.config.base import Count, NonNegative, Positive, alias, notify
+from zeropp.config.base import Bound, NonNegative, Positive, alias, notify_once
 from zeropp.config.batch import Triple, resolve_batch
 from zeropp.config.extension import ExtensionConfig
 from zeropp.config.inert import CompileConfig, LaterTop, NeedlessTop, OutsideKeys, UnreadTop
@@ -50,7 +50,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     zero_optimization: ZeroConfig = ZeroConfig()
     """Partitioning. A boolean is a deprecated form: true is stage 1, false is stage 0."""
 
-    allgather_size: Count | None = None
+    allgather_size: Bound | None = None
     """Elements; the `allgather_bucket_size` of a zero block in the deprecated form `true`. Read with that
     form only."""
 
@@ -148,7 +148,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
         # The form as it was given: below it has been rewritten.
         zero = given.get("zero_optimization")
         if isinstance(zero, bool):
-            notify(
+            notify_once(
                 f"zero_optimization: {str(zero).lower()} is deprecated; give a block such as "
                 f'{{"stage": {int(zero)}}} instead',
                 FutureWarning,
@@ -161,7 +161,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
         if zero is True:
             given["zero_optimization"] = {"stage": 1, "allgather_bucket_size": given["allgather_size"]}
         else:
-            notify(
+            notify_once(
                 "allgather_size has no effect without zero_optimization: true; set "
                 "zero_optimization.allgather_bucket_size instead",
                 UserWarning,

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from annotated_types import Ge, Le
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from zeropp.config.base import Count, Integer, Positive, alias
+from zeropp.config.base import Bound, Count, Integer, alias, bound
 from zeropp.config.deprecated import REPLACEMENTS, upgrade_zero
 from zeropp.config.inert import LaterZero, NeedlessZero
 from zeropp.config.leaf import LeafModuleConfig
@@ -38,14 +38,15 @@ class ZeroConfig(NeedlessZero, LaterZero):
     they travel, if `gradient_accumulation_steps` says how many there are; in stage 2 each micro-batch's travel."""
 
     offload_param: OffloadParamConfig | None = None
-    """Where weight shards are kept; `null` is on the device."""
+    """Where weight shards are kept; `null` is on the device. It acts in stage 3 only: elsewhere `device` is read as
+    `none`, with a note."""
 
     offload_optimizer: OffloadOptimizerConfig | None = None
     """Where optimizer states are kept and stepped; `null` is on the device."""
 
-    sub_group_size: Positive = 1_000_000_000
+    sub_group_size: Bound = 1_000_000_000
     """Elements of a rank's shard that are stepped at a time where states are in files: what a staging buffer holds, at
-    most. Elsewhere nothing is left to do, since a step in parts gives the same bits."""
+    most; 0 stands for the default. Elsewhere nothing is left to do, since a step in parts gives the same bits."""
 
     # Absent and null mean the same, so the default goes through the validator, too.
     overlap_comm: bool | None = Field(default=None, validate_default=True)
@@ -54,36 +55,36 @@ class ZeroConfig(NeedlessZero, LaterZero):
     ranks go different ways through the model: what they send in two parts then depends on timing). `null` means true
     in stage 3 and where the host steps, and false elsewhere."""
 
-    prefetch_bucket_size: Count = Field(
+    prefetch_bucket_size: Bound = Field(
         default=50_000_000, validation_alias=alias("stage3_prefetch_bucket_size", "prefetch_bucket_size")
     )
     """Elements of coming units that may be gathered ahead of their use. 0 turns prefetching off."""
 
-    param_persistence_threshold: Count = Field(
+    param_persistence_threshold: Bound = Field(
         default=100_000, validation_alias=alias("stage3_param_persistence_threshold", "param_persistence_threshold")
     )
     """Elements up to which a parameter is persistent: its full weights stay gathered between uses and are
     refreshed after each step. Its optimizer states are partitioned all the same."""
 
     # sys.maxsize stands for no bound, as in DeepSpeed.
-    model_persistence_threshold: Count = Field(
+    model_persistence_threshold: Bound = Field(
         default=sys.maxsize, validation_alias=alias("stage3_model_persistence_threshold", "model_persistence_threshold")
     )
     """Elements that all persistent parameters may have together, counted in the order of the model."""
 
-    max_live_parameters: Count = Field(
+    max_live_parameters: Bound = Field(
         default=1_000_000_000, validation_alias=alias("stage3_max_live_parameters", "max_live_parameters")
     )
     """Elements that may be gathered at once on a rank. Prefetching stops and reuse gives way before the
     bound is passed; what the modules now running need comes on top."""
 
-    max_reuse_distance: Count = Field(
+    max_reuse_distance: Bound = Field(
         default=1_000_000_000, validation_alias=alias("stage3_max_reuse_distance", "max_reuse_distance")
     )
     """A unit stays gathered after its use if its next use comes within this many elements of uses, that one
     included; where the next use is further, units behind it are not fetched ahead of it."""
 
-    module_granularity_threshold: Integer = Field(
+    module_granularity_threshold: Annotated[int, BeforeValidator(bound)] = Field(
         default=0, validation_alias=alias("stage3_module_granularity_threshold", "module_granularity_threshold")
     )
     """A module with at most this many elements of parameters for each module in its tree is a leaf module:
@@ -152,6 +153,21 @@ class ZeroConfig(NeedlessZero, LaterZero):
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
         """Rewrites deprecated keys, one warning each."""
         return upgrade_zero(given)
+
+    @field_validator("offload_param")
+    @classmethod
+    def _keep_weights_below_stage_3(cls, value: OffloadParamConfig | None, info: ValidationInfo) -> object:
+        # Ranks have whole weights there, which are used all the time. Fields above have been validated; one that is
+        # wrong is not there.
+        if value is None or info.data.get("stage", 3) == 3:
+            return value
+        return value.model_copy(update={"device": "none"})
+
+    @field_validator("sub_group_size")
+    @classmethod
+    def _default_for_zero(cls, value: int) -> int:
+        # DeepSpeed's smallest sub-group is one parameter, and nothing here is as small as 0 elements.
+        return value or 1_000_000_000
 
     @field_validator("overlap_comm")
     @classmethod

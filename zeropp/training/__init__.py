@@ -7,9 +7,9 @@ Knows scripts and their habits; not how weights move, which :class:`zeropp.ZeroO
 from zeropp.training import checkpointing
 from zeropp.training.data import RepeatingLoader
 from zeropp.training.distributed import init_distributed
+from zeropp.training.elementwise import Lion
 from zeropp.training.engine import Engine
 from zeropp.training.initialize import initialize
-from zeropp.training.lion import Lion
 from zeropp.training.on_device import OnDevice
 from zeropp.training.tiled import TiledLinear
 from zeropp.training.values import (

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -12,12 +12,19 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zeropp.config import ConfigError
+from zeropp.config.describe import value_text
+from zeropp.config.foreign import meaning, place
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
-from zeropp.training.lion import Lion
+from zeropp.training.elementwise import Lion, UncorrectedAdam
 from zeropp.training.schedulers import SCHEDULERS
 
 __all__ = ["make_optimizer", "make_scheduler"]
 
+# Arguments of DeepSpeed's own Adam, and what holds without them.
+_FLAGS = {
+    "adam_w_mode": True, "torch_adam": False, "bias_correction": True, "fp32_optimizer_states": True,
+    "set_grad_none": True,
+}  # fmt: skip
 # Whose moments are of whole matrices or of messages that zeropp has its own way to make smaller.
 _REFUSED = {
     "lamb": "its steps need norms of whole parameters, and a rank has parts of them; use AdamW",
@@ -35,7 +42,8 @@ def make_optimizer(block: OptimizerConfig, params: Iterable[Tensor] | Iterable[d
     """The optimizer that the ``optimizer`` block names, by torch's fused step where there is one.
 
     ``Adam`` is AdamW, as in DeepSpeed, unless ``adam_w_mode`` is false; both decay by 0 where ``weight_decay`` is not
-    given, unless ``torch_adam`` asks for torch's own defaults. ``Lion`` is zeropp's; other names are torch's.
+    given, unless ``torch_adam`` asks for torch's own defaults. ``Lion`` is zeropp's, and so is either Adam with
+    ``bias_correction`` false; other names are torch's.
 
     Args:
         block: a type and its arguments.
@@ -89,16 +97,26 @@ def make_scheduler(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
 
 def _adam(name: str, given: dict[str, Any]) -> type[Optimizer]:
     """Adam or AdamW, with DeepSpeed's own arguments taken out of what is given."""
-    decoupled = given.pop("adam_w_mode", True) or name.lower() == "adamw"
+    flags = {**_FLAGS, **_fitted("optimizer", {key: given.pop(key) for key in _FLAGS if key in given}, _FLAGS)}
+    decoupled = flags["adam_w_mode"] or name.lower() == "adamw"
+    # Gradients are always forgotten, so set_grad_none has nothing to do.
+    if not flags["fp32_optimizer_states"]:
+        raise ConfigError(
+            "optimizer.params.fp32_optimizer_states: false is not in zeropp, whose states have the type of the main "
+            "weights; remove it, or set bf16.bf16_master_weights_and_grads and bf16.bf16_optimizer_states for states "
+            "in 16 bits"
+        )
     # The fused Adam of DeepSpeed decays by 0 unless it is told to, torch's AdamW by a hundredth.
-    if not given.pop("torch_adam", False):
+    if not flags["torch_adam"]:
         given.setdefault("weight_decay", 0.0)
-    if not given.pop("bias_correction", True):
-        raise ConfigError("optimizer.params.bias_correction false is not in zeropp; leave it out")
-    if not given.pop("fp32_optimizer_states", True):
-        raise ConfigError("optimizer.params.fp32_optimizer_states false is not in zeropp; leave it out")
-    given.pop("set_grad_none", None)  # gradients are always forgotten
-    return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if flags["bias_correction"]:
+        return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if flags["torch_adam"] or given.pop("amsgrad", False):
+        raise ConfigError(
+            "optimizer.params.bias_correction: false goes neither with torch_adam nor with amsgrad; set one of them"
+        )
+    given["decoupled"] = decoupled
+    return UncorrectedAdam
 
 
 def _find(name: str) -> type[Optimizer]:
@@ -129,12 +147,61 @@ def _require_resolved(key: str, block: OptimizerConfig | SchedulerConfig) -> Non
 
 def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) -> Any:
     # Before the call, whose own words would name Python's frames and none of the file's keys.
-    accepted = set(inspect.signature(made).parameters)
-    if unknown := set(given) - accepted:
+    parameters = list(inspect.signature(made).parameters.values())[1:]
+    accepted = {each.name for each in parameters}
+    if unknown := sorted(set(given) - accepted):
+        hints = [f"; {each}: {told}" for each in unknown if (told := _hint(key, each, accepted))]
         raise ConfigError(
-            f"{key}.params has {sorted(unknown)}, which {name} does not take; it takes {sorted(accepted)}"
+            f"{key}.params has {unknown}, which {name} does not take; it takes {sorted(accepted)}{''.join(hints)}"
         )
+    fitted = _fitted(key, given, {each.name: each.default for each in parameters})
     try:
-        return made(first, **given)
+        return made(first, **fitted)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}.params of {name}: {error}") from error
+
+
+def _hint(key: str, argument: str, accepted: set[str]) -> str:
+    """A remedy for an argument of another name, unless this optimizer or scheduler takes no such thing."""
+    path = (key, "params", argument)
+    inside, _, target = place(path).rpartition(".")
+    return "" if inside == f"{key}.params" and target not in accepted else meaning(path)
+
+
+def _fitted(key: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of the types that their defaults have.
+
+    Raises:
+        ConfigError: some are of other types; with all of them.
+    """
+    fitted, wrong = dict(given), []
+    for name, value in given.items():
+        default = defaults.get(name)
+        if isinstance(default, bool) and isinstance(value, str):
+            # A string of any letters would be true.
+            value = fitted[name] = {"true": True, "false": False}.get(value.lower(), value)
+        # A scheduler takes a list of numbers, too: one for each parameter group.
+        if (expected := _expected(value, default)) and not (key == "scheduler" and _is_numbers(value)):
+            wrong.append(f"{key}.params.{name}: got {value_text(value)}; expected {expected}")
+    if wrong:
+        raise ConfigError(wrong)
+    return fitted
+
+
+def _expected(value: object, default: object) -> str:
+    """The kind of value that an argument takes, by its default; empty where `value` is one, or where nothing tells."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) or value in (0, 1) else f"true or false (default {value_text(default)})"
+    if isinstance(default, int | float):
+        return "" if _is_number(value) else f"a number (default {default})"
+    if isinstance(default, tuple) and not (_is_numbers(value) and len(value) == len(default)):
+        return f"a list of {len(default)} numbers (default {value_text(default)})"
+    return ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_numbers(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and all(map(_is_number, value))

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from zeropp.access.leaves import mark_configured
 from zeropp.comm.members import Group
 from zeropp.config import Config, ConfigError, load_config
+from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.setup.built import built_for
@@ -81,6 +82,8 @@ def initialize(
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     local_rank = _align_local_rank(args)
     inner = _make_optimizer(loaded, model, optimizer, model_parameters)
+    if inner is not None:
+        _warn_of_no_clipping(loaded, given)
     wrapped, core = _wrap(loaded, model, inner, _group(mpu), args)
     scheduler = _make_scheduler(loaded, wrapped, lr_scheduler)
     engine = Engine(model, wrapped, scheduler, loaded, given, core=core, local_rank=local_rank, collate_fn=collate_fn)
@@ -163,6 +166,15 @@ def _read_config(source: Any) -> tuple[Config, dict[str, Any]]:
         return loaded, dict(source)
     # Comments and base64 have been read by then; what is not set is not in it.
     return loaded, json.loads(loaded.model_dump_json(exclude_unset=True, by_alias=True))
+
+
+def _warn_of_no_clipping(loaded: Config, given: Mapping[str, Any]) -> None:
+    # In a file's place `given` is what was loaded. "auto" has been named before.
+    if "gradient_clipping" not in loaded.model_fields_set | given.keys():
+        notify_once(
+            "gradient_clipping is not set, so gradients are not clipped; DeepSpeed clips them to a norm of 1.0 then, "
+            "since 0.19.3. Set 1.0 to clip as it does, or 0.0 to clip nothing"
+        )
 
 
 def _group(mpu: Any) -> Group:

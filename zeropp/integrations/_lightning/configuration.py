@@ -133,8 +133,8 @@ def for_training(config: Mapping[str, Any], *, steps: int, clip: float | None) -
     found[_STEPS] = steps
     # Lightning calls step() where a window ends, which the end of the data may bring before its last micro-batch.
     found["managed_gradient_accumulation"] = False
-    if clip:
-        found["gradient_clipping"] = clip
+    # Said, and not left out: nobody but the Trainer and the file clips.
+    found["gradient_clipping"] = clip or own
     return found
 
 

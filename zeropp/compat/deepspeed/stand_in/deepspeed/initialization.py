@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from zeropp.config.base import notify
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
 from zeropp.params.guard import handler_of
@@ -36,12 +35,6 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
     engine.writes_module_states = True
     assert engine.core.resting is not None  # of every training engine
     engine.core.resting.alone = True
-    # Only where something is trained: nothing else is clipped.
-    if engine.optimizer is not None and "gradient_clipping" not in engine.loaded_config.model_fields_set:
-        notify(
-            "gradient_clipping is not set, and nothing is clipped; DeepSpeed clips at 1.0 then since 0.19, and did not "
-            "before. Set 1.0 or 0.0"
-        )
     return made
 
 

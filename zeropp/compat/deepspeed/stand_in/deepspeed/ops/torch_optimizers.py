@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeropp.training import Lion
+from zeropp.training.elementwise import UncorrectedAdam
 
 __all__ = ["Adagrad", "Adam", "Lion"]
 
@@ -43,7 +44,7 @@ class Adam:
         Args:
             model_params: tensors, or groups.
             lr, betas, eps, weight_decay, amsgrad: as in torch; nothing decays by default.
-            bias_correction: True alone.
+            bias_correction: False takes averages as they are; what is made then is zeropp's.
             adamw_mode, adam_w_mode: two names for decay that is decoupled from gradients.
             fp32_optimizer_states: True alone.
             set_grad_none: without effect; gradients are always forgotten.
@@ -51,12 +52,14 @@ class Adam:
         Raises:
             ValueError: what torch's has not is asked for.
         """
-        if not bias_correction or not fp32_optimizer_states:
+        if not fp32_optimizer_states or (amsgrad and not bias_correction):
             raise ValueError(
-                f"{cls.__name__} got bias_correction {bias_correction} and fp32_optimizer_states "
-                f"{fp32_optimizer_states}; zeropp has both True alone"
+                f"{cls.__name__} got fp32_optimizer_states {fp32_optimizer_states}, bias_correction {bias_correction} "
+                f"and amsgrad {amsgrad}; zeropp has fp32_optimizer_states True alone, and amsgrad with bias_correction"
             )
-        decoupled = adam_w_mode if adamw_mode is None else adamw_mode
+        decoupled = bool(adam_w_mode if adamw_mode is None else adamw_mode)
+        if not bias_correction:
+            return UncorrectedAdam(model_params, lr, betas, eps, weight_decay, decoupled=decoupled)
         made = torch.optim.AdamW if decoupled else torch.optim.Adam
         return _fused(made(model_params, lr, betas, eps, weight_decay, amsgrad))
 

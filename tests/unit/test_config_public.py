@@ -1,0 +1,389 @@
+"""Habits of public DeepSpeed configurations: comments, dead and misplaced keys, fractions, numbers in strings."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zeropp.config import Config, ConfigError, load_config, require_supported
+from zeropp.config.base import Block, spellings
+from zeropp.config.describe import blocks, bounds_text
+from zeropp.config.foreign import FOREIGN, MOVED, REMOVED
+from zeropp.config.jsonc import parse
+from zeropp.config.runtime import NamedBlock
+from zeropp.config.support import is_accepted
+
+STAGE = {"zero_optimization": {"stage": 2}}
+
+
+def zero(stage: int = 2, **keys: object) -> dict[str, object]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+def loaded(source: dict[str, Any]) -> tuple[Config, list[str]]:
+    """The configuration, which this version supports, and the warnings that came with it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = load_config({**STAGE, **source})
+    require_supported(config.model_copy(update={"optimizer": None, "scheduler": None}))
+    return config, [str(each.message) for each in caught]
+
+
+def nested(path: str, value: object) -> dict[str, Any]:
+    """``{"a": {"b": value}}`` of "a.b"; what is above has what it cannot do without."""
+    content = value
+    for part in reversed(path.split(".")):
+        content = {part: content}
+    assert isinstance(content, dict)
+    for block, kind in (("optimizer", "AdamW"), ("scheduler", "WarmupDecayLR")):
+        if isinstance(content.get(block), dict):
+            content[block].setdefault("type", kind)
+    if isinstance(content.get("zero_optimization"), dict):
+        content["zero_optimization"].setdefault("stage", 3)
+    return content
+
+
+def remedies(source: dict[str, Any]) -> dict[str, str]:
+    """Unknown keys, by their whole paths, and what is said of each."""
+    with pytest.raises(ConfigError) as caught:
+        load_config({**STAGE, **source}, final=False)
+    return dict(
+        problem.split(": unknown key; ", 1) for problem in caught.value.problems if ": unknown key; " in problem
+    )
+
+
+def read(config: object, path: str) -> object:
+    for part in path.split("."):
+        config = config.get(part) if isinstance(config, dict) else getattr(config, part.removeprefix("stage3_"))
+    return config
+
+
+TAKEN: dict[str, tuple[dict[str, Any], str, object, tuple[str, ...]]] = {
+    # what: (configuration, a key, its value then, parts of the notes)
+    "sub-groups of nothing": (zero(3, sub_group_size=0), "zero_optimization.sub_group_size", 10**9, ()),
+    "sub-groups of a fraction": (zero(3, sub_group_size=0.3), "zero_optimization.sub_group_size", 10**9, ()),
+    "weights on the host below stage 3": (
+        zero(2, offload_param={"device": "cpu", "pin_memory": True}),
+        "zero_optimization.offload_param.device", "none",
+        ('offload_param.device "cpu" has no effect in stage 2',),
+    ),
+    "weights in files below stage 3": (
+        zero(1, offload_param={"device": "nvme", "nvme_path": "/x"}),
+        "zero_optimization.offload_param.device", "none",
+        ('offload_param.device "nvme" has no effect in stage 1',),
+    ),
+    "weights on the host in stage 0": (
+        zero(0, offload_param={"device": "cpu"}), "zero_optimization.offload_param.device", "none", ("stage 0",),
+    ),
+    "weights on no other device below stage 3": (
+        zero(2, offload_param={"device": "none"}), "zero_optimization.offload_param.device", "none", (),
+    ),
+    "weights on the host in stage 3": (
+        zero(3, offload_param={"device": "cpu"}), "zero_optimization.offload_param.device", "cpu", (),
+    ),
+    "messages every so many steps": ({"steps_per_print": 2000}, "steps_per_print", 2000, ()),
+    "no timers": ({"wall_clock_breakdown": False}, "wall_clock_breakdown", False, ()),
+    "timers": ({"wall_clock_breakdown": True}, "wall_clock_breakdown", True, ("no effect: wall_clock_breakdown",)),
+    "dead keys": (
+        {"fp32_allreduce": True, "monitor_config": {"enabled": True, "tag": "x"}, "comms_config": {"verbose": False}},
+        "gradient_clipping", 0.0, ("no effect: fp32_allreduce, monitor_config, comms_config",),
+    ),
+    "dead keys that say nothing": (
+        {"fp32_allreduce": False, "monitor_config": {"enabled": False, "tag": "x"}, "seed": None, "dataset": "auto"},
+        "gradient_clipping", 0.0, (),
+    ),
+    "a launcher's keys": (
+        {"distributed_type": "DEEPSPEED", "num_processes": 8, "zero3_init_flag": True}, "gradient_clipping", 0.0,
+        ("no effect: distributed_type, num_processes, zero3_init_flag",),
+    ),
+    "a number in a string": (zero(3, stage3_max_live_parameters="5e8"), "zero_optimization.max_live_parameters",
+                             500_000_000, ()),
+    "an argument beside params that holds anyway": (
+        {"optimizer": {"type": "Adam", "adam_w_mode": True, "params": {"lr": 0.1}}}, "optimizer.params", {"lr": 0.1}, ()
+    ),
+    "an argument beside params that repeats it": (
+        {"optimizer": {"type": "SGD", "lr": 0.1, "momentum": 0.5, "params": {"lr": 0.1, "momentum": 0.5}}},
+        "optimizer.params", {"lr": 0.1, "momentum": 0.5}, (),
+    ),
+    "arguments of a schedule in strings": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "3e-5", "warmup_num_steps": "100"}}},
+        "scheduler.params", {"warmup_max_lr": 3e-5, "warmup_num_steps": 100}, (),
+    ),
+    "arguments of an optimizer in strings": (
+        {"optimizer": {"type": "AdamW", "params": {"eps": "1e-6", "betas": ["0.9", ".95"], "kind": "1e-6x"}}},
+        "optimizer.params", {"eps": 1e-6, "betas": [0.9, 0.95], "kind": "1e-6x"}, (),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TAKEN)
+def test_what_is_taken(kind: str) -> None:
+    source, path, expected, notes = TAKEN[kind]
+    config, told = loaded(source)
+    assert read(config, path) == expected
+    assert len(told) == len(notes)
+    for part, message in zip(notes, told, strict=True):
+        assert part in message
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "bf16.loss_scale": ({"bf16": {"enabled": True, "loss_scale": 0}}, "remove it: bf16 has no loss scale"),
+    "bf16.hysteresis": ({"bf16": {"enabled": False, "hysteresis": 2}}, "remove it: bf16 has no loss scale"),
+    "fp16.fp16": ({"fp16": {"fp16": True, "enabled": True}}, "set fp16.enabled instead"),
+    "fp16.bf16": ({"fp16": {"bf16": True}}, "set bf16.enabled instead"),
+    "fp16.type": ({"fp16": {"enabled": True, "type": "bfloat16"}}, "set bf16.enabled instead"),
+    "loss_scale": ({"loss_scale": 0}, "it belongs elsewhere, as fp16.loss_scale"),
+    "zero_optimization.loss_scale_window": (
+        zero(loss_scale_window=5), "it belongs elsewhere, as fp16.loss_scale_window",
+    ),
+    "zero_optimization.gradient_clipping": (zero(gradient_clipping=1), "it belongs to the top level"),
+    "zero_optimization.bf16": (zero(bf16={"enabled": True}), "it belongs to the top level"),
+    "fp16.fp16_master_weights_and_gradients": (
+        {"fp16": {"fp16_master_weights_and_gradients": True}}, "did you mean 'fp16_master_weights_and_grads'?",
+    ),
+    "gradient_accumulation_dtype": (
+        {"gradient_accumulation_dtype": "fp32"}, "set data_types.grad_accum_dtype instead",
+    ),
+    "max_grad_norm": ({"max_grad_norm": 1.0}, "set gradient_clipping instead"),
+    "zero_optimization.max_grad_norm": (zero(max_grad_norm=1.0), "set gradient_clipping instead"),
+    "optimizer.max_grad_norm": (
+        {"optimizer": {"type": "Adam", "max_grad_norm": 1.0}}, "set gradient_clipping instead",
+    ),
+    "optimizer.gradient_clipping": (
+        {"optimizer": {"type": "Adam", "gradient_clipping": 1.0}}, "it belongs to the top level",
+    ),
+    "scheduler.loss_scale": (
+        {"scheduler": {"type": "WarmupLR", "loss_scale": 0}}, "it belongs elsewhere, as fp16.loss_scale",
+    ),
+    "optimizer.lr": ({"optimizer": {"type": "Adam", "lr": 0.1}}, "it belongs into optimizer.params"),
+    "optimizer.adam_w_mode": (
+        {"optimizer": {"type": "Adam", "adam_w_mode": False}}, "it belongs into optimizer.params",
+    ),
+    "optimizer.momentum": ({"optimizer": {"type": "sgd", "momentum": 0.9}}, "it belongs into optimizer.params"),
+    "optimizer.betas": ({"optimizer": {"type": "Lion", "betas": [0.9, 0.99]}}, "it belongs into optimizer.params"),
+    "optimizer.eps": ({"optimizer": {"type": "Lion", "eps": 1e-8}}, "remove it: Lion does not take it"),
+    "optimizer.learning_rate": (
+        {"optimizer": {"type": "Adagrad", "learning_rate": 1}}, "set optimizer.params.lr instead",
+    ),
+    "optimizer.rho": ({"optimizer": {"type": "Adadelta", "rho": 1}}, "remove it, or put it into optimizer.params if"),
+    "scheduler.warmup_num_steps": (
+        {"scheduler": {"type": "WarmupLR", "warmup_num_steps": 5}}, "it belongs into scheduler.params",
+    ),
+    "offload_optimizer": ({"offload_optimizer": {}}, "it belongs elsewhere, as zero_optimization.offload_optimizer"),
+    "zero_optimization.device": (
+        zero(device="cpu"),
+        "it belongs elsewhere, as zero_optimization.offload_param.device or zero_optimization.offload_optimizer.device",
+    ),
+    "zero_optimization.offload_parameters": (
+        zero(offload_parameters={"device": "cpu"}), "set zero_optimization.offload_param instead",
+    ),
+    "zero_stage": ({"zero_stage": 3}, "set zero_optimization.stage instead"),
+    "allgather_bucket_sze": ({"allgather_bucket_sze": 3}, "did you mean 'zero_optimization.allgather_bucket_size'?"),
+    "compile.backend": ({"compile": {"backend": "inductor"}}, "remove it: engine.compile() compiles the model"),
+    "zero_optimization.sparse_gradients": (zero(sparse_gradients=True), "remove it, since it is not in this version"),
+    "FP16": ({"FP16": {"enabled": True}}, "did you mean 'fp16'?"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_what_is_refused_with_its_remedy(key: str) -> None:
+    source, expected = REFUSED[key]
+    assert remedies(source)[key].startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ({"bf16": True}, 'bf16: got true; expected an object; write {"enabled": true}'),
+        ({"zero_optimization": 2}, 'zero_optimization: got 2; expected an object; write {"stage": 2}'),
+        ({"optimizer": "AdamW"}, 'write {"type": "AdamW"}'),
+        (zero(offload_optimizer="cpu"), 'write {"device": "cpu"}'),
+        (zero(stage3_prefetch_bucket_size="1e6 elements"), "stage3_prefetch_bucket_size: got "),
+        ({"gradient_clipping": "large"}, "gradient_clipping: got "),
+    ],
+)
+def test_a_wrong_type_is_answered_with_the_right_one(source: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    (problem,) = caught.value.problems
+    assert expected in problem and "; expected " in problem
+
+
+# numbers
+
+
+def numeric() -> Iterator[tuple[str, str]]:
+    """(path, bounds) of every number of the configuration."""
+    for where, model in blocks(Config):
+        for name, field in model.model_fields.items():
+            is_number = isinstance(field.default, int | float) and not isinstance(field.default, bool)
+            if is_number or any(f"{kind} | None" in str(field.annotation) for kind in ("int", "float")):
+                yield ".".join((*where, spellings(name, field)[0])), bounds_text(field)
+
+
+@pytest.mark.parametrize(("path", "bounds"), list(numeric()))
+def test_numbers_may_be_written_as_strings(path: str, bounds: str) -> None:
+    block = path.rpartition(".")[0]
+    number = 0.5 if "<= 1" in bounds.split(", ") or "< 1" in bounds else 4 if "_bits" in block else 2
+    for text in (str(number), f" {number}e0", f"+{number}"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = load_config(nested(path, text))
+            assert config == load_config(nested(path, number))
+    for text in ("1,000", "0x10", "2 GB", "many", ""):
+        with pytest.raises(ConfigError, match=rf"{re.escape(path)}: got "):
+            load_config(nested(path, text), final=False)
+
+
+BUCKETS = (
+    "reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+    "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance", "sub_group_size",
+    "stage3_module_granularity_threshold", "offload_param.buffer_size", "offload_param.max_in_cpu",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [*(f"zero_optimization.{each}" for each in BUCKETS), "zeropp.unit_numel"])
+@pytest.mark.parametrize("value", [15099494.4, "15099494.4", "1.50994944e7"])
+@pytest.mark.filterwarnings("ignore:offload_param")
+def test_fractions_of_a_bound_are_rounded_down(key: str, value: object) -> None:
+    config = load_config({**STAGE, **nested(key, value)})
+    number = read(config, key)
+    assert type(number) is int and number == 15099494
+
+
+@pytest.mark.parametrize("key", ["train_batch_size", "gradient_accumulation_steps", "fp16.hysteresis"])
+def test_fractions_of_a_count_are_not(key: str) -> None:
+    with pytest.raises(ConfigError, match="expected integer"):
+        load_config({**STAGE, **nested(key, 1.5)})
+
+
+# comments
+
+
+@pytest.mark.parametrize("key", ["_comment", "comment", "Comment 2", "__fp16__", "//", "# note", "_stage"])
+def test_comments_may_stand_in_every_block(key: str) -> None:
+    for where, _ in blocks(Config):
+        config, told = loaded(nested(".".join((*where, key)), {"any": ["thing"]}))
+        plain, before = loaded(nested(".".join(where), {}) if where else {})
+        assert config == plain and told == before, where
+    config, told = loaded({"optimizer": {"type": "AdamW", "params": {"lr": 0.1, key: "x"}}, "amp": {key: "off"}})
+    assert config.optimizer is not None and config.optimizer.params == {"lr": 0.1}
+    assert told == []
+
+
+def test_comments_may_repeat_their_key() -> None:
+    assert parse('{"_comment": 1, "stage": 3, "_comment": 2}', "text") == {"_comment": 2, "stage": 3}
+    with pytest.raises(ConfigError, match="given twice"):
+        parse('{"stage": 1, "stage": 3}', "text")
+
+
+# the tables
+
+
+def value_for(path: str) -> object:
+    """A value that a key takes, other than its default where that says nothing."""
+    samples: dict[str, object] = {
+        "train_batch_size": 8, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2,
+        "data_types.grad_accum_dtype": "fp32", "data_types.param_dtype": "bf16", "communication_data_type": "fp32",
+        "activation_checkpointing.number_checkpoints": 2, "checkpoint.tag_validation": "FAIL",
+        "zero_optimization.offload_optimizer.nvme_path": "/x", "zero_optimization.offload_param.nvme_path": "/x",
+        "optimizer.type": "AdamW", "scheduler.type": "WarmupLR", "optimizer.params.betas": [0.8, 0.9],
+        "scheduler.params.warmup_type": "linear",
+    }  # fmt: skip
+    if path in samples:
+        return samples[path]
+    if path.endswith(".device"):
+        return "cpu"
+    if path.endswith((".enabled", "_mode", "_adam", "_save", "_comm", "_checkpointing", "_universal")):
+        return True
+    return {} if path in PLACES else 2
+
+
+PLACES = {".".join(where) for where, _ in blocks(Config)} | {"optimizer.params", "scheduler.params"}
+
+
+def written_in_full(name: str) -> str:
+    """A key as the tables have it, with all blocks that lead to it."""
+    block, _, key = name.rpartition(".")
+    (where,) = [each for each in PLACES if f".{each}".endswith(f".{block}")] if block else [""]
+    return f"{where}.{key}" if where else key
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_key_of_known_meaning_is_led_to_one_that_is_taken(name: str) -> None:
+    written = written_in_full(name)
+    if not written.startswith(("optimizer.params.", "scheduler.params.")):
+        told = remedies(nested(written, 1))[written]
+        assert told == f"set {MOVED[name]} instead" or told.startswith("it belongs into "), told
+    for place in MOVED[name].split(" or "):
+        loaded(nested(place, value_for(place)))
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_key_without_a_place_is_told_why(name: str) -> None:
+    written = written_in_full(name) if "." in name else f"aio.{name}"
+    if not written.startswith("scheduler.params."):
+        assert remedies(nested(written, 1))[written] == f"remove it: {REMOVED[name]}"
+
+
+def test_tables_and_keys_do_not_overlap() -> None:
+    top = {key for name, field in Config.model_fields.items() for key in spellings(name, field)}
+    assert not FOREIGN & {*top, *MOVED, *REMOVED}
+    assert not {*MOVED} & {*top, *REMOVED}
+
+
+@pytest.mark.parametrize("key", sorted(FOREIGN))
+def test_foreign_keys_are_named_once(key: str) -> None:
+    assert loaded({key: "x"})[1] == [f"these keys of the configuration have no effect: {key}"]
+    # Below the top level DeepSpeed refuses them, too.
+    assert f"zero_optimization.{key}" in remedies({"zero_optimization": {"stage": 2, key: "x"}})
+
+
+def keys_and_fields() -> Iterator[tuple[str, type[Block], str]]:
+    for _, model in blocks(Config):
+        for name, field in model.model_fields.items():
+            yield from ((key, model, name) for key in spellings(name, field))
+
+
+def test_no_remedy_names_a_key_that_is_refused() -> None:
+    """Every key in every block where it does not belong, and in its own with a letter missing."""
+    taken = {key for key, model, name in keys_and_fields() if is_accepted(model, name)}
+    refused = {key for key, _, _ in keys_and_fields()} - taken
+    assert {"deepcompile", "super_offload", "sparse_gradients", "legacy_stage1", "zenflow"} <= refused
+    every = {key for key, _, _ in keys_and_fields()} | {key.rpartition(".")[2] for key in (*MOVED, *REMOVED)}
+    count = 0
+    for where, model in blocks(Config):
+        own = {key for name, field in model.model_fields.items() for key in spellings(name, field)} | {*model.retired}
+        wrong = sorted({*every, *(key[:-2] + key[-1] for key in own)} - own - (FOREIGN if not where else set()))
+        if issubclass(model, NamedBlock):
+            wrong = [key for key in wrong if key not in model.harmless]
+        content: dict[str, Any] = dict.fromkeys(wrong, "?")
+        for part in reversed(where):
+            content = {part: content}
+        for key, told in remedies(content).items():
+            # In parentheses stands why a key is not there, and a call is none.
+            named = set(re.findall(r"\w+\b(?!\()", re.sub(r" \(.*\)", "", told)))
+            assert not named & refused, (key, told)
+            count += 1
+    assert count > 5000
+
+
+# who warns
+
+
+def test_the_first_rank_alone_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"dump_state": True, "zero_optimization": True, "fp32_allreduce": True, "bf16": {"enabled": "auto"}}
+    for variable in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "0")
+            assert len(loaded(source)[1]) == 3
+            patch.setenv(variable, "3")
+            assert loaded(source)[1] == []
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                with pytest.raises(UserWarning, match="fp32_allreduce"):
+                    load_config({**STAGE, "fp32_allreduce": True})
