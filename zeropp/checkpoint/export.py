@@ -178,6 +178,9 @@ def consolidate(
 ) -> None:
     """Make whole safetensors files of a checkpoint's weights: on any machine, without ranks, one tensor in memory.
 
+    Names are those of the plain model's ``state_dict()``. Tied tensors are written once for each name, so that a plain
+    model loads the files strictly.
+
     Args:
         checkpoint: a directory that :func:`zeropp.checkpoint.save` wrote.
         out: a directory, made or replaced if it is an earlier export.
@@ -203,10 +206,11 @@ def consolidate(
         _make_beside(beside, target)
         _check_target(target, beside)
         kinds = {name: (_cast(own, dtype), shape) for name, (own, shape) in shapes.items()}
+        kinds |= {alias: kinds[first] for alias, first in metadata.aliases.items() if first in kinds}
         files = WholeFiles(beside, kinds, _limit(layout, file_nbytes), shown)
         files.expect(range(len(files.names)))
         for name in kinds:
-            files.write(name, source.weight(name))
+            files.write(name, source.weight(metadata.aliases.get(name, name)))
         files.close(range(len(files.names)))
         source.verify_rest(0, 1)
         _finish(files, beside, target, Left(""))
