@@ -135,3 +135,56 @@ def counts_differ() -> str:
 def test_the_error_gives_the_numbers_of_forwards() -> None:
     for said in run_ranks(2, counts_differ):
         assert "a backward after 2 forwards with gradients" in said and "after 3 forwards" in said
+
+
+PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompt": ("PromptTuningConfig", {"num_virtual_tokens": 12}),
+    "p-tuning": ("PromptEncoderConfig", {"num_virtual_tokens": 6, "encoder_hidden_size": 40}),
+    "prefix": (
+        "PrefixTuningConfig",
+        {"num_virtual_tokens": 6, "prefix_projection": True, "encoder_hidden_size": 24},
+    ),
+}
+
+
+def of_peft(kind: str) -> Any:
+    import peft
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    name, settings = PROMPTS[kind]
+    return peft.get_peft_model(
+        transformers.LlamaForCausalLM(config), getattr(peft, name)(task_type="CAUSAL_LM", **settings)
+    )
+
+
+def prompt_is_saved(kind: str) -> float:
+    """Distance of what PEFT saves on one rank alone from what it saves of a plain model with the same weights."""
+    from peft import get_peft_model_state_dict
+
+    model = of_peft(kind)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    extra = {"unit_min_blocks": 0, "hang_timeout": 15}
+    engine, *_ = zeropp.initialize(
+        model=model, config={"zero_optimization": zero, "zeropp": extra, "optimizer": {"type": "SGD"}}
+    )
+    distance = 0.0
+    for step in range(2):
+        tokens = torch.arange(8).view(1, 8) + step
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        full = zeropp.full_state(model)
+        if dist.get_rank() == 0:
+            plain = of_peft(kind)
+            plain.load_state_dict(full)
+            saved = get_peft_model_state_dict(model, state_dict=full)
+            distance = max(distance, worst(saved, get_peft_model_state_dict(plain)))
+    return distance
+
+
+@pytest.mark.parametrize("kind", PROMPTS)
+def test_a_prompt_of_any_size_is_saved_by_one_rank(kind: str) -> None:
+    """Above the threshold of persistent parameters, too: what PEFT runs alone gathers nothing."""
+    assert run_ranks(2, prompt_is_saved, kind) == [0.0, 0.0]

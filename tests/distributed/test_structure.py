@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vmap
+from torch.func import grad as gradient_of
 
 import zeropp
 from tests.distributed.harness import run_ranks
@@ -145,6 +147,49 @@ def test_parameters_that_are_tied_later_are_named(name: str) -> None:
     for said, trains in run_ranks(2, changed, name, True):
         assert len(said) == 2 and all(f"parameters {TIED[name][1]} were tied" in text for text in said), said
         assert trains
+
+
+Weights = dict[str, Tensor]
+FUNCTIONAL: dict[str, Callable[[WithHead, Weights], object]] = {
+    "vmap of grad": lambda model, own: vmap(gradient_of(functional(model)), in_dims=(None, 0))(own, torch.ones(3, 8)),
+    "grad": lambda model, own: gradient_of(functional(model))(own, torch.ones(8)),
+    "jacrev": lambda model, own: jacrev(functional(model))(own, torch.ones(8)),
+    "tensors": lambda model, own: functional(model)({n: torch.ones(p.shape) for n, p in own.items()}, torch.ones(8)),
+    "one tensor": lambda model, own: functional(model)({"head.bias": torch.ones(8)}, torch.ones(8)),
+}
+
+
+def functional(model: WithHead) -> Callable[[Weights, Tensor], Tensor]:
+    def loss(weights: Weights, x: Tensor) -> Tensor:
+        found: Tensor = functional_call(model, weights, (x[None],)).sum()
+        return found
+
+    return loss
+
+
+def called_functionally(stage: int) -> list[str]:
+    """Transforms over parameters are refused as such, and training goes on."""
+    model = WithHead()
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"zero_optimization": zero, "zeropp": {"hang_timeout": 10}}
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    said = []
+    for call in FUNCTIONAL.values():
+        with pytest.raises(RuntimeError, match=r"as by torch\.func\.functional_call") as caught:
+            call(model, dict(model.named_parameters()))
+        said.append(str(caught.value))
+    # Its own parameters are in their own place.
+    functional(model)(dict(model.named_parameters()), torch.ones(8)).backward()
+    optimizer.step()
+    assert optimizer.step_was_taken
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_functional_calls_with_other_tensors_are_refused_as_such(stage: int) -> None:
+    for said in run_ranks(2, called_functionally, stage):
+        assert len(said) == len(FUNCTIONAL) and all("in the place of its parameters [" in text for text in said)
+        assert "['head.bias']" in said[-1]
 
 
 def changed_harmlessly(name: str) -> list[str]:

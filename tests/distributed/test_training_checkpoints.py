@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import zeropp
 from tests.distributed.engines import MICRO, STEPS, loss_of, model_of, settings, train
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import worst
+from zeropp import checkpoint
 from zeropp.checkpoint import CheckpointError
 from zeropp.checkpoint.metadata import Metadata
 from zeropp.checkpoint.to_fp32_command import SCRIPT
@@ -206,6 +208,47 @@ def test_ranks_with_other_tags_are_refused(tmp_path: Path) -> None:
         assert isinstance(failure, RankFailure) and failure.is_a(CheckpointError)
         assert "different tags: rank 0 'of rank 0', and rank 1 'of rank 1'" in failure.message
     assert not any(tmp_path.iterdir())
+
+
+def named_by_the_clock(root: Path) -> tuple[list[str], list[str], list[float]]:
+    """Each rank has folders of its own second. Warnings, what is there then, and distances of what is loaded."""
+    folder = root / f"run-12.00.0{dist.get_rank()}"
+    found: list[float] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = engine_of(zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
+        engine.save_checkpoint(folder)
+        engine.save_16bit_model(folder)
+        series = checkpoint.Series(folder / "series")
+        assert series.save(3, engine.module, engine.optimizer).is_dir()
+        checkpoint.save(folder / "alone", engine.module, engine.optimizer, asynchronous=True)
+        checkpoint.export(folder / "export", engine.module)
+        loads: list[Callable[[Engine], object]] = [
+            lambda engine: engine.load_checkpoint(folder),
+            lambda engine: series.load(engine.module, engine.optimizer),
+            lambda engine: checkpoint.load(folder / "alone", engine.module, engine.optimizer),
+        ]
+        for load in loads:
+            other = engine_of()
+            with torch.no_grad(), zeropp.zero.GatheredParameters(other.module, modifier_rank=0):
+                for parameter in other.module.parameters():
+                    parameter.zero_()
+            load(other)
+            found.append(worst(zeropp.full_state(other.module), dict(model_of().state_dict())))
+        checkpoint.wait()
+    said = [str(each.message).partition(" different paths")[0] for each in caught]
+    return said, sorted(os.path.relpath(path, root) for path in root.glob("*/*")), found
+
+
+def test_ranks_with_other_folders_use_that_of_rank_0(tmp_path: Path) -> None:
+    """Too late to refuse them: the run would end at its first checkpoint. Warned of on rank 0, once a call."""
+    (said, there, distances), (silent, *others) = run_ranks(2, named_by_the_clock, tmp_path)
+    calls = ["save_checkpoint", *(f"checkpoint.{each}" for each in ("save_16bit_model", "save", "save", "export"))]
+    calls += ["load_checkpoint", "checkpoint.load", "checkpoint.load"]
+    assert said == [f"ranks gave {call}()" for call in calls] and silent == []
+    assert others == [there, distances] and distances == [0.0] * 3
+    names = ["alone", "export", "global_step0", "latest", "pytorch_model.bin", "series", SCRIPT]
+    assert there == [f"run-12.00.00/{name}" for name in names]
 
 
 def halves(folder: Path) -> tuple[bool, bool, float]:

@@ -12,74 +12,10 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import run_ranks
-from tests.distributed.lent import Stack, data
+from tests.distributed.lent import data
 from tests.distributed.shapes import make_config
+from tests.distributed.twins import PLACES, TOLERANCE, Both, far, trained
 from zeropp import training
-
-TOLERANCE = 1e-9  # sums of two ranks in float64
-OFFLOAD = {"device": "cpu"}
-PLACES: dict[str, dict[str, Any]] = {
-    "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 3": {},
-    "small kept": {"persist": 100},
-    "hpz": {"zero_hpz_partition_size": 2},
-    "mics": {"mics_shard_size": 2},
-    "offloaded": {"offload_optimizer": OFFLOAD},
-    "offloaded in part": {"offload_optimizer": {**OFFLOAD, "ratio": 0.4}},
-    "in files": {"offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme"}},
-    "two micro-batches": {"gradient_accumulation_steps": 2},
-    "deferred": {"gradient_accumulation_steps": 2, "defer_cross_reduction": True},
-}
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.is_floating_point()], lr=0.05, fused=True)
-
-
-class Both:
-    """A partitioned model and its plain twin."""
-
-    def __init__(self, settings: dict[str, Any], folder: str) -> None:
-        blocks = {key: {**value, "nvme_path": folder} for key, value in settings.items() if isinstance(value, dict)}
-        self.micro = settings.get("gradient_accumulation_steps", 1)
-        self.plain, self.model = Stack().double(), Stack().double()
-        self.plain_optimizer = optimizer_of(self.plain)
-        config = make_config(**{**settings, **blocks})
-        self.optimizer = zeropp.ZeroOptimizer(optimizer_of(self.model), self.model, config)
-        self.count = 0
-
-    def backward(self) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        for _ in range(self.micro):
-            self.optimizer.backward(self.model(data(self.count, rank)).square().mean())
-            for other in range(world):
-                (self.plain(data(self.count, other)).square().mean() / world / self.micro).backward()
-            if self.optimizer.engine.window.unfinished:
-                self.optimizer.step()
-            self.count += 1
-
-    def step(self) -> None:
-        for optimizer in (self.optimizer, self.plain_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
-        named = zip(self.model.named_parameters(), self.plain.parameters(), strict=True)
-        return [(name, mine, plain) for (name, mine), plain in named if plain.is_floating_point()]
-
-
-def far(found: Tensor | None, wanted: Tensor | None) -> float:
-    if found is None or wanted is None:
-        return 0.0 if found is wanted else float("inf")
-    assert found.shape == wanted.shape
-    return (found - wanted).abs().max().item()
-
-
-def trained(plain: nn.Parameter) -> Tensor | None:
-    """What main weights are to be: frozen parameters have none."""
-    return plain.detach() if plain.requires_grad else None
 
 
 def read(settings: dict[str, Any], folder: str) -> dict[str, float]:

@@ -1,8 +1,16 @@
-"""Weights that every rank caches whole, read between passes; of scripts whose library leaves them in the open."""
+"""Weights that every rank caches whole, read between passes; of scripts whose library leaves them in the open.
+
+[Note: edits of frozen weights] Frozen weights may be edited, too, where every rank has them whole: nothing else writes
+to them. An edit changes what this rank computes with, and its part of the main weights. So all ranks have to make it,
+or main weights would be of both kinds. Each rank keeps a number that follows from its edits. Collective calls that read
+or save weights compare it, in the exchange that they begin with, and a step does by the hash of what was issued; a rank
+alone that merges an adapter, to save it from there, meets neither.
+"""
 
 from __future__ import annotations
 
 import weakref
+import zlib
 
 from torch import Tensor, nn
 
@@ -10,6 +18,8 @@ from zeropp.engine.engine import Engine
 from zeropp.params.shown import Edits
 
 __all__ = ["RestingWeights"]
+
+_EDIT = 5  # a kind in the hash of what is issued, beside those of collectives
 
 
 class RestingWeights:
@@ -49,11 +59,23 @@ class RestingWeights:
         return buffer.layout.views(buffer.flat)[index]
 
     def edits(self, parameter: nn.Parameter) -> Edits | None:
-        """Where edits go: of a model without an optimizer in stage 0, as an average; None of others, to refuse them."""
+        """Where edits go of frozen weights in stages 0 to 2, as by PEFT's ``merge_and_unload()``; None of others.
+
+        An edit is this rank's own, and is meant to be made on every rank: see [Note: edits of frozen weights].
+        """
         engine = self._engine()
-        # A step would forget them, and where ranks have parts of the main weights each would have its own. It goes by
-        # the stage, so that it is on one rank as on many.
-        if engine is None or engine.maker.config.zero.stage > 0 or any(buffer.trainable for buffer in engine.buffers):
+        # By the stage, so that it is on one rank as on many. A step would write over edits of what is trained.
+        if engine is None or engine.maker.config.zero.stage > 2:
             return None
-        buffer, _ = engine.unit_of[id(parameter)].place_of(parameter)
-        return None if engine.parking.is_away(buffer.shard) else Edits(buffer.flat, buffer.shard)
+        unit = engine.unit_of[id(parameter)]
+        buffer, _ = unit.place_of(parameter)
+        if buffer.trainable or buffer.source is not None or engine.parking.is_away(buffer.shard):
+            return None
+        start, _ = buffer.placement.slice_of(buffer.layout.numel, buffer.placement.mode.states)
+
+        def note(begin: int, end: int) -> None:
+            engine.issued.add(_EDIT, unit.index, begin ^ end)
+            # Not hash(), which other builds of Python may have otherwise.
+            engine.agreement.edits = zlib.crc32(f"{unit.index} {begin} {end}".encode(), engine.agreement.edits)
+
+        return Edits(buffer.flat, buffer.shard, start, note)

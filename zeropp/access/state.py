@@ -161,7 +161,8 @@ def _named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class _Saving:
     """``state_dict`` of modules that hold parameters themselves.
 
-    Gathered buffers stay while modules of the same unit follow; persistent ones until the end.
+    Gathered buffers stay while modules of the same unit follow; persistent ones until the end. A parameter that stands
+    under several names is copied once, and its entries share the copy's memory, as those of a plain model do.
 
     It is collective, but for what this rank has all of: inside GatheredParameters, and behind a training engine where
     weights are cached whole. A stand-in's is local anyway, since scripts of DeepSpeed's ask one on one rank alone, to
@@ -174,6 +175,8 @@ class _Saving:
         self.local = False
         self.gathered: dict[FlatBuffer, list[Tensor]] = {}
         self.lasting: set[FlatBuffer] = set()
+        # By the parameter's id. Weakly: a hook may take entries out of the state dict again to save memory.
+        self.copies: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Before a module's state_dict."""
@@ -186,7 +189,7 @@ class _Saving:
             )
         if self.outermost is None or prefix == "":
             # A call that failed left these: torch runs no hooks after an error, so its end never came.
-            self.gathered.clear()
+            self._forget()
             self.local = _is_local(engine, module)
             if not self.local:
                 engine.agreement.require_same_call(f"state_dict() of a {type(module).__name__}")
@@ -196,7 +199,11 @@ class _Saving:
         """After a module's state_dict, children included."""
         if module is self.outermost:
             self.outermost = None
-            self.gathered.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self.gathered.clear()
+        self.copies.clear()
 
     def save_of(self, module: nn.Module) -> Callable[[dict[str, Tensor], str, bool], None]:
         """``save`` for one module, without keeping it alive."""
@@ -221,13 +228,13 @@ class _Saving:
                 # What no unit has, an integer parameter for one, is whole as it is.
                 destination[prefix + name] = parameter.detach()
                 continue
-            if self.local:
-                destination[prefix + name] = _here(engine, parameter)
-                continue
-            buffer, index = next((b, i) for b in unit.buffers for i, p in enumerate(b.parameters) if p is parameter)
-            # As the plain model has it; full_state gives the main weights. A copy: a view would keep its whole flat
-            # buffer in the state dict.
-            destination[prefix + name] = self._whole(engine, buffer, unit)[index].to(buffer.compute_dtype, copy=True)
+            made = self.copies.get(id(parameter))
+            if made is None:
+                made = self.copies[id(parameter)] = self._copy(engine, parameter, unit)
+            elif made is not parameter:
+                # Another tensor in the same memory, as torch has it for each name.
+                made = made.detach()
+            destination[prefix + name] = made
         parameters = module._parameters
         try:
             # Buffers and extra state the class saves itself, with whatever a subclass adds; it must not see released
@@ -236,6 +243,14 @@ class _Saving:
             type(module)._save_to_state_dict(module, destination, prefix, keep_vars)
         finally:
             module.__dict__["_parameters"] = parameters
+
+    def _copy(self, engine: Engine, parameter: nn.Parameter, unit: Unit) -> Tensor:
+        if self.local:
+            return _here(engine, parameter)
+        buffer, index = unit.place_of(parameter)
+        # As the plain model has it; full_state gives the main weights. A copy: a view would keep its whole flat
+        # buffer in the state dict.
+        return self._whole(engine, buffer, unit)[index].to(buffer.compute_dtype, copy=True)
 
     def _whole(self, engine: Engine, buffer: FlatBuffer, unit: Unit) -> list[Tensor]:
         if buffer not in self.gathered:

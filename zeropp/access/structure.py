@@ -57,9 +57,9 @@ class _Structure:
             found += [f"{path}.{name}" if path else name for name in moved]
         return found
 
-    def new_in(self, model: nn.Module) -> list[str]:
-        """Names of parameters that nobody partitioned."""
-        return [n for n, p in model.named_parameters() if id(p) not in self._apart and not is_managed(p)]
+    def new_in(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Parameters that nobody partitioned, by name."""
+        return {n: p for n, p in model.named_parameters() if id(p) not in self._apart and not is_managed(p)}
 
 
 def _moves(engine: Engine, parameter: nn.Parameter) -> bool:
@@ -81,12 +81,7 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
             return
         new = structure.new_in(module)
         if new:
-            raise RuntimeError(
-                f"parameters {new[:10]}{'...' if new[10:] else ''} came after the model was wrapped, by themselves or "
-                "with a module put in another's place: nothing would partition, reduce or step them. Wrap the finished "
-                "model; to change a wrapped one let go of its optimizer (del optimizer), change it and wrap it again, "
-                "which takes the trained weights over"
-            )
+            raise _of_new_parameters(new)
         tied = structure.tied_in(module, engine)
         if tied:
             raise RuntimeError(
@@ -102,6 +97,24 @@ def watch_structure(model: nn.Module, engine: Engine) -> None:
     engine.on_close(restorer(model, _CHECK))
     # Prepended after all others, so that it runs first: a pass that is refused has not begun.
     engine.hooks.keep(model.register_forward_pre_hook(torch.compiler.disable(check), prepend=True))
+
+
+def _of_new_parameters(new: dict[str, torch.Tensor]) -> RuntimeError:
+    names = f"{[*new][:10]}{'...' if len(new) > 10 else ''}"
+    # A module takes parameters alone by itself.
+    if any(not isinstance(tensor, nn.Parameter) for tensor in new.values()):
+        return RuntimeError(
+            f"the model was called with other tensors in the place of its parameters {names}, as by "
+            "torch.func.functional_call, alone or inside vmap, grad and other transforms of torch.func. The weights of "
+            "this model are gathered and their gradients reduced in hooks, in which such tensors have no part. For "
+            "gradients of each sample call backward for one sample after the other; or transform a model that is not "
+            "wrapped, which has loaded zeropp.full_state(model)"
+        )
+    return RuntimeError(
+        f"parameters {names} came after the model was wrapped, by themselves or with a module put in another's place: "
+        "nothing would partition, reduce or step them. Wrap the finished model; to change a wrapped one let go of its "
+        "optimizer (del optimizer), change it and wrap it again, which takes the trained weights over"
+    )
 
 
 def check_structure(model: nn.Module) -> None:

@@ -23,7 +23,7 @@ from zeropp.checkpoint.parts import MODEL
 from zeropp.checkpoint.place import BESIDE, put_in_place, remove_cut_off, require_files, stays
 from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.source import Source, Verify
-from zeropp.checkpoint.together import Left, together
+from zeropp.checkpoint.together import Left, common_path, together
 from zeropp.checkpoint.whole_files import WholeFiles, is_ours
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
@@ -51,7 +51,7 @@ def export(
     reads the directory.
 
     Args:
-        path: a directory, made or replaced if it is an earlier export.
+        path: a directory, made or replaced if it is an earlier export; rank 0's, with a warning, where ranks differ.
         model: wrapped by a ZeroOptimizer.
         dtype: of floating weights; None for the dtype that the model computes in.
         layout: "hf" for several files with an index where one would be larger than ``file_nbytes``; "single" for one.
@@ -62,9 +62,10 @@ def export(
         CheckpointError: it cannot be written; on every rank, and what was there stays.
     """
     engine = engine_of(model)
-    given, target = Path(path).absolute(), Path(os.path.realpath(path))  # a link would be replaced itself
     engine.require_idle("checkpoint.export()", averaged=True, needs=NOTHING)
-    engine.agreement.require_same_call(f"checkpoint.export({str(given)!r}, dtype={dtype}, layout={layout!r})")
+    engine.agreement.require_same_call(f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
+    # A link would be replaced itself.
+    target = Path(os.path.realpath(common_path(engine, Path(path).absolute(), "checkpoint.export()")))
     require_values(engine)
     doing, left = f"exporting to {str(target)!r}", Left("nothing was written, and what was there before is as it was")
     named, _ = model_names(model)
@@ -178,6 +179,9 @@ def consolidate(
 ) -> None:
     """Make whole safetensors files of a checkpoint's weights: on any machine, without ranks, one tensor in memory.
 
+    Names are those of the plain model's ``state_dict()``. Tied tensors are written once for each name, so that a plain
+    model loads the files strictly.
+
     Args:
         checkpoint: a directory that :func:`zeropp.checkpoint.save` wrote.
         out: a directory, made or replaced if it is an earlier export.
@@ -203,10 +207,11 @@ def consolidate(
         _make_beside(beside, target)
         _check_target(target, beside)
         kinds = {name: (_cast(own, dtype), shape) for name, (own, shape) in shapes.items()}
+        kinds |= {alias: kinds[first] for alias, first in metadata.aliases.items() if first in kinds}
         files = WholeFiles(beside, kinds, _limit(layout, file_nbytes), shown)
         files.expect(range(len(files.names)))
         for name in kinds:
-            files.write(name, source.weight(name))
+            files.write(name, source.weight(metadata.aliases.get(name, name)))
         files.close(range(len(files.names)))
         source.verify_rest(0, 1)
         _finish(files, beside, target, Left(""))

@@ -19,7 +19,7 @@ from zeropp.checkpoint.recognise import foreign_source
 from zeropp.checkpoint.restore import IN_PART, Loaded, Restore
 from zeropp.checkpoint.save import require_ours, unfreeze
 from zeropp.checkpoint.source import Source, Verify
-from zeropp.checkpoint.together import together
+from zeropp.checkpoint.together import common_path, together
 from zeropp.engine.engine import Engine
 
 __all__ = ["KINDS", "Loaded", "load", "load_foreign", "load_safetensors"]
@@ -64,13 +64,13 @@ def load(
         TypeError, ValueError: an argument is wrong.
     """
     engine = engine_of(model)
-    # As save() has it: "a/../b" is b, whether or not there is an a.
-    given, folder = Path(path).absolute(), Path(os.path.realpath(path))
     engine.require_idle("checkpoint.load()")
     # Sorted, since each process has an order of its own in a set of strings.
     kinds = only if only is None or isinstance(only, str) else sorted(map(str, only))
-    # What was given: nodes may have other links to one disk.
-    engine.agreement.require_same_call(f"checkpoint.load({str(given)!r}, strict={strict}, only={kinds}, {verify!r})")
+    engine.agreement.require_same_call(f"checkpoint.load(..., strict={strict}, only={kinds}, {verify!r})")
+    # What was given: nodes may have other links to one disk. As save() has it, "a/../b" is b, whether or not there is
+    # an a.
+    folder = Path(os.path.realpath(common_path(engine, Path(path).absolute(), "checkpoint.load()")))
     wait_together(engine, "nothing was changed")
     unfreeze(engine, optimizer)
     shown = Progress(f"loading {folder.name}", progress and engine.comm.rank == 0)

@@ -21,7 +21,7 @@ from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import Tried, together, tried, tried_in_rounds
+from zeropp.checkpoint.together import Tried, path_of_rank_0, together, tried, tried_in_rounds
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -65,7 +65,8 @@ def save(
     disk; a save that fails, or is cut off, leaves it as it is.
 
     Args:
-        path: a directory that all ranks see; made, or replaced if it is a checkpoint.
+        path: a directory that all ranks see; made, or replaced if it is a checkpoint. Where ranks give different ones
+            it is rank 0's, with a warning.
         model: wrapped by a ZeroOptimizer.
         optimizer: that one; without it weights alone are saved.
         extra: by name, values of JSON, tensors or numpy arrays, or objects with ``state_dict`` and
@@ -102,15 +103,15 @@ def begin(
     progress: bool,
     completed: Callable[[], None] | None = None,
     in_window: bool = False,
-) -> None:
-    """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place.
+) -> Path:
+    """:func:`save`, and ``completed`` is called on the first rank when the checkpoint is in place; returns its path.
 
     ``in_window`` saves between two steps, too, without the gradients that have come since the first of them.
     """
     engine = engine_of(model)
     engine.require_idle("checkpoint.save()")
     how = f"asynchronous={asynchronous}, exclude_frozen_parameters={trained_only}"
-    engine.agreement.require_same_call(f"checkpoint.save({str(target)!r}, {how})")
+    engine.agreement.require_same_call(f"checkpoint.save(..., {how})")
     background = background_of(engine) if asynchronous else None
     _wait_for_others(engine, busy)
     # What is cached of older weights is renewed first: it may be a part of what is saved.
@@ -118,8 +119,10 @@ def begin(
     engine.refresh.start_put_off()
     engine.refresh.wait()
     require_values(engine)
-    own = Checksums.best().name, background is not None and background.broken
-    names, broken = zip(*engine.agreement.exchange_objects(own, "choosing checksums"), strict=True)
+    own = Checksums.best().name, background is not None and background.broken, str(target)
+    told = engine.agreement.exchange_objects(own, "agreeing on checksums and the path of a checkpoint")
+    names, broken, paths = zip(*told, strict=True)
+    target = path_of_rank_0(engine, paths, "checkpoint.save()")
     if background is not None and any(broken):
         background.meet_anew()
     checks, meeting = Checksums.common(names), Now(engine)
@@ -135,6 +138,7 @@ def begin(
     else:
         doing, left = f"copying what is to be saved at {str(target)!r}", "nothing was saved"
         background.start(together(engine, doing, lambda: background.copied(attempt), left))
+    return target
 
 
 def _wait_for_others(engine: Engine, busy: str) -> None:

@@ -103,11 +103,10 @@ class Series:
         """Save under the number of a step; see :func:`zeropp.checkpoint.save`. Returns the checkpoint's path."""
         path, step = self.path(step), operator.index(step)
         completed = functools.partial(self._completed, step)
-        begin(
+        return begin(
             path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
             trained_only=exclude_frozen_parameters, progress=progress, completed=completed,
         )  # fmt: skip
-        return path
 
     def load(
         self,
@@ -127,7 +126,7 @@ class Series:
             The step and what was found; None, on every rank, if there is no checkpoint yet.
         """
         engine = engine_of(model)
-        engine.agreement.require_same_call(f"Series({str(self.root)!r}).load()")
+        engine.agreement.require_same_call("Series.load()")
         # It may be the one to load.
         wait_together(engine, "nothing was changed")
         # The first rank's: others may see an older state of a network's file system.

@@ -15,7 +15,7 @@ from zeropp.checkpoint.metadata import sync_folder
 from zeropp.checkpoint.names import model_names
 from zeropp.checkpoint.parts import MODEL, main_parts
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import Left, together
+from zeropp.checkpoint.together import Left, common_path, together
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import NOTHING
@@ -56,9 +56,9 @@ def save_16bit_model(
         OSError, CheckpointError: it cannot be written; on every rank, and a file that was there stays.
     """
     engine = engine_of(model)
-    path = Path(save_dir).absolute() / save_filename
     engine.require_idle("checkpoint.save_16bit_model()", averaged=True, needs=NOTHING)
-    engine.agreement.require_same_call(f"checkpoint.save_16bit_model({str(path)!r}, {exclude_frozen_parameters})")
+    engine.agreement.require_same_call(f"checkpoint.save_16bit_model(..., {exclude_frozen_parameters=})")
+    path = common_path(engine, Path(save_dir).absolute() / save_filename, "checkpoint.save_16bit_model()")
     # Also where nothing is going to be written: weights that are missing are worth a word whenever somebody saves.
     require_values(engine)
     zero = engine.maker.config.zero

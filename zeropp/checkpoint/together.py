@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from zeropp.checkpoint.errors import CheckpointError
@@ -12,13 +13,35 @@ from zeropp.checkpoint.progress import Progress
 from zeropp.checkpoint.rounds import Rounds
 from zeropp.checkpoint.tasks import Task
 from zeropp.comm.agreement import AT_WORK
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 
-__all__ = ["Left", "Tried", "telling", "together", "tried", "tried_in_rounds"]
+__all__ = ["Left", "Tried", "common_path", "path_of_rank_0", "telling", "together", "tried", "tried_in_rounds"]
 
 _T = TypeVar("_T")
 Tried = tuple[_T | None, BaseException | None, str | None]
 """What work has come to: its result, its error, and that in words, for ranks that are told of it."""
+
+
+def common_path(engine: Engine, own: Path, call: str) -> Path:
+    """The path that rank 0 was given, on every rank; with a warning where others were given another. Collective."""
+    return path_of_rank_0(engine, engine.agreement.exchange_objects(str(own), f"comparing paths at {call}"), call)
+
+
+def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
+    """:func:`common_path`, where every rank has every rank's path already.
+
+    A run that names its folder by the time of day has another name on each rank. It would be too late to refuse that:
+    what was trained until now would be lost.
+    """
+    other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
+    if other is not None and engine.comm.rank == 0:
+        notify(
+            f"ranks gave {call} different paths: rank 0 {paths[0]!r}, and rank {other} {paths[other]!r}; every rank "
+            "uses rank 0's. Give the same one on every rank: a name with the time of day is made on rank 0, and shared "
+            "by torch.distributed.broadcast_object_list"
+        )
+    return Path(paths[0])
 
 
 def tried(work: Callable[[], _T]) -> Tried[_T]:

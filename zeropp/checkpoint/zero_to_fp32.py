@@ -149,8 +149,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir: as in :func:`get_fp32_state_dict_from_zero_checkpoint`.
         output_dir: gets the files; made if it is not there.
         max_shard_size: largest size of a file, as bytes or as in "5GB"; None for one file.
-        safe_serialization: write ``model.safetensors``, with one tensor in memory and tied ones under one name;
-            otherwise ``pytorch_model.bin``, with one file in memory.
+        safe_serialization: write ``model.safetensors``, with one tensor in memory. Tied tensors are written once for
+            each name, since the format has no shared ones, and a plain model loads the file strictly. Otherwise
+            ``pytorch_model.bin``, with one file in memory.
         tag, exclude_frozen_parameters: as there.
 
     Raises:
@@ -182,11 +183,9 @@ def _nbytes(size: str | int | None) -> int | None:
 
 
 def _write_safetensors(folder: Path, lazy: dict[str, LazyTensor], limit: int | None) -> None:
-    first = {id(each): name for name, each in reversed(lazy.items())}
-    own = {name: each for name, each in lazy.items() if first[id(each)] == name}
-    files = WholeFiles(folder, {name: (each.dtype, tuple(each.shape)) for name, each in own.items()}, limit)
+    files = WholeFiles(folder, {name: (each.dtype, tuple(each.shape)) for name, each in lazy.items()}, limit)
     try:
-        for name, each in own.items():
+        for name, each in lazy.items():
             files.write(name, each.contiguous())
     except BaseException:
         files.abandon()

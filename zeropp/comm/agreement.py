@@ -66,6 +66,7 @@ class Agreement:
         self._place = 0  # tells that pass from others; equal on every rank
         self._stepped = False  # whether stepped weights are being queued for where they are cached
         self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
+        self.edits = 0  # follows from this rank's edits of whole weights: see [Note: edits of frozen weights]
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
         self._when_lost = list(when_lost)
@@ -202,13 +203,21 @@ class Agreement:
         """Make sure that every rank has come to the same call, before it gathers or changes anything.
 
         Raises:
-            RuntimeError: some rank has not.
+            RuntimeError: some rank has not, or has edited weights by itself.
         """
         # Not hash(): of strings it is another number in every process.
         code = zlib.crc32(what.encode())
-        rows = self.exchange(_SAME_CALL, [code], f"at {what}", what)
-        if any(row != [code] for row in rows):
+        rows = self.exchange(_SAME_CALL, [code, self.edits], f"at {what}", what)
+        if any(row[0] != code for row in rows):
             raise self.failure(f"at {what}", what)
+        other = next((rank for rank, row in enumerate(rows) if row[1] != rows[0][1]), None)
+        if other is not None:
+            # Every rank comes to this, so they are not lost to each other.
+            raise RuntimeError(
+                f"{what} was called after ranks 0 and {other} had made different edits of frozen weights, as by "
+                "merge_and_unload() on one rank alone; each rank has edited its own copy, and what they keep together "
+                "would be of both kinds. Make the same edits on every rank"
+            )
 
     def exchange_objects(self, value: _T, doing: str) -> list[_T]:
         """Every rank's picklable value; for the end of a learned phase and for reports."""

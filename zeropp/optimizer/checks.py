@@ -16,6 +16,7 @@ from zeropp.config import Config
 from zeropp.engine.engine import Engine
 from zeropp.engine.verdict import Verdict
 from zeropp.engine.window import Window
+from zeropp.optimizer.elementwise import Twin
 
 __all__ = [
     "also_forget",
@@ -83,6 +84,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> N
             if isinstance(value, torch.Tensor) and value.is_meta:
                 raise ValueError(f"{key} of group {index} is on the meta device and has no value; make it on the CPU")
     _check_states(optimizer, config)
+    _check_shapes(optimizer)
 
 
 def check_scale(gradient_scale: object) -> None:
@@ -113,6 +115,43 @@ def _check_states(optimizer: Optimizer, config: Config) -> None:
             "moments below 6e-8, of gradients below 0.008, are 0 there, by which it divides; leave the key out, use "
             "bf16 and bf16_master_weights_and_grads, or an optimizer without such moments, as SGD is"
         )
+
+
+def _check_shapes(optimizer: Optimizer) -> None:
+    """Refuse states of one value an element that have not the shape of their parameter: they are a rank's slices.
+
+    Raises:
+        ValueError: some are; with what to do.
+    """
+    of_elements: set[str] | None = None
+    for index, group in enumerate(optimizer.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, torch.Tensor) or key == "step" or value.shape in ((), parameter.shape):
+                    continue
+                # Asked only now, since it takes a trial step: a table of codes, say, may have any shape.
+                of_elements = _states_of_elements(optimizer) if of_elements is None else of_elements
+                if key in of_elements:
+                    raise ValueError(
+                        f"the optimizer's state {key!r} of parameter {position} of group {index} has shape "
+                        f"{tuple(value.shape)}, and the parameter {tuple(parameter.shape)}. If it was saved by "
+                        "ZeroOptimizer.state_dict(), it is of one rank's slices: wrap the optimizer without it, and "
+                        "let each rank load its own by ZeroOptimizer.load_state_dict()"
+                    )
+
+
+def _states_of_elements(optimizer: Optimizer) -> set[str]:
+    """Names of states that have the shape of their parameter, by a trial step on a vector; none if it fails."""
+    parameter = nn.Parameter(torch.zeros(64, device="cpu"))
+    parameter.grad = torch.ones_like(parameter)
+    # Steps that a graph replays are taken on a card only.
+    settings = {key: False if key == "capturable" else value for key, value in optimizer.param_groups[0].items()}
+    twin = Twin(optimizer, settings, [parameter])
+    try:
+        twin.step()
+    except Exception:
+        return set()
+    return {k for k, v in twin.state[parameter].items() if isinstance(v, torch.Tensor) and v.shape == parameter.shape}
 
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zeropp.comm.agreement import ADDED
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
-from zeropp.optimizer.slices import Slices
+from zeropp.optimizer.slices import Slices, SliceStates
 
 __all__ = ["add_group", "load_optimizer"]
 
@@ -104,13 +104,17 @@ def _names(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], 
 
 
 def load_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """As ``optimizer.load_state_dict(state)``, but its groups stay the dicts that they were.
+    """As ``optimizer.load_state_dict(state)``, but its groups and its ``state`` stay the dicts that they were.
 
     torch puts new ones in their place. Where a scheduler holds them through another optimizer of the same dicts, as
     after Accelerate has put DeepSpeed's Adam in place of torch's, it would set learning rates that nobody reads.
     """
-    groups = list(optimizer.param_groups)
+    groups, states = list(optimizer.param_groups), optimizer.state
     optimizer.load_state_dict(state)
+    if isinstance(states, SliceStates) and optimizer.state is not states:
+        states.clear()
+        states.update(optimizer.state)
+        optimizer.state = states
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
         if group is not loaded:
             group.clear()

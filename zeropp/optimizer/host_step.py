@@ -71,7 +71,8 @@ class HostStep:
         for settings, group in zip(taken, self._optimizer.param_groups, strict=True):
             for parameter in group["params"]:
                 if id(parameter) in chosen:
-                    rule.check(settings, self._optimizer.state.get(parameter, {}))
+                    # By dict's own method here and below: the one of these states looks for the model's parameters.
+                    rule.check(settings, dict.get(self._optimizer.state, parameter, {}))
         return taken
 
     @torch.no_grad()
@@ -129,13 +130,13 @@ class HostStep:
                 part = chosen.get(id(parameter))
                 if part is None or part.buffer is None or parameter.grad is None:
                     continue
-                param, state = parameter.detach(), self._optimizer.state.get(parameter, {})
+                param, state = parameter.detach(), dict.get(self._optimizer.state, parameter, {})
                 # Of weights on a card, too, the host's part of the states is made on the host.
                 like = param if part.buffer.main.at_hand else torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 number = rule.begin(settings, like, state)
                 # SGD without momentum has none, and an entry would show in its state dict.
                 if state:
-                    self._optimizer.state[parameter] = state
+                    dict.__setitem__(self._optimizer.state, parameter, state)
                 job = jobs.setdefault(part.buffer, BufferStep(part.buffer))
                 job.states = self._bring_home(part, part.buffer, state)
                 states = {name: state[name] for name in rule.states(settings)}
@@ -147,7 +148,7 @@ class HostStep:
         # A set, since every slice asks: a large model has hundreds of both.
         elsewhere = {buffer for buffer in buffers if not buffer.main.in_memory}
         for part in self._slices.stepped if elsewhere else ():
-            state = self._optimizer.state.get(part.parameter)
+            state = dict.get(self._optimizer.state, part.parameter)
             if part.buffer is not None and part.buffer in elsewhere and state:
                 self._bring_home(part, part.buffer, state)
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeropp.engine.engine import Engine
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
+from zeropp.params.guard import handler_of, is_managed
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import Fragment
 
-__all__ = ["Slice", "Slices"]
+__all__ = ["Slice", "SliceStates", "Slices"]
 
 
 @dataclass(eq=False)
@@ -131,6 +135,9 @@ class Slices:
         if not stepped:
             stepped.append(self._add_stand_in())
         self.stepped = stepped
+        if type(self._optimizer.state) is defaultdict:
+            self._optimizer.state = SliceStates(self._optimizer.state.default_factory, self._optimizer.state)
+            self._optimizer.state.slices = weakref.ref(self)
 
     @property
     def cut(self) -> list[Slice]:
@@ -144,6 +151,18 @@ class Slices:
     def keep_frozen_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Take saved states of frozen parameters."""
         self._states = {id(p): states[name] for name, p in self._frozen() if name in states}
+
+    def forget_state(self, parameter: nn.Parameter) -> None:
+        """Drop this rank's part of a parameter's optimizer states, as if none had been made.
+
+        Raises:
+            KeyError: the parameter is in no group.
+        """
+        if not self.in_groups(parameter):
+            raise KeyError("the parameter is in none of the optimizer's groups")
+        self._states.pop(id(parameter), None)
+        for part in self._cut.get(id(parameter), []):
+            self._optimizer.state.pop(part.parameter, None)
 
     def _frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
         for unit in self._units:
@@ -199,7 +218,8 @@ class Slices:
         Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise
         optimizers.
         """
-        state = self._optimizer.state.pop(parameter, None) or self._states.pop(id(parameter), None)
+        # By dict's own method: SliceStates refuses the model's parameters.
+        state = dict.pop(self._optimizer.state, parameter, None) or self._states.pop(id(parameter), None)
         if not state:
             return
         # Frozen: its state waits for requires_grad_.
@@ -221,6 +241,81 @@ class Slices:
                     own[key] = row[part.start : part.start + part.parameter.numel()].clone()
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
+
+
+class SliceStates(defaultdict[Any, Any]):
+    """The wrapped optimizer's ``state``, whose keys are slices. It takes no parameter of the model for a key.
+
+    ``del state[parameter]`` drops what this rank has of the parameter's states; everything else raises, since nobody
+    but the owner of a slice has its state. A step looks slices up by ``state[slice]``, in which no line here takes
+    part unless the slice has no state yet.
+
+    Attributes:
+        slices: that have the states; set by them.
+    """
+
+    slices: weakref.ref[Slices] | None = None
+
+    def __missing__(self, key: Any) -> Any:
+        _refuse_of_model(key)
+        return super().__missing__(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _refuse_of_model(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        owner = None if self.slices is None else self.slices()
+        if owner is None or not _is_of_model(key):
+            super().__delitem__(key)
+            return
+        engine = handler_of(key)
+        if isinstance(engine, Engine):
+            # The host may be stepping with the states; and what is away could not be told from what is forgotten.
+            engine.require_idle("del optimizer.state[parameter]", lent=True, needs=["optim_states"])
+        owner.forget_state(key)
+
+    def __contains__(self, key: object) -> bool:
+        _refuse_of_model(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        _refuse_of_model(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        """As of a dict."""
+        _refuse_of_model(key)
+        return super().setdefault(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        """As of a dict."""
+        _refuse_of_model(key)
+        return super().pop(key, *default)
+
+
+def _is_of_model(key: object) -> bool:
+    return isinstance(key, Tensor) and is_managed(key)
+
+
+def _refuse_of_model(key: object) -> None:
+    if _is_of_model(key):
+        _refuse_state_of(key)
+
+
+def _refuse_state_of(parameter: Any) -> NoReturn:
+    engine = handler_of(parameter)
+    name = ""
+    if isinstance(engine, Engine):
+        buffer, index = engine.unit_of[id(parameter)].place_of(parameter)
+        name = f" {buffer.names[index]!r}"
+    raise RuntimeError(
+        f"optimizer.state was asked for the model's parameter{name}, and its keys are slices: this rank's parts of "
+        "parameters, the tensors in optimizer.param_groups. For whole states there are, on every rank, "
+        "zeropp.training.safe_get_full_optimizer_state(parameter, key) and safe_set_full_optimizer_state(parameter, "
+        "value, key), with a key such as 'exp_avg'; del optimizer.state[parameter], on every rank, forgets its states"
+    )
 
 
 def _divided(buffer: FlatBuffer) -> Iterator[Fragment]:

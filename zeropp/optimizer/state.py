@@ -2,20 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from zeropp._compat import default_store
 from zeropp.comm.agreement import SAVED
+from zeropp.comm.within import within
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.feedback import CarriedErrors
 
-__all__ = ["check_state", "layout_id", "load_carried", "load_main_weights", "main_weights"]
+__all__ = ["check_state", "describe_rank", "layout_id", "load_carried", "load_main_weights", "warn_if_alone"]
+
+_PATIENCE = 2.0  # seconds that rank 0 gives the others to call state_dict(), too
+_TOLD = -2
+_calls: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # so far, or _TOLD
+
+
+def warn_if_alone(engine: Engine) -> None:
+    """Warn on rank 0 if other ranks do not call ``state_dict()`` of their optimizer as well.
+
+    A script that saves it behind ``if rank == 0`` loses the states of all other ranks, and would learn of it when it
+    resumes. The ranks count calls in the job's store, so only rank 0 waits, and no longer than ``_PATIENCE``.
+    """
+    comm, call = engine.comm, _calls.get(engine, 0) + 1
+    if comm.world == 1 or comm.backend == "fake" or call == _TOLD + 1:
+        return
+    _calls[engine], came = call, comm.world
+    until = time.monotonic() + _PATIENCE
+
+    def count(own: int) -> int:
+        add = partial(default_store().add, f"{comm.job}/state_dict/{call}", own)
+        return within(_PATIENCE, add, "counting calls of state_dict()")
+
+    # The process that keeps the store may be gone.
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        came = count(1)
+        while comm.rank == 0 and came < comm.world and time.monotonic() < until:
+            time.sleep(0.02)
+            came = count(0)
+    if comm.rank == 0 and came < comm.world:
+        _calls[engine] = _TOLD  # a script that only looks at its states need not wait again
+        notify(
+            f"optimizer.state_dict() was called on {came} of {comm.world} ranks, rank 0 among them. It has one rank's "
+            "part of the states alone, and a run cannot go on from it: call it on every rank, and save each rank's in "
+            "a file of its own, or call zeropp.checkpoint.save(path, model, optimizer) on every rank"
+        )
 
 
 def layout_id(engine: Engine) -> str:
@@ -30,7 +71,18 @@ def layout_id(engine: Engine) -> str:
     return digest.hexdigest()[:16]
 
 
-def main_weights(engine: Engine) -> dict[str, torch.Tensor]:
+def describe_rank(engine: Engine) -> dict[str, Any]:
+    """Entries of a rank's state that are of its engine: main weights, loss scale, and what they belong to."""
+    return {
+        "layout": layout_id(engine),
+        "rank": engine.comm.rank,
+        "world": engine.comm.world,
+        "main_weights": _main_weights(engine),
+        "loss_scale": engine.reductions.loss_scale.state_dict(),
+    }
+
+
+def _main_weights(engine: Engine) -> dict[str, torch.Tensor]:
     """This rank's piece of each trainable buffer, by unit, compute dtype and number among such."""
     pieces: dict[str, torch.Tensor] = {}
     seen: Counter[str] = Counter()
@@ -134,7 +186,7 @@ def load_main_weights(engine: Engine, saved: dict[str, Any]) -> None:
     """Put saved pieces back."""
     with torch.no_grad():
         # Names of this moment, in the order of the buffers; the layout has been compared.
-        for name, buffer in zip(main_weights(engine), engine.trainable_buffers, strict=True):
+        for name, buffer in zip(_main_weights(engine), engine.trainable_buffers, strict=True):
             buffer.shard.copy_(saved["main_weights"][name])
     # Not stepped: differences to what is cached could be large, so it is renewed whole.
     engine.weights_changed(engine.trainable_buffers)

@@ -44,7 +44,7 @@ from zeropp.optimizer.outcome import Outcome, told
 from zeropp.optimizer.phases import OffloadsStates
 from zeropp.optimizer.settings import GroupSettings
 from zeropp.optimizer.slices import Slices
-from zeropp.optimizer.state import check_state, layout_id, load_carried, load_main_weights, main_weights
+from zeropp.optimizer.state import check_state, describe_rank, load_carried, load_main_weights, warn_if_alone
 from zeropp.optimizer.update import Update
 from zeropp.setup.build import build_engine
 
@@ -319,22 +319,21 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State of this rank alone: the wrapped optimizer's, its main weights, counters.
 
-        Not collective, and not the whole state: every rank saves its own, in a file of its own, and loads that.
+        Not collective, and not the whole state: every rank saves its own, in a file of its own, and loads that into the
+        ZeroOptimizer. Rank 0 warns if other ranks do not call it within two seconds.
         """
         refuse_retired(self.engine, "state_dict")
         self.engine.require_idle("state_dict")
-        state = dict(self.inner.state_dict())
-        state["zeropp"] = {
-            "layout": layout_id(self.engine),
-            "rank": self.engine.comm.rank,
-            "world": self.engine.comm.world,
-            "main_weights": main_weights(self.engine),
-            "waiting": self.slices.frozen_states(),
-            "carried": self.carried.state_dict(),
-            "skipped_steps": self.outcome.count(),
-            "loss_scale": self.engine.reductions.loss_scale.state_dict(),
+        warn_if_alone(self.engine)
+        return {
+            **self.inner.state_dict(),
+            "zeropp": {
+                **describe_rank(self.engine),
+                "waiting": self.slices.frozen_states(),
+                "carried": self.carried.state_dict(),
+                "skipped_steps": self.outcome.count(),
+            },
         }
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave on this rank, weights included. Every rank loads its own.

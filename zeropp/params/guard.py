@@ -69,6 +69,7 @@ _GET_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _COPY = torch.Tensor.copy_
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class Resting(Protocol):
@@ -278,7 +279,7 @@ def _intercept(
         if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
         touched: list[GuardHandler] = []
-        resting: dict[int, torch.Tensor] = {}
+        resting: dict[int, ShownWeights] = {}
         for parameter in _released((*args, *kwargs.values())):
             tag = parameter.__dict__["_zeropp_tag"]
             if func in LAYOUT:
@@ -308,6 +309,9 @@ def _intercept(
                 touched.append(handler)
                 continue
             resting[id(parameter)] = _resting_values(func, tag.name, parameter, handler)
+        if resting and func == _SET_DATA:
+            _set_resting(resting[id(args[0])], args[1])
+            return None
         if resting:
             return show(func, _replaced(args, resting), _replaced(kwargs, resting))
         # Every released argument has been fetched, and has its own class and values by now.
@@ -330,17 +334,30 @@ def _resting_values(
     Raises:
         RuntimeError: they are not here, or would not only be read.
     """
-    values = None
-    if handler.resting is not None and is_read(func):
-        values = handler.resting(parameter)
+    values = edits = None
+    if handler.resting is not None:
+        edits = handler.resting.edits(parameter)
+        values = handler.resting(parameter) if edits is not None or is_read(func) else None
     if values is None:
         # Outside a pass no other rank knows of this use, and a gather would wait for them.
         raise _refusal(func, name, parameter)
     assert handler.resting is not None  # it has given values
-    return shown(values, func, parameter.requires_grad, handler.resting.edits(parameter))
+    return shown(values, func, parameter.requires_grad, edits)
 
 
-def _replaced(value: Any, resting: dict[int, torch.Tensor]) -> Any:
+def _set_resting(values: ShownWeights, new: torch.Tensor) -> None:
+    """Give cached weights new values in their place; what ``parameter.data = new`` does to a plain parameter."""
+    if new.shape != values.shape:
+        raise RuntimeError(
+            f"parameter.data was set to a tensor of shape {tuple(new.shape)}, and the parameter, whose memory zeropp "
+            f"manages, has {tuple(values.shape)}; give one of its shape"
+        )
+    # After ``parameter.data += x`` it is these very values.
+    if new.data_ptr() != values.data_ptr() or new.stride() != values.stride():
+        show(_COPY, (values, new), {})
+
+
+def _replaced(value: Any, resting: dict[int, ShownWeights]) -> Any:
     """Arguments with values in place of released parameters."""
     if isinstance(value, dict):
         return {key: _replaced(each, resting) for key, each in value.items()}

@@ -1,13 +1,13 @@
 """Whole weights between passes, to be read: what a look at a released parameter gives where they are cached.
 
-Edits are refused, but of models that nobody trains and that every rank has whole, as an average of another model's
-weights: there they are as in plain torch, each rank's own.
+Edits are refused, but of weights that no step changes and that every rank has whole: frozen ones, and a model that
+nobody trains, as an average of another one's weights. There they are as in plain torch, each rank's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -31,19 +31,29 @@ class Edits:
 
     Attributes:
         cached: that is shown, [n].
-        main: the weights that it was made of, [n]; the same memory where they have the same dtype.
+        main: this rank's part of the weights that it was made of, [m]; the same memory where that is possible.
+        start: of that part in ``cached``.
+        note: told of each edit, by the first element and the one behind the last.
     """
 
     cached: Tensor
     main: Tensor
+    start: int = 0
+    note: Callable[[int, int], None] = field(default=lambda begin, end: None)
 
     def take(self, written: Tensor) -> None:
         """A view of what is cached has been written to."""
-        if written.numel() and self.main.data_ptr() != self.cached.data_ptr():
-            begin = written.storage_offset() - self.cached.storage_offset()
-            extent = sum((size - 1) * stride for size, stride in zip(written.shape, written.stride(), strict=True))
-            rows = slice(begin, begin + extent + 1)
-            self.main[rows].copy_(self.cached[rows])
+        if not written.numel():
+            return
+        begin = int(written.storage_offset() - self.cached.storage_offset())
+        extent = sum((size - 1) * stride for size, stride in zip(written.shape, written.stride(), strict=True))
+        end = begin + int(extent) + 1
+        self.note(begin, end)
+        first, last = max(begin, self.start), min(end, self.start + self.main.numel())
+        if first < last and self.main.untyped_storage().data_ptr() != self.cached.untyped_storage().data_ptr():
+            main, cached = self.main[first - self.start : last - self.start], self.cached[first:last]
+            # What has not been edited keeps the bits that the cached weight was rounded from.
+            main.copy_(torch.where(main.to(cached.dtype) == cached, main, cached.to(main.dtype)))
 
 
 class ShownWeights(torch.Tensor):

@@ -2,7 +2,8 @@
 
 The rules, in order: a leaf module or a compiled module is one unit; children of one class in a ModuleList, ModuleDict
 or Sequential are a unit each; what is left merges with its neighbours below the nearest common parent; units too small
-to be spread over the ranks without waste merge with the next, and parameters still too few become persistent.
+to be spread over the ranks without waste merge with the next, and parameters still too few become persistent. So do
+prompts of PEFT, whatever their size.
 """
 
 from __future__ import annotations
@@ -215,7 +216,7 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
         Units in the order of definition, persistent ones last. Every floating parameter is in exactly one.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
-    persistent = _small_parameters(parameters, options)
+    persistent = _small_parameters(parameters, options) | (_of_prompts(model) & parameters.keys())
     builder = _UnitBuilder(options, {name: p for name, p in parameters.items() if name not in persistent})
     builder.first_name = {id(p): name for name, p in model.named_parameters()}
     runs = builder.form(model, "", repeated=False)
@@ -246,6 +247,17 @@ def _small_parameters(parameters: dict[str, nn.Parameter], options: UnitOptions)
             chosen.add(name)
             total += numel
     return chosen
+
+
+def _of_prompts(model: nn.Module) -> set[str]:
+    """Parameters of PEFT's prompts, of any size: PEFT runs their modules on one rank alone to save them."""
+    encoders = [
+        module._modules.get("prompt_encoder")
+        for module in model.modules()
+        if any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
+    ]
+    own = {id(parameter) for encoder in encoders if encoder is not None for parameter in encoder.parameters()}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
 def _merge_open(runs: Sequence[_Run], limit: int) -> list[_Run]:

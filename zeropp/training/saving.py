@@ -21,6 +21,7 @@ from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.sixteen_bit import gather_16bit
 from zeropp.checkpoint.to_fp32_command import make_executable, write_script
+from zeropp.checkpoint.together import path_of_rank_0
 from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine as Core
@@ -85,9 +86,9 @@ class Saving:
         Inside a window its gradients are not in it, with a warning: whoever is told to end has what there is by then.
 
         Args:
-            save_dir: a directory that all ranks see.
+            save_dir: a directory that all ranks see. Where ranks give different ones it is rank 0's, with a warning.
             tag: name of the checkpoint; None for ``global_step`` and their number. Where ranks give different ones it
-                is the first rank's, or as ``tag_validation`` says.
+                is rank 0's, or as ``tag_validation`` says.
             client_state: values to get back from :meth:`load_checkpoint`: JSON, tensors, numpy arrays, and objects with
                 ``state_dict`` and ``load_state_dict``. Others are refused: nothing is pickled.
             save_latest: name it in ``save_dir/latest``, for loads without a tag.
@@ -100,14 +101,14 @@ class Saving:
 
         Raises:
             ValueError: ``save_dir`` is empty.
-            CheckpointError, RuntimeError: it cannot be saved, or ranks gave other directories, or other tags where
-                ``tag_validation`` is "FAIL"; on every rank.
+            CheckpointError, RuntimeError: it cannot be saved, or ranks gave different tags where ``tag_validation`` is
+                "FAIL"; on every rank.
         """
         # Path("") would be the working directory, which nobody means.
         if not save_dir:
             raise ValueError(f"save_checkpoint() got save_dir={save_dir!r}; give a directory that all ranks see")
-        root = Path(save_dir).absolute()
-        name = self._agreed_tag(f"global_step{self.global_steps}" if tag is None else str(tag))
+        given = f"global_step{self.global_steps}" if tag is None else str(tag)
+        root, name = self._agreed_names(Path(save_dir).absolute(), given)
         # Three names of our own, so that a client's keys cannot be taken for counters.
         extra: dict[str, Any] = {"client_state": dict(client_state or {}), "engine": self._counts()}
         if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
@@ -288,14 +289,16 @@ class Saving:
         # Skipped steps are the optimizer's, which saves them itself.
         return {name: getattr(self, name) for name in _COUNTS}
 
-    def _agreed_tag(self, own: str) -> str:
-        """The one name of the checkpoint that ranks are about to save; ``own`` is what this rank was given."""
+    def _agreed_names(self, own_root: Path, own_tag: str) -> tuple[Path, str]:
+        """Directory and tag of the checkpoint that ranks are about to save, of those that each rank was given."""
         engine = engine_of(self.module)
         engine.require_idle("save_checkpoint()")
-        names = engine.agreement.exchange_objects(own, "agreeing on the tag of a checkpoint")
+        told = engine.agreement.exchange_objects((str(own_root), own_tag), "agreeing on the name of a checkpoint")
+        root = path_of_rank_0(engine, [path for path, _ in told], "save_checkpoint()")
+        names = [tag for _, tag in told]
         other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
         if other is None:
-            return own
+            return root, names[0]
         text = f"ranks gave save_checkpoint() different tags: rank 0 {names[0]!r}, and rank {other} {names[other]!r}"
         how = self.loaded_config.checkpoint.tag_validation
         if how == "FAIL":
@@ -303,7 +306,7 @@ class Saving:
         # One warning is enough; a rank of many would say it of names that nobody sees any more.
         if how == "WARN" and engine.comm.rank == 0:
             notify(f"{text}; the checkpoint is saved under the first rank's")
-        return names[0]
+        return root, names[0]
 
     def _checkpoint_path(self, root: Path, tag: str | int | None) -> Path | None:
         """Path of the checkpoint to load; the first rank's answer, on every rank."""
@@ -313,7 +316,8 @@ class Saving:
         latest = root / (_UNIVERSAL if self.loaded_config.checkpoint.load_universal else _LATEST)
         if tag is None and engine.comm.rank == 0 and latest.is_file():
             own = latest.read_text().strip()
-        name = engine.agreement.exchange_objects(own, "looking for the checkpoint to load")[0]
+        told = engine.agreement.exchange_objects((str(root), own), "looking for the checkpoint to load")
+        root, name = path_of_rank_0(engine, [path for path, _ in told], "load_checkpoint()"), told[0][1]
         if name is None:
             notify(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
             return None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zeropp._compat import storage_id
 from zeropp.training.saving import MODULE_STATES
 
 __all__ = ["clone_tensors_for_torch_save", "get_model_ckpt_name_for_rank"]
@@ -22,13 +23,22 @@ def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
     """A copy of nested values, their tensors on ``device`` and in storages of their own.
 
-    ``torch.save`` writes whole storages: of a view it would write all that it is a view of.
+    ``torch.save`` writes whole storages: of a view it would write all that it is a view of. Tensors that are the same
+    view of one storage, as tied weights are in a state dict, share the copy, too: who saves it writes them once.
     """
+    return _cloned(item, device, {})
+
+
+def _cloned(item: Any, device: torch.device | str, copies: dict[tuple[object, ...], tuple[Tensor, Tensor]]) -> Any:
     if isinstance(item, Tensor):
-        copied = item.detach().to(device)
-        return copied.clone() if copied.data_ptr() == item.data_ptr() else copied
+        view = storage_id(item), item.storage_offset(), item.shape, item.stride(), item.dtype
+        if view not in copies:
+            copied = item.detach().to(device)
+            # With the tensor itself: its storage must live for as long as its number stands for it.
+            copies[view] = item, copied.clone() if copied.data_ptr() == item.data_ptr() else copied
+        return copies[view][1]
     if isinstance(item, Mapping):
-        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
+        return type(item)((key, _cloned(value, device, copies)) for key, value in item.items())  # type: ignore[call-arg]
     if isinstance(item, list | tuple):
-        return type(item)(clone_tensors_for_torch_save(each, device) for each in item)
+        return type(item)(_cloned(each, device, copies) for each in item)
     return item
