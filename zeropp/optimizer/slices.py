@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -168,6 +168,27 @@ class Slices:
             shown.gradient.zero_()  # nothing here: what it holds is of another step
             shown.show_gradient(True)
         return shown
+
+    def show_zeros(self) -> None:
+        """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
+        zeros = any(gradient.arrived for unit in self._units for gradient in unit.gradients)
+        for part in self.stepped:
+            part.show_gradient(zeros and part.arrived)
+
+    def show_used(self, used: Sequence[Sequence[bool]]) -> None:
+        """Show gradients of the parameters that are to be stepped.
+
+        Args:
+            used: for each unit, whether any rank has a gradient of each trainable parameter: slices of one parameter
+                lie on several ranks, and are stepped on all or on none.
+        """
+        complete = all(gradient.arrived for unit in self._units for gradient in unit.gradients)
+        for part in self.stepped:
+            present = part.unit < 0 or used[part.unit][part.position]
+            # Another rank keeps a gradient that was set to zero, and this one has forgotten its part.
+            if present and not complete and not part.arrived:
+                part.gradient.zero_()
+            part.show_gradient(present and not part.removed)
 
     def in_groups(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""

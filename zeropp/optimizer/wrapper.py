@@ -280,10 +280,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             return loss
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
-        for part in self.slices.stepped:
-            # What any rank has used: slices of one parameter lie on several ranks, and are stepped on all or on none.
-            used = part.unit < 0 or verdict.used[part.unit][part.position]
-            part.show_gradient(used and not part.removed)
+        self.slices.show_used(verdict.used)
         self._update.run(norm, left_out)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
@@ -301,11 +298,13 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """Forget gradients; after a ``step()`` that did nothing, nothing.
 
         Args:
-            set_to_none: as in torch; memory of the shards stays, whatever it says.
+            set_to_none: False sets to zero the gradients that there are, as in torch: the next step takes their
+                parameters along (weight decay, momentum), used or not. It waits for a step that the host is taking.
+                The memory of gradients stays either way.
             now: discard the gradients of an unfinished window, too.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
-        self.engine.zero_grad(now=now)
+        self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
     def _forget_unsent(self) -> bool:
         """The wrapped optimizer forgets what it sees; whether it may."""
@@ -402,8 +401,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.boundary.invalidate()
         self.engine.window.restart()
         self.engine.reductions.loss_scale.forget()
-        for part in self.slices.stepped:
-            part.show_gradient(False)
+        self.slices.show_zeros()
 
     @torch.no_grad()
     def apply_requires_grad(self) -> None:
