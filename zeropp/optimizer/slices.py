@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeropp.optimizer.elementwise import trial_states
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 from zeropp.params.unit import Unit
@@ -115,8 +116,10 @@ class Slices:
         self.given += [list(group["params"]) for group in groups[len(self.given) :]]
         for unit in self._units:
             self._cut_unit(unit)
-        for parameter in (parameter for given in self.given for parameter in given):
-            self._move_state(parameter)
+        for group, given in zip(groups, self.given, strict=True):
+            made: dict[torch.dtype, dict[str, Tensor]] = {}
+            for parameter in given:
+                self._move_state(parameter, group, made)
         stepped: list[Slice] = []
         for group, given in zip(groups, self.given, strict=True):
             parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
@@ -214,11 +217,19 @@ class Slices:
             group["param_names"].append(self._stand_in.name)
         return self._stand_in
 
-    def _move_state(self, parameter: nn.Parameter) -> None:
+    def _move_state(
+        self, parameter: nn.Parameter, group: dict[str, Any], made: dict[torch.dtype, dict[str, Tensor]]
+    ) -> None:
         """Cut the state the optimizer has for a parameter the way the parameter was cut; keep it until there is one.
 
         Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise
-        optimizers.
+        optimizers. All get the dtypes that the optimizer gives them beside main weights: states of a model in 16 bits
+        are in 16 bits themselves, and fused steps refuse them there.
+
+        Args:
+            parameter: of the model.
+            group: that it is in.
+            made: the states that the optimizer makes by the group's settings, for each dtype of main weights; filled.
         """
         state = self._optimizer.state.pop(parameter, None) or self._states.pop(id(parameter), None)
         if not state:
@@ -228,8 +239,12 @@ class Slices:
             self._states[id(parameter)] = state
         on_device = any(self._optimizer.defaults.get(key) for key in ("fused", "capturable"))
         for part in self._cut.get(id(parameter), []):
-            own = self._optimizer.state[part.parameter]
+            own, dtype = self._optimizer.state[part.parameter], part.parameter.dtype
+            if dtype not in made:
+                made[dtype] = trial_states(self._optimizer, group, dtype)
             for key, value in state.items():
+                if key in made[dtype] and isinstance(value, Tensor) and value.is_floating_point():
+                    value = self._converted(value, made[dtype][key].dtype)
                 # The model may have been elsewhere. Counts of steps stay on the host, unless the step reads them there.
                 if isinstance(value, Tensor) and (key != "step" or on_device):
                     value = value.to(part.parameter.device)
@@ -242,6 +257,13 @@ class Slices:
                     own[key] = row[part.start : part.start + part.parameter.numel()].clone()
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _converted(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """A state in another dtype; the sum that Adagrad begins with, which it rounds to the parameter's, exactly."""
+        initial = self._optimizer.defaults.get("initial_accumulator_value")
+        if initial and value.dtype != dtype and bool((value == torch.full_like(value, initial)).all()):
+            return torch.full_like(value, initial, dtype=dtype)
+        return value.to(dtype)
 
 
 def _divided(buffer: FlatBuffer) -> Iterator[Fragment]:

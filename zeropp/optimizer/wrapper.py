@@ -85,7 +85,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """Wrap ``optimizer`` and ``model``. Collective: every rank of the group calls it.
 
         Args:
-            optimizer: elementwise, over parameters of ``model``; state it has is cut like the parameters.
+            optimizer: elementwise, over parameters of ``model``; its state is cut like them, in main weights' dtype.
             model: rank 0's values become everyone's.
             config: DeepSpeed-style dict, path to JSON, or a loaded Config; None for stage 3 with defaults.
             process_group: ranks to partition over: a group, a one-dimensional DeviceMesh, or the world.
