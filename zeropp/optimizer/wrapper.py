@@ -274,6 +274,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
         # First, since the loss scale may raise: whoever catches that finds a new window.
         if verdict.skips:
+            self.carried.clear()
             self.engine.window.restart()
         self.outcome.decided(verdict)
         if verdict.skips:
@@ -347,12 +348,12 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
         saved = state_dict["zeropp"]
         self.engine.refresh.wait()
+        self.zero_grad(now=True)
         load_main_weights(self.engine, saved)
         load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
         self.slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self.carried, saved.get("carried"))
         self.outcome.load(saved["skipped_steps"], saved.get("loss_scale"))
-        self.zero_grad(now=True)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(
@@ -399,6 +400,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
         self.boundary.invalidate()
+        if self.engine.window.count:
+            self.carried.clear()  # no step has taken what went with these gradients
         self.engine.window.restart()
         self.engine.reductions.loss_scale.forget()
         self.slices.show_zeros()
