@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -124,6 +125,68 @@ def test_what_was_cleared_does_not_come_back_where_the_next_gradient_is_not_fini
     )
     for one, other in zip(without, found, strict=True):
         assert [name for name, value in one.items() if not torch.equal(value, other[name])] == []
+
+
+def thrown_away(settings: dict[str, object], how: str | None, size: float) -> dict[str, Tensor]:
+    """Weights after steps, in the middle of which gradients are thrown away that are not finite on one rank alone.
+
+    Without them, where ``how`` is None, errors are cleared at that place.
+    """
+    model, optimizer = wrapped(make_config(**settings), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0, enabled=how == "by GradScaler")
+    for step in range(6):
+        if step == 3:
+            if how is None:
+                optimizer.carried.clear()
+                continue
+            factor = math.nan if dist.get_rank() == 1 else size
+            scaler.scale(model(tokens(99, dist.get_rank())) * factor).backward()
+            if how == "skipped":
+                optimizer.step()
+                assert optimizer.step_was_skipped
+            elif how == "by GradScaler":
+                scaler.step(optimizer)
+                scaler.update()
+        else:
+            model(tokens(step, dist.get_rank())).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    return zeropp.full_state(model)
+
+
+def left_behind(settings: dict[str, object]) -> list[str]:
+    """Weights that differ where gradients were thrown away, finite ones of ranks with small and with huge ones."""
+    cleared, wrong = thrown_away(settings, None, 1.0), []
+    for how, size in product(("skipped", "forgotten", "by GradScaler"), (1.0, 1e8)):
+        found = thrown_away(settings, how, size)
+        wrong += [f"{how} {size} {name}" for name, value in found.items() if not torch.equal(value, cleared[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("feedback", ["cross", "both"])
+def test_gradients_that_no_step_takes_leave_nothing_behind(feedback: str) -> None:
+    """Errors of a gradient of 1e8 would be hundreds of thousands of times the next one."""
+    settings = {**GRADIENTS, "zeropp_loco_param": {}, "feedback": feedback}
+    assert run_ranks(4, left_behind, settings, local_world_size=2) == [[]] * 4
+
+
+def loaded_inside_a_window(settings: dict[str, object]) -> bool:
+    """Whether errors that are loaded stay, where gradients of before are forgotten for the load."""
+    model, optimizer = wrapped(make_config(**settings), 0.1)
+    model(tokens(0, dist.get_rank())).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    optimizer.zero_grad()
+    model(tokens(1, dist.get_rank())).backward()
+    optimizer.load_state_dict(state)
+    again, before = optimizer.state_dict()["zeropp"]["carried"]["errors"], state["zeropp"]["carried"]["errors"]
+    return any(error.any() for error in before.values()) and all(
+        torch.equal(again[name], before[name]) for name in again
+    )
+
+
+def test_errors_that_are_loaded_stay_where_gradients_are_forgotten() -> None:
+    assert run_ranks(2, loaded_inside_a_window, {**GRADIENTS, "zeropp_loco_param": {}}) == [True] * 2
 
 
 def resumed(settings: dict[str, object]) -> list[str]:

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 
+from tests.order.branching import DEADLOCKS, check_seeds
 from tests.order.economy import ECONOMIES
 from tests.order.families import CORNERS, EVENTS, FULL, failures, sequences
 from tests.order.faults import FAULTS, Fault
 from tests.order.programs import LIMITS, Failure, Program, Step, alike
-from tests.order.test_branching import DEADLOCKS, check_seeds
 from tests.order.trial import check
 
 

@@ -126,7 +126,7 @@ def test_sums(
 def test_the_order_of_a_sum_is_the_order_of_messages(
     count: int, dtypes: tuple[torch.dtype, torch.dtype], scale: float, accumulate: bool, seed: int
 ) -> None:
-    """To the bit: one addition a message, from the first on, in the main dtype; the scale once, at the end."""
+    """To the bit: one addition a message, from the first on, in the main dtype; then the scale, rounded."""
     wire, main = dtypes
     size = torch.tensor([1e-3, 1.0, 1e3], dtype=torch.float64)[torch.randint(3, (count, 1))]
     messages = (noise(count, 67, dtype=torch.float64, seed=seed) * size).to(wire)
@@ -134,7 +134,8 @@ def test_the_order_of_a_sum_is_the_order_of_messages(
     expected = messages[0].to(main)
     for message in messages[1:]:
         expected = expected + message.to(main)
-    expected = torch.add(out, expected, alpha=scale) if accumulate else expected * scale
+    expected = expected * scale
+    expected = out + expected if accumulate else expected
     sum_messages_(messages, out, scale=scale, accumulate=accumulate)
     assert same_bits(out, expected)
 

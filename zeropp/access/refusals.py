@@ -46,7 +46,7 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
     def zero_grad(set_to_none: bool = True) -> None:
         target = ref()
         if target is not None:
-            target.zero_grad()
+            target.zero_grad(set_to_none=set_to_none)
 
     # torch's own would find no gradients: those of released parameters are in shards.
     model.__dict__["zero_grad"] = zero_grad

@@ -272,13 +272,13 @@ class Restore:
             # First, since they may be modules' own tensors.
             together(self.engine, doing, self._load_modules, IN_PART)
             self._weights_changed()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(now=True)
         if self._loads_optimizer:
             assert self.optimizer is not None
             together(self.engine, doing, self._load_optimizer, IN_PART)
             load_carried(self.engine, self.optimizer.carried, self.values["carried"])
         together(self.engine, doing, self._load_others, IN_PART)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(now=True)
         self.result.nbytes_read = self.source.nbytes_read
         self.result.nbytes_converted = self.source.nbytes_converted
 

@@ -235,9 +235,7 @@ class Engine(GuardHandler):
 
     def backward_left(self, call: BackwardCall) -> None:
         """A call's backward is over."""
-        if call.reached != self._backwards:
-            return
-        for unit in call.hooked.with_frozen:
+        for unit in call.hooked.with_frozen if call.reached == self._backwards else ():
             self._backward.call_ended(unit)
 
     def gradient_ready(self, index: int, position: int) -> None:
@@ -444,11 +442,12 @@ class Engine(GuardHandler):
         """The gradients of trainable flat buffers."""
         return [gradient for unit in self.units for gradient in unit.gradients]
 
-    def zero_grad(self, *, now: bool = False) -> None:
-        """Forget gradients; unless ``now``, not in the middle of a window whose ``step()`` did nothing."""
+    def zero_grad(self, *, set_to_none: bool = True, now: bool = False) -> None:
+        """Forget gradients or set them to zero; unless ``now``, not in a window whose ``step()`` did nothing."""
         if now or not self.window.keeps_gradients:
-            self.pending.forget_unsent()
-            self.pending.forget()
+            if not set_to_none:  # the host may be stepping with them, and they may be off the device
+                self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=TRAINING)
+            self.pending.forget_all(set_to_none=set_to_none)
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""

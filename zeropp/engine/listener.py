@@ -23,5 +23,5 @@ class Listener(Protocol):
         ...
 
     def gradients_forgotten(self) -> None:
-        """No gradient of a finished backward is left."""
+        """No gradient of a finished backward is left, or only zeros in its place."""
         ...

@@ -18,7 +18,7 @@ class Pending:
 
     Attributes:
         backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
-        used: for each unit, whether each of its trainable parameters has a gradient from this rank.
+        used: for each unit, whether each of its trainable parameters has a gradient from this rank, if only of zeros.
     """
 
     def __init__(self, units: Sequence[Unit], listener: weakref.ref[Listener]) -> None:
@@ -46,6 +46,22 @@ class Pending:
         for unit in self._units:
             for gradient in unit.gradients:
                 gradient.forget_stray()
+
+    def forget_all(self, *, set_to_none: bool = True) -> None:
+        """Forget all gradients, or set those that are there to zero, as in torch's ``zero_grad``.
+
+        Zeros count as gradients: the next step takes their parameters along, and backwards add to them.
+        """
+        if set_to_none:
+            self.forget_unsent()
+            self.forget()
+            return
+        self.backward_ran = False
+        for unit in self._units:
+            for gradient in unit.gradients:
+                gradient.set_to_zero()
+        if (listener := self._listener()) is not None:
+            listener.gradients_forgotten()
 
     def forget(self) -> None:
         """Forget the gradients of finished backwards; those that autograd is just bringing stay."""

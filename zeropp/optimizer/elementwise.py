@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Twin", "check_elementwise", "count_states", "treats_each_alone"]
+__all__ = ["Twin", "check_elementwise", "count_states", "treats_each_alone", "trial_states"]
+
+_TRIED = 64  # elements of the parameter of a trial step
 
 _ELEMENTWISE = frozenset(
     {
@@ -102,18 +104,29 @@ def count_states(optimizer: torch.optim.Optimizer) -> int:
 
     0 where it cannot step a small vector on the CPU: what is counted by it then is too low, and never too high.
     """
-    parameter = nn.Parameter(torch.zeros(64, device="cpu"))
+    states = trial_states(optimizer, optimizer.param_groups[0], torch.float32).values()
+    return sum(value.numel() == _TRIED and value.dtype == torch.float32 for value in states)
+
+
+def trial_states(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Tensors that an optimizer makes as states of one parameter; none if it cannot step a small vector on the CPU.
+
+    Args:
+        optimizer: stays as it is.
+        group: with the settings to step by.
+        dtype: of the parameter.
+    """
+    parameter = nn.Parameter(torch.zeros(_TRIED, dtype=dtype, device="cpu"))
     parameter.grad = torch.ones_like(parameter)
     # Steps that a graph replays are taken on a card only.
-    settings = dict(optimizer.param_groups[0])
-    settings.update({"capturable": False} if "capturable" in settings else {})
-    twin = Twin(optimizer, settings, [parameter])
+    twin = Twin(optimizer, {**group, **({"capturable": False} if "capturable" in group else {})}, [parameter])
     try:
         twin.step()
     except Exception:
-        return 0
-    states = [value for value in twin.state[parameter].values() if isinstance(value, torch.Tensor)]
-    return sum(value.shape == parameter.shape and value.dtype == parameter.dtype for value in states)
+        return {}
+    return {key: value for key, value in twin.state[parameter].items() if isinstance(value, torch.Tensor)}
 
 
 class Twin:

@@ -18,6 +18,10 @@ __all__ = ["CarriedErrors"]
 class CarriedErrors:
     """The errors of all units of one engine.
 
+    An error goes with the next gradient, and a new one takes its place in the same memory. Where a step is skipped, or
+    gradients are forgotten before a step, the old one is lost, and the new one is of a gradient that may be huge: one
+    rank has NaN, another perhaps 1e8. So all are cleared then. To keep the old ones would take as much memory again.
+
     Args:
         engine: whose gradients carry them.
         reset: steps after which all of them are cleared, at once.

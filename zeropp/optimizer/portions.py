@@ -7,11 +7,13 @@ parameter by itself: parameters without a gradient are passed over, as torch's o
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from torch.optim import Optimizer
+from torch import nn
+from torch.optim import SGD, Optimizer
 
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.elementwise import treats_each_alone
@@ -19,7 +21,7 @@ from zeropp.optimizer.slices import Slice
 from zeropp.order.refresh import portion_of
 from zeropp.params.flat_buffer import FlatBuffer
 
-__all__ = ["Portion", "choose_portions", "step_by_portions", "without_gradients"]
+__all__ = ["Portion", "begin_momentum", "choose_portions", "step_by_portions", "without_gradients"]
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,9 @@ def choose_portions(engine: Engine, optimizer: Optimizer, slices: Sequence[Slice
 
 
 @contextlib.contextmanager
-def without_gradients(slices: Sequence[Slice]) -> Iterator[None]:
-    """Let the optimizer pass over some slices."""
-    gradients = [(part.parameter, part.parameter.grad) for part in slices]
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Let the optimizer pass over some of the parameters in its groups."""
+    gradients = [(parameter, parameter.grad) for parameter in parameters]
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -69,6 +71,26 @@ def without_gradients(slices: Sequence[Slice]) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def begin_momentum(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+    """Parameters to be stepped apart, in as many calls: those whose momentum begins now, and those that have one.
+
+    torch's fused SGD takes a group's first step for all parameters or for none, and fails where some of them get their
+    first gradient later than others, as in a branch that is taken late. Empty where one call does.
+    """
+    # By the class's step: that of a class derived from SGD may not be meant to be called twice.
+    if not isinstance(optimizer, SGD) or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(SGD.step):
+        return []
+    groups, state = optimizer.param_groups, optimizer.state
+    # As in most steps: every parameter has its momentum.
+    if len(state) >= sum(len(group["params"]) for group in groups) and all(state.values()):
+        return []
+    groups = [group for group in groups if group["fused"] and group["momentum"]]
+    fresh, begun = list[nn.Parameter](), list[nn.Parameter]()
+    for parameter in (p for group in groups for p in group["params"] if p.grad is not None):
+        (fresh if state.get(parameter, {}).get("momentum_buffer") is None else begun).append(parameter)
+    return [fresh, begun] if fresh and begun else []
 
 
 def step_by_portions(

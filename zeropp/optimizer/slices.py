@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp.engine.engine import Engine
+from zeropp.optimizer.elementwise import trial_states
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import handler_of, is_managed
@@ -119,8 +120,10 @@ class Slices:
         self.given += [list(group["params"]) for group in groups[len(self.given) :]]
         for unit in self._units:
             self._cut_unit(unit)
-        for parameter in (parameter for given in self.given for parameter in given):
-            self._move_state(parameter)
+        for group, given in zip(groups, self.given, strict=True):
+            made: dict[torch.dtype, dict[str, Tensor]] = {}
+            for parameter in given:
+                self._move_state(parameter, group, made)
         stepped: list[Slice] = []
         for group, given in zip(groups, self.given, strict=True):
             parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
@@ -188,6 +191,27 @@ class Slices:
             shown.show_gradient(True)
         return shown
 
+    def show_zeros(self) -> None:
+        """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
+        zeros = any(gradient.arrived for unit in self._units for gradient in unit.gradients)
+        for part in self.stepped:
+            part.show_gradient(zeros and part.arrived)
+
+    def show_used(self, used: Sequence[Sequence[bool]]) -> None:
+        """Show gradients of the parameters that are to be stepped.
+
+        Args:
+            used: for each unit, whether any rank has a gradient of each trainable parameter: slices of one parameter
+                lie on several ranks, and are stepped on all or on none.
+        """
+        complete = all(gradient.arrived for unit in self._units for gradient in unit.gradients)
+        for part in self.stepped:
+            present = part.unit < 0 or used[part.unit][part.position]
+            # Another rank keeps a gradient that was set to zero, and this one has forgotten its part.
+            if present and not complete and not part.arrived:
+                part.gradient.zero_()
+            part.show_gradient(present and not part.removed)
+
     def in_groups(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""
         return any(parameter is other for given in self.given for other in given)
@@ -212,11 +236,19 @@ class Slices:
             group["param_names"].append(self._stand_in.name)
         return self._stand_in
 
-    def _move_state(self, parameter: nn.Parameter) -> None:
+    def _move_state(
+        self, parameter: nn.Parameter, group: dict[str, Any], made: dict[torch.dtype, dict[str, Tensor]]
+    ) -> None:
         """Cut the state the optimizer has for a parameter the way the parameter was cut; keep it until there is one.
 
         Tensors of the parameter's shape are cut, everything else is copied to each slice; right for elementwise
-        optimizers.
+        optimizers. All get the dtypes that the optimizer gives them beside main weights: states of a model in 16 bits
+        are in 16 bits themselves, and fused steps refuse them there.
+
+        Args:
+            parameter: of the model.
+            group: that it is in.
+            made: the states that the optimizer makes by the group's settings, for each dtype of main weights; filled.
         """
         # By dict's own method: SliceStates refuses the model's parameters.
         state = dict.pop(self._optimizer.state, parameter, None) or self._states.pop(id(parameter), None)
@@ -227,8 +259,12 @@ class Slices:
             self._states[id(parameter)] = state
         on_device = any(self._optimizer.defaults.get(key) for key in ("fused", "capturable"))
         for part in self._cut.get(id(parameter), []):
-            own = self._optimizer.state[part.parameter]
+            own, dtype = self._optimizer.state[part.parameter], part.parameter.dtype
+            if dtype not in made:
+                made[dtype] = trial_states(self._optimizer, group, dtype)
             for key, value in state.items():
+                if key in made[dtype] and isinstance(value, Tensor) and value.is_floating_point():
+                    value = self._converted(value, made[dtype][key].dtype)
                 # The model may have been elsewhere. Counts of steps stay on the host, unless the step reads them there.
                 if isinstance(value, Tensor) and (key != "step" or on_device):
                     value = value.to(part.parameter.device)
@@ -241,6 +277,13 @@ class Slices:
                     own[key] = row[part.start : part.start + part.parameter.numel()].clone()
                 else:
                     own[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def _converted(self, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """A state in another dtype; the sum that Adagrad begins with, which it rounds to the parameter's, exactly."""
+        initial = self._optimizer.defaults.get("initial_accumulator_value")
+        if initial and value.dtype != dtype and bool((value == torch.full_like(value, initial)).all()):
+            return torch.full_like(value, initial, dtype=dtype)
+        return value.to(dtype)
 
 
 class SliceStates(defaultdict[Any, Any]):

@@ -11,7 +11,7 @@ from zeropp._compat import has_step_post_hooks
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.norms import clip_divisor, clipping, may_leave_out, scale_gradients, takes_divisor
-from zeropp.optimizer.portions import choose_portions, step_by_portions, without_gradients
+from zeropp.optimizer.portions import begin_momentum, choose_portions, step_by_portions, without_gradients
 from zeropp.optimizer.slices import Slices
 from zeropp.params.flat_buffer import FlatBuffer
 
@@ -72,14 +72,20 @@ class Update:
         divisor = clip_divisor(norm, max_norm).cpu() if max_norm > 0 else None
         if here:
             # Queued first: a device goes on by itself.
-            with without_gradients(there), clipping(self._engine, self._optimizer, norm, max_norm):
+            passed_over = without_gradients([part.parameter for part in there])
+            with passed_over, clipping(self._engine, self._optimizer, norm, max_norm):
                 self._step()
         host.start(there, taken, divisor, waits=waits)
 
     def _step(self) -> None:
         # Past the profiling wrapper of torch, whose hooks already run around step.
         step = getattr(type(self._optimizer).step, "__wrapped__", type(self._optimizer).step)
-        step(self._optimizer)
+        apart = begin_momentum(self._optimizer)
+        if not apart:
+            step(self._optimizer)
+        for others in apart:
+            with without_gradients(others):
+                step(self._optimizer)
 
     def _changed(self, buffers: Sequence[FlatBuffer], *, for_now: bool) -> None:
         # What the optimizer's own code has stepped in its place has gone nowhere yet.

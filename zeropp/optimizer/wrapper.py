@@ -85,7 +85,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """Wrap ``optimizer`` and ``model``. Collective: every rank of the group calls it.
 
         Args:
-            optimizer: elementwise, over parameters of ``model``; state it has is cut like the parameters.
+            optimizer: elementwise, over parameters of ``model``; its state is cut like them, in main weights' dtype.
             model: rank 0's values become everyone's.
             config: DeepSpeed-style dict, path to JSON, or a loaded Config; None for stage 3 with defaults.
             process_group: ranks to partition over: a group, a one-dimensional DeviceMesh, or the world.
@@ -274,16 +274,14 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
         # First, since the loss scale may raise: whoever catches that finds a new window.
         if verdict.skips:
+            self.carried.clear()
             self.engine.window.restart()
         self.outcome.decided(verdict)
         if verdict.skips:
             return loss
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
-        for part in self.slices.stepped:
-            # What any rank has used: slices of one parameter lie on several ranks, and are stepped on all or on none.
-            used = part.unit < 0 or verdict.used[part.unit][part.position]
-            part.show_gradient(used and not part.removed)
+        self.slices.show_used(verdict.used)
         self._update.run(norm, left_out)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
@@ -301,11 +299,13 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """Forget gradients; after a ``step()`` that did nothing, nothing.
 
         Args:
-            set_to_none: as in torch; memory of the shards stays, whatever it says.
+            set_to_none: False sets to zero the gradients that there are, as in torch: the next step takes their
+                parameters along (weight decay, momentum), used or not. It waits for a step that the host is taking.
+                The memory of gradients stays either way.
             now: discard the gradients of an unfinished window, too.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
-        self.engine.zero_grad(now=now)
+        self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
     def _forget_unsent(self) -> bool:
         """The wrapped optimizer forgets what it sees; whether it may."""
@@ -347,12 +347,12 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
         saved = state_dict["zeropp"]
         self.engine.refresh.wait()
+        self.zero_grad(now=True)
         load_main_weights(self.engine, saved)
         load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
         self.slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self.carried, saved.get("carried"))
         self.outcome.load(saved["skipped_steps"], saved.get("loss_scale"))
-        self.zero_grad(now=True)
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise RuntimeError(
@@ -399,10 +399,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
         self.boundary.invalidate()
+        if self.engine.window.count:
+            self.carried.clear()  # no step has taken what went with these gradients
         self.engine.window.restart()
         self.engine.reductions.loss_scale.forget()
-        for part in self.slices.stepped:
-            part.show_gradient(False)
+        self.slices.show_zeros()
 
     @torch.no_grad()
     def apply_requires_grad(self) -> None:

@@ -360,6 +360,15 @@ class Gradient:
         self.arrived = False
         self._forget_held()
 
+    def set_to_zero(self) -> None:
+        """Set the sum to zero if any gradient has come, and forget what has not been sent."""
+        present = self.arrived or self.has_unsent()
+        self.forget_unsent()
+        if present:
+            self.shard.zero_()
+            self.arrived = True
+            self.measure()
+
     def forget_unsent(self) -> None:
         """Forget what has not been sent."""
         self._forget_held()

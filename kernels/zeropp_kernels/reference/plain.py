@@ -1,14 +1,17 @@
 """The plain operations: many tensors into one flat buffer, n messages into one sum, and a norm.
 
-Nothing here allocates on the hot path: callers give the outputs.
+Callers give the outputs; what is allocated besides on the hot path is small.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from .blocks import TILE
 
 __all__ = ["pack_", "squared_norm", "sum_messages_"]
 
@@ -67,8 +70,13 @@ def sum_messages_(
     # Those that are not in the total yet.
     for index in range(1 if accumulate else 2, count):
         total.add_(messages[index])
-    if accumulate:
+    if accumulate and math.frexp(scale)[0] == 0.5:
+        # A power of two, by which the product is exact: one pass, and rounded once in any case.
         out.add_(total, alpha=scale)
+    elif accumulate:
+        # Rounded, and added only then, as where the sum goes elsewhere to be added: ``alpha`` would do both at once.
+        for start in range(0, out.numel(), TILE):
+            out[start : start + TILE].add_(total[start : start + TILE] * scale)
     elif scale != 1.0:
         out.mul_(scale)
 
