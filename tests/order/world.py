@@ -193,6 +193,7 @@ class Agreement:
     rank: int
     where: str = ""
     place: int = 0
+    beyond: str = ""
 
     def enter(self, where: str, place: int) -> None:
         """A pass begins."""

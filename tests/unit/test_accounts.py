@@ -47,6 +47,11 @@ WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
             "the ranks ran different modules, or in another order; look for code that depends on the rank",
         ),
         (
+            {0: WAITING, 1: Account("asking for unit 'head'", where=FORWARD, beyond="runs a module more often")},
+            2,
+            "rank 1 alone runs a module more often; the other ranks cannot know of it, and do not wait there",
+        ),
+        (
             {0: WAITING, 1: WAITING},
             2,
             "all ranks wait for each other at the same place: a connection or a device may be stuck",

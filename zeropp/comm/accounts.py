@@ -23,6 +23,7 @@ class Account:
         where: the pass or step that it is in, "a backward", or "".
         until: what ended it, ", until ...", or "".
         failure: what went wrong on this rank itself, or "".
+        beyond: what it does that no rank has done before, so that nobody waits for it, or "".
     """
 
     doing: str
@@ -30,6 +31,7 @@ class Account:
     where: str = ""
     until: str = ""
     failure: str = ""
+    beyond: str = ""
 
     def __str__(self) -> str:
         # What a rank does often names it already ("starting a forward").
@@ -80,6 +82,10 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
     failures = _by({rank: account.failure for rank, account in accounts.items() if account.failure})
     if failures:
         return " and ".join(f"{name_ranks(ranks)} failed: {failure}" for failure, ranks in failures.items())
+    beyond = _by({rank: account.beyond for rank, account in accounts.items() if account.beyond})
+    if beyond:
+        parts = " and ".join(f"{name_ranks(ranks)} alone {text}" for text, ranks in beyond.items())
+        return f"{parts}; the other ranks cannot know of it, and do not wait there"
     silent = _silent(accounts, world)
     calls = _by({rank: account.call for rank, account in accounts.items() if account.call})
     if len(calls) > 1:

@@ -63,6 +63,7 @@ class Agreement:
         # The common error, once it was raised. Nothing is waited for after it.
         self.lost: str | None = None
         self.where = ""  # the pass that this rank is in, in words
+        self.beyond = ""  # see Account
         self._place = 0  # tells that pass from others; equal on every rank
         self._stepped = False  # whether stepped weights are being queued for where they are cached
         self.unconfirmed = False  # whether a step was taken whose sum no host has read yet
@@ -111,7 +112,7 @@ class Agreement:
             raise RuntimeError(self.lost)
         try:
             # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
-            with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where)):
+            with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where, beyond=self.beyond)):
                 yield
             if self.lost is not None:  # meanwhile, on the monitor's thread: what was waited for has not come
                 raise RuntimeError(self.lost)
@@ -127,7 +128,7 @@ class Agreement:
                 raise
             if self.lost is not None:  # raised inside, or on the monitor's thread while this went wrong, too
                 raise RuntimeError(self.lost) from None
-            account = Account(" ".join(doing), call, where or self.where)
+            account = Account(" ".join(doing), call, where or self.where, beyond=self.beyond)
             if isinstance(error, OSError):
                 raise self._lose(replace(account, until=", until that failed", failure=str(error))) from error
             ended = what_ended(error)
@@ -171,11 +172,11 @@ class Agreement:
 
     def enter(self, where: str, place: int) -> None:
         """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
-        self.where, self._place = where, place
+        self.where, self._place, self.beyond = where, place, ""
 
     def leave(self) -> None:
         """This rank is in no pass any more."""
-        self.where, self._place = "", 0
+        self.where, self._place, self.beyond = "", 0, ""
 
     def exchange(self, kind: int, values: list[int], doing: str, call: str = "") -> list[list[int]]:
         """Every rank's values; all ranks must be at the same kind of exchange, in the same pass, or in none.
@@ -238,7 +239,7 @@ class Agreement:
             where: see :meth:`watching`.
             waited: whether ``hang_timeout`` was reached.
         """
-        return self._lose(Account(doing, call, where or self.where), waited=waited)
+        return self._lose(Account(doing, call, where or self.where, beyond=self.beyond), waited=waited)
 
     def close(self) -> None:
         """Stop watching."""

@@ -246,6 +246,9 @@ class Schedule:
                 f"asking for unit {unit.name!r}, a use that the order of this kind of pass does not have, though "
                 '{"zeropp": {"static_graph": true}} promises that they are alike'
             )
+        if self._counted:
+            often = f"more often in {self.agreement.where} than any rank ever did"
+            self.agreement.beyond = f"runs a module with weights of unit {unit.name!r} {often}"
 
     def _wait_and_expose(self, unit: Unit) -> None:
         with span("wait", unit.name):

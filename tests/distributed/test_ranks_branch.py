@@ -1,0 +1,202 @@
+"""Ranks branch by their data where all ranks did the same before: they train as in plain torch, and no round is added.
+
+`tests.order.branching` simulates many more such programs; here modules, autograd and checkpointing are real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.harness import RankError, run_ranks
+from tests.distributed.pair import Pair
+from tests.distributed.routes import agreements
+from tests.distributed.shapes import WIDTH, make_config
+
+Way = str  # words that a model's forward looks for
+
+
+class Gate(nn.Module):
+    """Its weight is used, or not, as the way says; backward comes to its output in any case."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.lin.weight, self.lin.bias))
+
+    def forward(self, x: Tensor, way: Way = "") -> Tensor:
+        if "closed" in way:
+            return x * 0.5
+        return x + (checkpoint(self.inner, x, use_reentrant=True) if "again" in way else self.inner(x))
+
+
+class Gates(nn.Module):
+    """Gates in one order or the other, which share their unit with nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gates = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Gate(), Gate()])
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.first(x)
+        for gate in reversed(self.gates) if "flip" in way else self.gates:
+            x = gate(x, way)
+        return x
+
+
+class Outer(nn.Module):
+    """Runs a module that is run without it, too."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inside(x))
+
+
+class Nest(nn.Module):
+    """A block that holds another one of its list, so that both have one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([Outer(shared), shared, nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.blocks[0](self.first(x))
+        for _ in range(0 if "short" in way else 2):
+            x = torch.tanh(self.blocks[1](x))
+        return self.blocks[2](x)
+
+
+class Leftover(nn.Module):
+    """Modules that are left over share a unit; one of them is run for some data only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.branch, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = torch.tanh(self.blocks[0](x))
+        if "branch" in way:
+            x = x + torch.tanh(self.branch(x))
+        return self.head(torch.tanh(self.blocks[1](x)))
+
+
+class Touching(nn.Module):
+    """A weight is used outside its module, and after it modules of its unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+        self.some, self.more = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = torch.tanh(self.blocks[0](x))
+        if "touch" in way:
+            x = x + nn.functional.linear(x, self.some.weight)
+        return self.more(torch.tanh(self.blocks[1](torch.tanh(self.some(x)))))
+
+
+def two_forwards(model: nn.Module, x: Tensor, way: Way) -> Tensor:
+    """One loss of two forwards, or of the second alone."""
+    ways = way.split("+")
+    outputs = [model(x * (number + 1), each) for number, each in enumerate(ways)]
+    if "skip" in ways[0]:
+        outputs = outputs[1:]
+    total: Tensor = sum(output.square().mean() for output in outputs)  # type: ignore[assignment]
+    return total
+
+
+def one_forward(model: nn.Module, x: Tensor, way: Way) -> Tensor:
+    loss: Tensor = model(x, way).square().mean()
+    return loss
+
+
+Loss = Callable[..., Tensor]
+CASES: dict[str, tuple[type[nn.Module], Loss, list[list[Way]]]] = {
+    "a gradient comes before the last call": (
+        Gates,
+        two_forwards,
+        [["open+open"], ["open+open"], ["open+open", "closed+open"], ["open+closed", "open+open"]],
+    ),
+    "a gradient for each call": (
+        Gates,
+        two_forwards,
+        [["skip again+again"], ["skip again+again"], ["again+again", "again flip+again flip"]] * 2,
+    ),
+    "blocks in another order": (Gates, two_forwards, [["a+a"], ["a+a"], ["flip+a", "a+flip"], ["a+a", "flip+flip"]]),
+    "a module inside another one of its unit": (
+        Nest,
+        two_forwards,
+        [["all"], ["all"], ["all+all", "all+short"], ["all+all"], ["all+short", "short+short"]],
+    ),
+    "a module that no rank has run": (
+        Leftover,
+        one_forward,
+        [["none"], ["none"], ["none"], ["none", "branch"], ["branch", "none"]],
+    ),
+    "a weight that all ranks touched": (
+        Touching,
+        one_forward,
+        [["touch"], ["touch"], ["touch", "none"], ["none", "touch"], ["none"]],
+    ),
+}
+LIMITS = {"nothing stays": {"live": 0}, "default": {}, "bare": {"reuse": 0, "prefetch": 0}}
+
+
+def branching(name: str, settings: dict[str, object]) -> int:
+    """Train along each rank's way; returns the rounds that ranks took in the second step, which all do alike."""
+    model, loss, steps = CASES[name]
+    pair = Pair(model(), make_config(**settings), loss=loss)
+    rounds = []
+    for ways in steps:
+        before = agreements(pair.optimizer)
+        pair.train(*ways)
+        rounds.append(agreements(pair.optimizer) - before)
+        pair.check()
+    return rounds[1]
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("settings", LIMITS)
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_branch(name: str, settings: str) -> None:
+    # A forward ends with a round where some module has not run yet: any rank's data may call for it.
+    rounds = 1 if name == "a module that no rank has run" else 0
+    assert run_ranks(2, branching, name, LIMITS[settings]) == [rounds, rounds]
+
+
+class Loop(nn.Module):
+    """A block that is run as often as the way has letters, and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        for _ in way:
+            x = torch.tanh(self.blocks[0](x))
+        return self.blocks[1](x)
+
+
+def more_often_than_ever() -> None:
+    pair = Pair(Loop(), make_config(live=0, reuse=0, prefetch=0, hang_timeout=5), loss=one_forward)
+    for ways in (["xx"], ["xx"], ["xx", "xxx"]):
+        pair.train(*ways)
+
+
+def test_a_rank_that_alone_runs_a_module_more_often_than_ever_is_told_so() -> None:
+    with pytest.raises(
+        RankError, match=r"rank 1 alone runs a module with weights of unit 'blocks.0' more often in a forw"
+    ):
+        run_ranks(2, more_often_than_ever)
