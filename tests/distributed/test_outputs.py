@@ -228,3 +228,69 @@ def after_an_edit(nested: bool) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_model_works_after_an_edit_was_named(nested: bool) -> None:
     run_ranks(1, after_an_edit, nested, init=False)
+
+
+class Penalized(nn.Module):
+    """A block of which a module further down keeps a loss, or a list of losses, that its output does not depend on."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.keeper, self.listed = nn.Module(), listed
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.inner(x).square().mean()
+        self.keeper.kept = [loss] if self.listed else loss
+        return x * 1.5
+
+
+class KeepsLosses(nn.Module):
+    def __init__(self, listed: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Penalized(listed), nn.Linear(8, 8), Penalized(listed)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        total = torch.zeros((), dtype=x.dtype)
+        for block in self.blocks:
+            if isinstance(block, Penalized):
+                kept = block.keeper.kept
+                total = total + (kept[0] if block.listed else kept)
+        return total
+
+
+class InPlace(nn.Module):
+    """Activations in place on what a Linear returns, which is a view where the input has three dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x[None].expand(2, -1, -1)).relu_()
+        y = self.blocks[1](x)
+        y.mul_(0.5)
+        y[..., 0] = 0
+        return nn.functional.silu(self.blocks[2](x + y), inplace=True).square().mean()
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "a kept loss": lambda: KeepsLosses(listed=False),
+    "a list of kept losses": lambda: KeepsLosses(listed=True),
+    "in place": InPlace,
+}
+
+
+def with_other_ways_back(name: str, settings: dict[str, object]) -> None:
+    pair = Pair(MODULES[name](), make_config(**settings), loss=lambda model, x: model(x))
+    for _ in range(3):
+        pair.train()
+        pair.check()
+
+
+@pytest.mark.every(2)
+@pytest.mark.parametrize("settings", [{}, {"reuse": 0, "prefetch": 0}], ids=["default", "bare"])
+@pytest.mark.parametrize("name", MODULES)
+def test_backward_finds_the_way_back(name: str, settings: dict[str, object]) -> None:
+    run_ranks(2, with_other_ways_back, name, settings)
