@@ -55,7 +55,7 @@ def replace(path: Path, old: str, new: str) -> None:
 
 
 def insert_key(tree: Path, name: str, field: str) -> None:
-    insert(tree / "zeropp/config/extension.py", "    unit_numel: Count", field)
+    insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
     insert(tree / "zeropp/config/support.py", '        "gradient_bits": BLOCK,', f'        "{name}": EFFECT,\n')
 
 
@@ -162,7 +162,7 @@ except ValueError as error:
 
 def test_a_key_by_its_recipe(tree: Path) -> None:
     field = '    patience: Positive = 3\n    """Seconds to be patient for."""\n\n'
-    insert(tree / "zeropp/config/extension.py", "    unit_numel: Count", field)
+    insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
     forgotten = (
         "from zeropp.config.support import uncovered; from zeropp.config import Config; print(uncovered(Config))"
     )

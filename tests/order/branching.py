@@ -20,7 +20,7 @@ from zeropp.order.known_orders import PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.params.unit import UnitState
 
-__all__ = ["DEADLOCKS", "Case", "Model", "check_seeds", "train"]
+__all__ = ["DEADLOCKS", "Case", "Model", "backward_over_more", "check_seeds", "train"]
 
 # Numbers of cases that were deadlocks once: of calls that a backward makes itself, kinds of backwards not told
 # apart, modules that run for the first time, modules that run without what is usually around them.
@@ -265,8 +265,7 @@ class Branching:
     def forward(self, code: Code, *, grad: bool) -> tuple[list[_Entry], list[bool]]:
         schedule, executed = self.rank.schedule, [False]
         self.rank._begin_forward(grad)
-        if grad and len(self.rank.outstanding) > 1:
-            schedule.note_repeats()
+        schedule.repeats |= grad and len(self.rank.outstanding) > 1
         self.counts.append((schedule.key, Counter()))
         entries = [self._run(node, executed if grad else None, grad) for node in code]
         if grad:
@@ -435,3 +434,20 @@ def check_seeds(seeds: range) -> None:
             raise AssertionError(f"case {number}: {error}") from error
     # In the others a rank runs a module more often than any rank ever had, and needs one gather more.
     assert trained[False] < 0.02 * len(seeds), trained
+
+
+def backward_over_more() -> None:
+    """A backward over one of two forwards is learned; then all go over both, so a checkpointed module runs twice.
+
+    One rank's data does not use the module's parameter the first time. So there it is still waited for, and on the
+    other rank it has been let go.
+    """
+    model = Model(1, {"m0": 0}, {"": (), "m0": ()})
+    used, unused = (Call("m0", "reentrant"),), (Call("m0", "reentrant", used=False),)
+    phases = [
+        *[Phase("forward", (used,) * 2), Phase("forward", (used,) * 2), Phase("backward", graphs=(0,)), Phase("step")]
+        * 2,
+        *(Phase("forward", (used,) * 2), Phase("forward", (unused, used))),
+        *(Phase("backward", graphs=(0, 1)), Phase("step")),
+    ]
+    assert train(Case(model, 2, tuple(phases), Limits(0, 0, 0)))

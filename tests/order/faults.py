@@ -103,7 +103,6 @@ FAULTS: dict[str, Fault] = {
             "        if not self.silent:\n            self._recent",
             "        if True:\n            self._recent",
         ),
-        what_is_inside_another_use_takes_a_place=("if unit.users > 1 and unit.state is", "if False and unit.state is"),
         calls_are_not_counted=("self._counted = position == 0 and", "self._counted = False and"),
         what_is_run_without_its_surroundings_is_let_go=("-1 if usual else _KEEP", "-1"),
         modules_that_run_for_the_first_time_are_told_nobody=(
@@ -111,8 +110,7 @@ FAULTS: dict[str, Fault] = {
             "self._novel = False and call not in",
         ),
         calls_to_come_are_not_counted=("self.live_units.due.update(", "({}).update("),
-        a_rank_that_may_run_more_again_lets_go=("(self.unrecorded - known).items()", "()"),
-        graphs_made_before_calls_were_noted_are_trusted=("self._unsure |= not self.repeats", "pass"),
+        a_rank_that_may_run_more_again_lets_go=("in more.items():", "in ():"),
         nothing_is_left_out_where_ranks_part=("list(self._order.uses[:since])", "list(self._order.uses)"),
     ),
     **_in(
@@ -146,7 +144,7 @@ FAULTS: dict[str, Fault] = {
             "            pass\n",
         ),
         modules_that_nobody_has_run_are_no_reason=("if known.varies or known.unseen or", "if known.varies or"),
-        what_may_be_run_again_is_no_reason=("return bool(self._run_again) and", "return False and"),
+        what_may_be_run_again_is_no_reason=("return self._may_run_more_again(key, order)", "return False"),
         forwards_outlast_what_was_trained=('if not (key[0] == "forward" and key[-1])', ""),
         forks_are_where_nothing_parts=("places = {_common(order.uses, other.uses) for", "places = {0 for"),
     ),

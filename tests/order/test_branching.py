@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.order.branching import DEADLOCKS, check_seeds
+from tests.order.branching import DEADLOCKS, backward_over_more, check_seeds
 
 
 def test_ranks_that_branch() -> None:
@@ -16,6 +16,10 @@ def test_ranks_that_branch() -> None:
 @pytest.mark.parametrize("number", DEADLOCKS)
 def test_cases_that_were_deadlocks(number: int) -> None:
     check_seeds(range(number, number + 1))
+
+
+def test_a_backward_over_more_than_was_learned() -> None:
+    backward_over_more()
 
 
 @pytest.mark.campaign

@@ -34,7 +34,7 @@ class BackwardUses:
         self._calls: dict[int, int] = {}
         self._whole: dict[int, None] = {}
         self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # of each unit, calls that a backward may come to
-        self._fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}  # made in this backward, and not come to yet
+        self.fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}  # made in this backward, and not come to yet
         # Unit, and position among its trainable parameters, of the one that had a gradient last.
         self.last_gradient = 0, 0
 
@@ -70,15 +70,15 @@ class BackwardUses:
         """Checkpointing has run a module again in this backward, and may come to this call while it lives."""
         for unit in call.hooked.units:
             if not unit.persistent:
-                self._fresh.setdefault(unit.index, weakref.WeakSet()).add(call)
+                self.fresh.setdefault(unit.index, weakref.WeakSet()).add(call)
 
     def note_reached(self, call: BackwardCall) -> None:
         """Backward comes to a call."""
         for unit in call.hooked.units:
             if call.expected:
                 self._schedule.note_reached(unit)
-            if unit.index in self._fresh:
-                self._fresh[unit.index].discard(call)
+            if unit.index in self.fresh:
+                self.fresh[unit.index].discard(call)
 
     def forget_graphs(self) -> None:
         """No backward of what has run so far is to come."""
@@ -123,7 +123,7 @@ class BackwardUses:
         # watches the inputs of all that it shards; here they are asked only where something is frozen.
         if index not in self._whole and self._calls.get(index) == 0 and self._reductions.complete(index):
             # Its gradients have come, though this backward has yet to come to calls that it has just made.
-            if self._fresh.get(index):
+            if self.fresh.get(index):
                 self._schedule.expect_again([unit])
             # Before the release, so that a further use of the unit begins anew.
             del self._calls[index]
@@ -135,7 +135,7 @@ class BackwardUses:
         # it is not in this graph.
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
-        self._fresh.clear()
+        self.fresh.clear()
         for unit in left:
             self._release(unit)
         return bool(left)
@@ -143,7 +143,7 @@ class BackwardUses:
     def forget(self) -> None:
         """A pass failed, and everything is released elsewhere."""
         self._calls.clear()
-        self._fresh.clear()
+        self.fresh.clear()
         self.forget_graphs()
 
     def _release(self, unit: Unit) -> None:

@@ -78,7 +78,8 @@ class Boundary:
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._doubts = False  # all gradients that have arrived are in doubt
-        self._versions: list[int] = []  # of the gradients that have arrived, as the verdict knows them
+        # Of the gradients that have arrived, as the verdict knows them; None unless it is to last until the step.
+        self._versions: list[int] | None = None
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
         # gradients, one for strays among these, one for ranks that passed over units, one for each used parameter;
         # checksums at the end.
@@ -89,7 +90,7 @@ class Boundary:
 
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
-        self._vector, self._verdict = None, None
+        self._vector, self._verdict, self._versions = None, None, None
         self._doubts = False
 
     def doubt(self) -> None:
@@ -164,8 +165,13 @@ class Boundary:
             self.engine.schedule.note_passed_over(values[self._passed_over] > 0)
             norm = math.nan if spoiled else norm_of(values[0])
             self._verdict = Verdict(norm, self._flags(values), checked=self._checks or spoiled)
-            self._note_versions()
         return self._verdict
+
+    def keep_verdict(self) -> Verdict:
+        """The result, which lasts until the step unless gradients are edited before; see :meth:`recheck`."""
+        verdict = self.verdict()
+        self._note_versions()
+        return verdict
 
     def _note_versions(self) -> None:
         """Remember that the vector describes the gradients as they are now."""
@@ -216,7 +222,6 @@ class Boundary:
         self._unread = Unread(self._vector)
         self._go_on_late()
         self._verdict = Verdict(None, self._flags(values), late=True)
-        self._note_versions()
         return self._verdict
 
     def left_out(self) -> Tensor:

@@ -110,6 +110,7 @@ class Engine(GuardHandler):
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = self._backwards = 0  # sets that were trained, each with backwards of its own; all backwards
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
+        self.learning = self.notes_calls = False  # see HookHandler
         # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
         self._trains = True
         # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
@@ -189,14 +190,14 @@ class Engine(GuardHandler):
             if self.window.root_runs:
                 # One rank alone may run a part that gathers nothing: to save a prompt's embeddings, for one.
                 outstanding = [each for each in outstanding if not (each[1] and self.schedule.known.note_silent(each))]
-            if len(outstanding) > 1:
-                self.schedule.note_repeats()
+            self.schedule.repeats |= len(outstanding) > 1
             if self._since:
                 self.schedule.unrecorded.clear()
             self._since = 0
             self._outstanding = outstanding[-_TOLD_APART:]
         self.schedule.begin(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
+        self.learning, self.notes_calls = self.schedule.learning, self.schedule.repeats
         self._expose(unit for unit in self.persistent if not unit.announced)
 
     def _end_forward(self) -> None:
@@ -217,20 +218,16 @@ class Engine(GuardHandler):
             return  # by another of its outputs
         call.reached = self._backwards
         self._begin_backward(by_output=True)
-        self._backward.note_reached(call)
+        if call.expected or self._backward.fresh:
+            self._backward.note_reached(call)
         for unit in call.hooked.units:
             self._backward.use(unit, lasting=unit in call.hooked.with_frozen)
-
-    @property
-    def learning(self) -> bool:
-        """Whether no order of the running pass is known; see :class:`zeropp.engine.hooks.HookHandler`."""
-        return self.schedule.learning
 
     def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
         """A call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""
         if self.phase is Phase.BACKWARD:
             self._backward.expect_fresh_call(call)
-        elif self.schedule.repeats:
+        else:
             self._backward.expect_call(call, outputs)
 
     def backward_left(self, call: BackwardCall) -> None:
@@ -262,6 +259,7 @@ class Engine(GuardHandler):
         self._ending = queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
+        self.learning, self.notes_calls = False, True
         self._expose(self.persistent)
         self._backward.begin()
 

@@ -78,13 +78,13 @@ class HookHandler(Protocol):
         storages: identities of the storages of all gathered weights.
         passing: the same, of those that are released when a module is left.
         learning: whether it looks, in the running pass, what such passes do.
+        notes_calls: whether it wants to be told of the calls that are made.
     """
 
     storages: frozenset[int]
     passing: frozenset[int]
-
-    @property
-    def learning(self) -> bool: ...
+    learning: bool
+    notes_calls: bool
 
     def enter(
         self, hooked: HookedModule, training: bool, args: tuple[object, ...], kwargs: dict[str, object]
@@ -130,7 +130,6 @@ class BackwardCall:
         # The backward that has reached it; a retained graph may see several.
         self.reached = -1
         self._inputs: list[Node] = []
-        # Of the outputs' own nodes, which hold this call, those that follow.
         self._behind: list[Node] = []
         self.expected = False  # whether backwards are told of it before they come to it
         self._pass = -1  # the backward that has reached an input
@@ -153,8 +152,12 @@ class BackwardCall:
     def note_outputs(self, outputs: list[Tensor]) -> None:
         """Remember where in the graph the call is, for :meth:`is_to_come`."""
         self.expected = True
-        nodes = [tensor.grad_fn for tensor in outputs]
-        self._behind = [behind for node in nodes if node is not None for behind, _ in node.next_functions if behind]
+        nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+        # One output may come from another, whose node holds this call: a circle that nobody would collect. Nodes made
+        # before all of them lead to none of them, and leaves lead nowhere.
+        first = min((node._sequence_nr() for node in nodes), default=0)
+        behind = [each for node in nodes for each, _ in node.next_functions if each is not None]
+        self._behind = [each for each in behind if not each.next_functions or each._sequence_nr() < first]
 
     def is_to_come(self) -> bool:
         """Whether the running backward comes to this call, as far as the nodes behind its outputs tell."""
@@ -203,7 +206,8 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
         deep: look into any object, which takes its time; there is no output that backward could come by.
     """
     kinds = object if deep else (Tensor, list, tuple, dict)
-    found = [tensor for tensor in differentiable(_attributes(module, kinds)) if deep or not tensor.is_leaf]
+    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
+    found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
     for ref in hooked.keeping:
         if (inner := ref()) is not None:
             found += _graph_tensors(inner)
@@ -224,25 +228,20 @@ def _look_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.M
 
 def _graph_tensors(module: nn.Module) -> list[Tensor]:
     """Tensors with a graph that a module has as attributes, or in lists and the like that it has."""
-    return [t for t in differentiable(_attributes(module, (Tensor, list, tuple, dict))) if not t.is_leaf]
+    kinds = Tensor, list, tuple, dict
+    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
+    return [tensor for tensor in differentiable(values) if not tensor.is_leaf]
 
 
-def _attributes(module: nn.Module, kinds: type | tuple[type, ...]) -> list[object]:
-    return [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
-
-
-def _bases(outputs: list[Tensor], inputs: object) -> list[Tensor]:
-    """Tensors made in a module of which its outputs are views.
+def _made_bases(views: list[Tensor], inputs: object) -> list[Tensor]:
+    """Tensors made in a module of which these outputs are views.
 
     An activation in place, ``relu_``, on such a view gives it a graph that goes from the base on, and passes by the
     node where the view was made. ``torch.nn.Linear`` returns a view where its input has three dimensions.
     """
-    bases = [tensor._base for tensor in outputs if tensor._is_view()]
-    made = [base for base in bases if base is not None and base.grad_fn is not None]
-    if not made:
-        return []
     given = {id(each) for tensor in tensors_in(inputs) for each in (tensor, tensor._base)}
-    return [base for base in made if id(base) not in given]
+    bases = [base for view in views if (base := view._base) is not None and base.grad_fn is not None]
+    return [base for base in bases if id(base) not in given]
 
 
 @dataclass
@@ -456,13 +455,22 @@ class ModuleHooks:
                     _look_inside(module, hooked, modules)
                 stored = _stored_tensors(module, hooked, deep=not outputs)
                 outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
-                for tensor in [*outputs, *_bases(outputs, (args, kwargs))]:
+                views = []
+                for tensor in outputs:
                     handle = tensor.register_hook(frame.call)
                     # A leaf outlives the graph, and would collect the hooks of every graph before.
                     if tensor.is_leaf:
                         self._on_leaves.append(handle)
+                    elif tensor._is_view():
+                        views.append(tensor)
+                if views:
+                    bases = _made_bases(views, (args, kwargs))
+                    for tensor in bases:
+                        tensor.register_hook(frame.call)
+                    outputs += bases
                 if outputs:
-                    handler.call_made(frame.call, outputs)
+                    if handler.notes_calls:
+                        handler.call_made(frame.call, outputs)
                     returns = Return.HOOKED
                 elif hooked.trainable or differentiable((args, kwargs)):
                     returns = Return.UNHOOKED

@@ -54,9 +54,10 @@ class MixedCodec(BlockCodec):
         """The values in messages of [numel], as a view [messages, pieces, values]."""
         rows = messages.view(-1, self.nbytes(numel))
         # Codes come first in a message, block by block; a piece is a number of blocks.
-        pieces: Tensor = rows[:, : numel * self.bits // 8].unflatten(1, (-1, self.piece * self.bits // 8))
-        first = self.start * self.bits // 8
-        return pieces[..., first : first + self.values * self.value_dtype.itemsize].view(self.value_dtype)
+        width = self.value_dtype.itemsize
+        codes, piece, first = (count * width // self.width for count in (numel, self.piece, self.start))
+        pieces: Tensor = rows[:, :codes].unflatten(1, (-1, piece))
+        return pieces[..., first : first + self.values * width].view(self.value_dtype)
 
     def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
         """See :class:`Codec`."""

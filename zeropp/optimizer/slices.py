@@ -193,9 +193,8 @@ class Slices:
 
     def show_zeros(self) -> None:
         """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
-        zeros = any(gradient.arrived for unit in self._units for gradient in unit.gradients)
         for part in self.stepped:
-            part.show_gradient(zeros and part.arrived)
+            part.show_gradient(part.source is not None and part.source.arrived)
 
     def show_used(self, used: Sequence[Sequence[bool]]) -> None:
         """Show gradients of the parameters that are to be stepped.
@@ -204,11 +203,10 @@ class Slices:
             used: for each unit, whether any rank has a gradient of each trainable parameter: slices of one parameter
                 lie on several ranks, and are stepped on all or on none.
         """
-        complete = all(gradient.arrived for unit in self._units for gradient in unit.gradients)
         for part in self.stepped:
             present = part.unit < 0 or used[part.unit][part.position]
             # Another rank keeps a gradient that was set to zero, and this one has forgotten its part.
-            if present and not complete and not part.arrived:
+            if present and part.source is not None and not part.source.arrived:
                 part.gradient.zero_()
             part.show_gradient(present and not part.removed)
 

@@ -221,7 +221,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if not self.engine.window.unfinished:
             self.outcome.wait()  # of the step before: the verdict would read over it
             self._take_edits()
-            self._norms = gradient_norms(self.engine, self.boundary.verdict())
+            self._norms = gradient_norms(self.engine, self.boundary.keep_verdict())
         return dict(self._norms)
 
     def step(  # type: ignore[override]

@@ -168,7 +168,6 @@ class KnownOrders:
         # Forward or backward -> units ever used in one, or foreseen. These only grow: parameters that are frozen now
         # may be trained again, and the round that it costs is cheaper than a rank that nobody hears.
         self._units: dict[object, set[int]] = {}
-        self._run_again: set[str] = set()  # modules that any rank has run in a backward, as checkpointing does
 
     def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
         """The order that the next phase of this kind is most likely to have."""
@@ -213,21 +212,25 @@ class KnownOrders:
         # The key of a backward contains those of the forwards before it.
         if any(self._known[part].varies for part in key if part in self._known):
             return True
-        return bool(self._run_again) and self._runs_more_again(key, order)
+        return self._may_run_more_again(key, order)
 
     def unrecorded(self, key: PhaseKey) -> Counter[tuple[str, int]]:
         """Calls without a graph in the forwards before a backward, the most that any rank had."""
         return sum((self._known[part].unrecorded for part in key if part in self._known), Counter[tuple[str, int]]())
 
-    def _runs_more_again(self, key: PhaseKey, order: CollectiveOrder) -> bool:
+    def _may_run_more_again(self, key: PhaseKey, order: CollectiveOrder) -> bool:
         """Whether a backward may run modules again that were not when ``order`` was learned, over another graph."""
+        unrecorded = self.unrecorded(key)
+        if not unrecorded:
+            return False
         calls: Counter[int] = Counter()
         for unit, count in zip(order.uses, order.calls, strict=bool(order.calls)):
             calls[unit] += count
         again: Counter[int] = Counter()
-        for (path, unit), count in self.unrecorded(key).items():
-            again[unit] += count if path in self._run_again else 0
-        return any(count > calls[unit] for unit, count in again.items())
+        for (_, unit), count in unrecorded.items():
+            again[unit] += count
+        # Of units that such a backward needs: others may be run without a graph and without a backward.
+        return any(again[unit] > calls[unit] for unit in set(order.uses))
 
     def note_silent(self, key: PhaseKey) -> bool:
         """Whether nothing is gathered in this kind of phase: there is nothing to learn, and a rank may run it alone."""
@@ -283,8 +286,6 @@ class KnownOrders:
         if unrecorded is not None and key[0] == "forward":
             variants.unseen = not self._reach(key).modules.issubset(order.called)
             variants.unrecorded |= unrecorded
-        elif key[0] == "backward":
-            self._run_again.update(order.called)
         self._units.setdefault(key[0], set()).update(order.uses)
 
     def postpone(self, key: PhaseKey, units: dict[int, tuple[bool, ...]]) -> None:

@@ -106,7 +106,6 @@ class Schedule:
         self._nested = False  # whether this rank has run a module inside another one that uses its unit
         self._novel = False  # whether this rank has called one that the order does not have
         self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
-        self._unsure = False  # and whether some graphs since the last boundary were made before that was known
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
         self._in_backward: set[int] = set()  # units this rank's next backward may use, by the running forward
@@ -135,7 +134,7 @@ class Schedule:
             self._forward = key
         self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
         self._calls, self._places, self._called, self._novel = [], {}, Counter(), False
-        self._before, self._nested = self.unrecorded.copy(), False
+        self._before, self._nested = Counter(self.unrecorded) if self.unrecorded else Counter(), False
         if self._failed and not self.silent:
             self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")
             self._failed = False
@@ -158,57 +157,20 @@ class Schedule:
         """
         if unit.persistent:
             return self._wait_and_expose(unit)
-        self._use(unit)
+        index = unit.index
         if call is None:
             self._nested = True
-            return
-        self._called[call] += 1
-        if self._counted and self._order is not None:
-            # Perhaps what is usually around this module is left out, and more modules that are usually inside follow.
-            usual = self._called[call] <= self._order.called[call]
-            self.live_units.owed[unit.index] += -1 if usual else _KEEP
-            self.passed_over |= not usual  # such passes are to be learned anew
-        elif self._order is not None:
-            self._novel |= call not in self._order.called
         else:
-            # None if it was there when learning began, for instance in the middle of a phase.
-            if (place := self._places.get(unit.index)) is not None:
-                self._calls[place] += 1
-
-    def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
-        """A module is left that recorded no graph in a forward with one: checkpointing may run it again in backward."""
-        for unit in units:
-            if unit.entered == 1 and not unit.persistent:
-                self.unrecorded[path, unit.index] += 1
-
-    @property
-    def learning(self) -> bool:
-        """Whether the running phase follows no order."""
-        return self._order is None
-
-    def expect_reached(self, calls: dict[int, int]) -> None:
-        """The backward that begins will come to so many calls of each of these units."""
-        if self._counted and self._order is not None:
-            uses = Counter(self._order.uses)
-            self.live_units.due.update({index: count - uses[index] for index, count in calls.items()})
-            # What may be run again on this rank, and is not known of any.
-            known = self.known.unrecorded(self.key)
-            for (_, index), count in (self.unrecorded - known).items():
-                self.live_units.owed[index] += count
-                self.passed_over = True  # such backwards are to be learned anew
-
-    def note_repeats(self) -> None:
-        """A backward may come to several calls of a unit from now on; every rank knows it at the same time."""
-        self._unsure |= not self.repeats
-        self.repeats = True
-
-    def note_reached(self, unit: Unit) -> None:
-        """Backward comes to one of them."""
-        if unit.index in self.live_units.due:
-            self.live_units.due[unit.index] -= 1
-
-    def _use(self, unit: Unit) -> None:
-        index = unit.index
+            count = self._called[call] = self._called.get(call, 0) + 1
+            if self._counted and self._order is not None:
+                # Perhaps what is usually around this module is left out, and more that is usually inside follows.
+                usual = count <= self._order.called[call]
+                self.live_units.owed[index] += -1 if usual else _KEEP
+                self.passed_over |= not usual  # such passes are to be learned anew
+            elif self._order is not None:
+                self._novel |= call not in self._order.called
+            elif unit.state is not UnitState.SHARDED and index in self._places:
+                self._calls[self._places[index]] += 1
         once_more = index in self._own and unit.users == 1
         self._own.add(index)
         # Inside another use, which while learning is no use of its own.
@@ -235,8 +197,39 @@ class Schedule:
             if position == stop - 1:  # it is this use that was come to
                 return self._wait_and_expose(unit)
             self._ask_at_fork(unit)
+        gathered = unit.state is UnitState.SHARDED
         self._agree_on(unit)
+        if call is not None and gathered:
+            self._calls[self._places[index]] += 1
         return self._wait_and_expose(unit)
+
+    def note_unrecorded(self, path: str, units: Sequence[Unit]) -> None:
+        """A module is left that recorded no graph in a forward with one: checkpointing may run it again in backward."""
+        for unit in units:
+            if unit.entered == 1 and not unit.persistent:
+                self.unrecorded[path, unit.index] += 1
+
+    @property
+    def learning(self) -> bool:
+        """Whether the running phase follows no order."""
+        return self._order is None
+
+    def expect_reached(self, calls: dict[int, int]) -> None:
+        """The backward that begins will come to so many calls of each of these units."""
+        if self._counted and self._order is not None:
+            if calls:
+                uses = Counter(self._order.uses)
+                self.live_units.due.update({index: count - uses[index] for index, count in calls.items()})
+            # What may be run again on this rank, and is not known of any.
+            more = self.unrecorded - self.known.unrecorded(self.key) if self.unrecorded else self.unrecorded
+            for (_, index), count in more.items():
+                self.live_units.owed[index] += count
+                self.passed_over = True  # such backwards are to be learned anew
+
+    def note_reached(self, unit: Unit) -> None:
+        """Backward comes to one of them."""
+        if unit.index in self.live_units.due:
+            self.live_units.due[unit.index] -= 1
 
     def _leave(self, unit: Unit) -> None:
         """The order does not have this use."""
@@ -300,9 +293,7 @@ class Schedule:
         """Whether a rank may ask for more at the end of the order that is followed."""
         if self._order is None or self.static or self.silent:
             return False
-        # Autograd is asked only for calls that were noted, see `expect_reached`.
-        unsure = self._unsure and self.key[0] == "backward"
-        return unsure or self.known.may_vary(self.key, self._order)
+        return self.known.may_vary(self.key, self._order)
 
     def note_passed_over(self, anywhere: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
@@ -310,7 +301,7 @@ class Schedule:
         for key in self._recent if anywhere else ():
             self.known.note_variation(key)
         self._recent.clear()
-        self.passed_over = self._unsure = False
+        self.passed_over = False
 
     def postpone(self, units: list[int], *, held: bool) -> None:
         """At the boundary: gradients of these units came after they had been sent; or were all ``held`` until then.
@@ -342,7 +333,7 @@ class Schedule:
             self.known.expect_in_backward(units)
             unrecorded |= counts
             if repeats:
-                self.note_repeats()
+                self.repeats = True
         order = replace(order, calls=() if mixed else tuple(self._calls), called=called)
         self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork, unrecorded=unrecorded)
 
