@@ -230,13 +230,17 @@ def test_the_model_works_after_an_edit_was_named(nested: bool) -> None:
     run_ranks(1, after_an_edit, nested, init=False)
 
 
+class Keeper(nn.Module):
+    """Has no parameters, and a loss since the last forward."""
+
+
 class Penalized(nn.Module):
     """A block of which a module further down keeps a loss, or a list of losses, that its output does not depend on."""
 
     def __init__(self, listed: bool) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-        self.keeper, self.listed = nn.Module(), listed
+        self.keeper, self.listed = Keeper(), listed
 
     def forward(self, x: Tensor) -> Tensor:
         loss = self.inner(x).square().mean()

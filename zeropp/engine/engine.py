@@ -110,7 +110,7 @@ class Engine(GuardHandler):
         self.flipped: set[int] = set()  # ids of parameters whose requires_grad is another than graphs were made with
         self.trained_set = self._backwards = 0  # sets that were trained, each with backwards of its own; all backwards
         self._ending: Callable[[], object] = lambda: None  # gives the last backward's callback while autograd has it
-        self.learning = self.notes_calls = False  # see HookHandler
+        self.notes_calls = False  # see HookHandler
         # False in a backward that brings no parameter a gradient: see [Note: backwards that accumulate nothing].
         self._trains = True
         # Forwards with a graph since the last backward but those of ``_since``, which have come after all of them.
@@ -197,7 +197,7 @@ class Engine(GuardHandler):
             self._outstanding = outstanding[-_TOLD_APART:]
         self.schedule.begin(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
-        self.learning, self.notes_calls = self.schedule.learning, self.schedule.repeats
+        self.notes_calls = self.schedule.repeats
         self._expose(unit for unit in self.persistent if not unit.announced)
 
     def _end_forward(self) -> None:
@@ -259,7 +259,7 @@ class Engine(GuardHandler):
         self._ending = queue_end_of_backward(self._end_backward)
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
-        self.learning, self.notes_calls = False, True
+        self.notes_calls = True
         self._expose(self.persistent)
         self._backward.begin()
 

@@ -40,6 +40,20 @@ class Return(Enum):
     UNHOOKED = "unhooked"
 
 
+@dataclass
+class _Inner:
+    """A module without hooks, the number of its attributes, and the names of those that are its forward's own."""
+
+    module: weakref.ref[nn.Module]
+    count: int = -1
+    names: tuple[str, ...] = ()
+
+    def look(self, values: dict[str, object]) -> tuple[str, ...]:
+        """Look again which attributes there are."""
+        self.count, self.names = len(values), tuple(name for name in values if name not in _MODULE_ATTRIBUTES)
+        return self.names
+
+
 @dataclass(eq=False)
 class HookedModule:
     """A module with hooks.
@@ -50,7 +64,8 @@ class HookedModule:
         skipped: its running forward goes by without hooks. Inside a compiled region they would break its graph, and
             without units they are of use only where a pass begins.
         stored: tensors on the module that carry a hook already, of the call that made them.
-        keeping: modules inside it that were seen to store such tensors; those that are hooked themselves aside.
+        inside: modules inside it that may store such tensors, with their attributes: neither those that are hooked
+            themselves nor torch's own. None until its first forward.
     """
 
     path: str
@@ -58,7 +73,7 @@ class HookedModule:
     skipped: bool = False
     stored: list[weakref.ref[Tensor]] = field(default_factory=list)
     # Weakly: the engine must not keep the modules that own it.
-    keeping: list[weakref.ref[nn.Module]] = field(default_factory=list)
+    inside: list[_Inner] | None = None
 
     @property
     def with_frozen(self) -> tuple[Unit, ...]:
@@ -77,13 +92,11 @@ class HookHandler(Protocol):
     Attributes:
         storages: identities of the storages of all gathered weights.
         passing: the same, of those that are released when a module is left.
-        learning: whether it looks, in the running pass, what such passes do.
         notes_calls: whether it wants to be told of the calls that are made.
     """
 
     storages: frozenset[int]
     passing: frozenset[int]
-    learning: bool
     notes_calls: bool
 
     def enter(
@@ -208,9 +221,12 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
     kinds = object if deep else (Tensor, list, tuple, dict)
     values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
     found = [tensor for tensor in differentiable(values) if deep or not tensor.is_leaf]
-    for ref in hooked.keeping:
-        if (inner := ref()) is not None:
-            found += _graph_tensors(inner)
+    for each in hooked.inside or ():
+        if (inner := each.module()) is not None:
+            attributes = inner.__dict__
+            for name in each.names if each.count == len(attributes) else each.look(attributes):
+                if isinstance(value := attributes.get(name), (Tensor, list, tuple, dict)):
+                    found += [tensor for tensor in differentiable(value) if not tensor.is_leaf]
     # What stays on the module from one forward to the next is hooked once, by the call that made it. Weakly: the graph
     # of a loss must go when the user drops it.
     known = {id(tensor) for ref in hooked.stored if (tensor := ref()) is not None}
@@ -218,19 +234,11 @@ def _stored_tensors(module: nn.Module, hooked: HookedModule, *, deep: bool) -> l
     return [tensor for tensor in found if id(tensor) not in known]
 
 
-def _look_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.Module]) -> None:
-    """Find modules below, none of ``others``, that store what a backward may begin at."""
-    known = {id(inner) for ref in hooked.keeping if (inner := ref()) is not None}
-    for inner in module.modules() if hooked.units else ():
-        if inner is not module and inner not in others and id(inner) not in known and _graph_tensors(inner):
-            hooked.keeping.append(weakref.ref(inner))
-
-
-def _graph_tensors(module: nn.Module) -> list[Tensor]:
-    """Tensors with a graph that a module has as attributes, or in lists and the like that it has."""
-    kinds = Tensor, list, tuple, dict
-    values = [v for name, v in vars(module).items() if name not in _MODULE_ATTRIBUTES and isinstance(v, kinds)]
-    return [tensor for tensor in differentiable(values) if not tensor.is_leaf]
+def _find_inside(module: nn.Module, hooked: HookedModule, others: Container[nn.Module]) -> list[_Inner]:
+    """Modules below, none of ``others``, that may store what a backward begins at."""
+    inner = [each for each in module.modules() if each is not module and each not in others] if hooked.units else []
+    # Layers of torch store nothing, and there are many.
+    return [_Inner(weakref.ref(each)) for each in inner if not type(each).__module__.startswith("torch.nn.")]
 
 
 def _made_bases(views: list[Tensor], inputs: object) -> list[Tensor]:
@@ -451,8 +459,8 @@ class ModuleHooks:
                 returns = Return.AGAIN
             elif frame.call is not None and not failed:
                 outputs = differentiable(output)
-                if handler.learning:
-                    _look_inside(module, hooked, modules)
+                if hooked.inside is None:
+                    hooked.inside = _find_inside(module, hooked, modules)
                 stored = _stored_tensors(module, hooked, deep=not outputs)
                 outputs += [tensor for tensor in stored if all(tensor is not other for other in outputs)]
                 views = []

@@ -209,11 +209,6 @@ class Schedule:
             if unit.entered == 1 and not unit.persistent:
                 self.unrecorded[path, unit.index] += 1
 
-    @property
-    def learning(self) -> bool:
-        """Whether the running phase follows no order."""
-        return self._order is None
-
     def expect_reached(self, calls: dict[int, int]) -> None:
         """The backward that begins will come to so many calls of each of these units."""
         if self._counted and self._order is not None:
