@@ -12,11 +12,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch._guards import CompileContext
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -24,6 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 __all__ = [
     "all_gather_single",
     "backends",
+    "break_graph",
     "bump_versions",
     "chosen_timeout",
     "current_graph_task",
@@ -39,6 +42,7 @@ __all__ = [
     "is_registered",
     "leaves_out",
     "loss_scale",
+    "makes_graph",
     "new_group",
     "one_intra_op_thread",
     "profiler_enabled",
@@ -48,9 +52,12 @@ __all__ = [
     "sends_from_host",
     "sharing_versions",
     "storage_id",
+    "uncompiled",
     "unguarded",
     "will_execute",
 ]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # Only what subclasses do is off: modes stay on inside, such as the one that watches what is computed from lent values.
 unguarded = torch._C.DisableTorchFunctionSubclass
@@ -172,6 +179,32 @@ def _accumulates(parameter: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad was asked for it, and returns it
         return False
+
+
+def uncompiled(function: _F) -> _F:
+    """Keep ``torch.compile`` out of a Python function and of all that it calls: a decorator.
+
+    A compiled function may call it, and has a graph break there. Autograd may call it as a hook of a backward that a
+    compiled function runs; Dynamo would compile such a hook when it begins. ``torch.compiler.disable`` does the same by
+    a wrapper that takes half a microsecond a call; here the mark is on the code, and a call takes no longer.
+    """
+    action = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(
+        function.__code__,  # type: ignore[attr-defined]
+        eval_frame._FrameExecStrategy(action, action),
+    )
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a caller that is compiled
+    return function
+
+
+def makes_graph() -> bool:
+    """Whether ``torch.compile`` is making a graph in this thread now; not while a compiled function runs."""
+    return CompileContext.try_get() is not None
+
+
+def break_graph(reason: str) -> NoReturn:
+    """End the graph that ``torch.compile`` is making here: what follows runs uncompiled, or is compiled apart."""
+    torch._dynamo.exc.unimplemented(gb_type="zeropp", context="", explanation=reason, hints=[])
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeropp._compat import uncompiled
 from zeropp.access.refusals import has_tensors, restorer
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import Work
@@ -68,6 +69,7 @@ def comm_report(model: nn.Module | Optimizer) -> Ledger:
     return engine.comm.ledger
 
 
+@uncompiled
 def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, Tensor]:
     """Whole main weights and buffers of a partitioned model. Collective: call it on every rank.
 

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeropp._compat import current_graph_task, queue_end_of_backward
+from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
@@ -263,6 +263,7 @@ class Engine(GuardHandler):
         self._expose(self.persistent)
         self._backward.begin()
 
+    @uncompiled
     def _end_backward(self) -> None:
         self._backwards += 1
         self._touched.let_go()

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from zeropp._compat import unguarded
+from zeropp._compat import break_graph, makes_graph, uncompiled, unguarded
 from zeropp.params.shown import Edits, ShownWeights, is_read, show, shown
 from zeropp.params.status import ZeroParamStatus
 
@@ -265,6 +265,7 @@ def _released(args: Iterable[object]) -> Iterator[nn.Parameter]:
             yield from _released(arg.values())
 
 
+@uncompiled
 def _intercept(
     cls: type,
     func: Callable[..., Any],
@@ -292,6 +293,9 @@ def _intercept(
                     f"parameter {tag.name!r} is partitioned, and what held its values is gone: its model was dropped, "
                     "or closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
                 )
+            if makes_graph() and not handler.fetch_touched(parameter):
+                # The compiled code would find the stand-in's NaN, and see no guard.
+                break_graph(f"parameter {tag.name!r} is managed by zeropp and used outside forward and backward")
             if func in (_GET_GRAD, _SET_GRAD):
                 # Gradients are told apart from values: reading one must not fetch the unit.
                 return _gradient_access(func, args, kwargs, tag.name, handler)
