@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeropp._compat import break_graph, makes_graph, uncompiled, unguarded
 from zeropp.params.shown import Edits, ShownWeights, is_read, show, shown
@@ -274,6 +275,8 @@ def _intercept(
     kwargs: dict[str, Any] | None = None,
 ) -> object:
     kwargs = kwargs or {}
+    if func is torch.autograd.grad and not any(_released(args[:1])):
+        return _gradients(*args, **kwargs)
     # What runs below sees plain tensors, and does not come back here.
     with unguarded():
         # ``type()`` names a type; with an argument it would convert values.
@@ -328,6 +331,37 @@ def _intercept(
         finally:
             for handler in touched:
                 handler.use_ended()
+
+
+def _gradients(
+    outputs: Any, inputs: Iterable[Any], *, materialize_grads: bool = False, **settings: Any
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with respect to released parameters; see there for the arguments.
+
+    Autograd is given the edges of the graph in place of parameters, and needs no values: hooks gather the units that
+    this backward comes to. Given the parameters, it would run with the guard turned off.
+    """
+    inputs = tuple(inputs)
+    edges = [_edge_of(each) if is_guarded(each) else each for each in inputs]
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, edges, **settings)
+    if not materialize_grads:
+        return found
+    return tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True))
+
+
+def _edge_of(parameter: nn.Parameter) -> GradientEdge:
+    """The end of the graph at a parameter.
+
+    Raises:
+        RuntimeError: it has none, since it is frozen.
+    """
+    if not parameter.requires_grad:
+        raise RuntimeError(
+            f"torch.autograd.grad was asked for the gradient of parameter {parameter.__dict__['_zeropp_tag'].name!r}, "
+            "which does not require grad; leave it out, or call requires_grad_() on it before the forward"
+        )
+    with unguarded():
+        return get_gradient_edge(parameter)
 
 
 def _resting_values(
