@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
@@ -29,6 +30,7 @@ __all__ = [
     "break_graph",
     "bump_versions",
     "chosen_timeout",
+    "compiles_backwards",
     "current_graph_task",
     "default_store",
     "fused_adagrad",
@@ -190,7 +192,7 @@ def uncompiled(function: _F) -> _F:
     """
     action = eval_frame._FrameAction.SKIP
     eval_frame.set_code_exec_strategy(
-        function.__code__,  # type: ignore[attr-defined]
+        function.__code__,
         eval_frame._FrameExecStrategy(action, action),
     )
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a caller that is compiled
@@ -205,6 +207,13 @@ def makes_graph() -> bool:
 def break_graph(reason: str) -> NoReturn:
     """End the graph that ``torch.compile`` is making here: what follows runs uncompiled, or is compiled apart."""
     torch._dynamo.exc.unimplemented(gb_type="zeropp", context="", explanation=reason, hints=[])
+
+
+def compiles_backwards() -> bool:
+    """Whether compiled autograd is on: a backward that begins now is traced, and its hooks run in another order."""
+    # Only who turns it on imports it.
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled)
 
 
 def is_compiled(module: nn.Module) -> bool:

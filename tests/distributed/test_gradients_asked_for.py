@@ -67,7 +67,7 @@ def balanced(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_task(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights of losses as GradNorm and PCGrad find them: by gradients with respect to all weights, and to the input."""
+    """Weights of losses as GradNorm finds them: by gradients with respect to all weights, and to the input."""
     losses = [output.square().mean() for output in model(x)]
     wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
     norms = []
@@ -75,7 +75,9 @@ def by_task(model: Heads, x: Tensor) -> tuple[Tensor, Tensor]:
         found = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
         assert [g is None for g in found].count(True) > 2
         filled = torch.autograd.grad(loss, wanted, retain_graph=True, materialize_grads=True)
-        assert all(g.shape == p.shape and (f is None or g.equal(f)) for f, g, p in zip(found, filled, wanted, strict=True))
+        assert all(
+            g.shape == p.shape and (f is None or g.equal(f)) for f, g, p in zip(found, filled, wanted, strict=True)
+        )
         norms.append(torch.stack([g.norm() for g in filled]))
     weights = torch.stack(norms).mean(1).detach()
     return (weights * torch.stack(losses)).sum(), torch.cat([weights, *norms]).detach()

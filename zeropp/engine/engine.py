@@ -24,7 +24,7 @@ from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
 from zeropp.engine.backward import BackwardUses, Kept, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
-from zeropp.engine.idle import refuse_occupied
+from zeropp.engine.idle import refuse_compiled_autograd, refuse_occupied
 from zeropp.engine.listener import Listener
 from zeropp.engine.loans import Loans
 from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
@@ -182,6 +182,7 @@ class Engine(GuardHandler):
         grad = torch.is_grad_enabled()
         key: PhaseKey = ("forward", hooked.path, training, grad)
         if grad:  # without a graph no backward follows, and gradients stay as they are
+            refuse_compiled_autograd()
             if (listener := self.listener) is not None:
                 listener.graph_begins()
             self.window.note_forward(hooked.path)

@@ -168,9 +168,10 @@ class BackwardCall:
         # Autograd runs hooks with grad mode off, unless create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward with create_graph=True through a model managed by zeropp is not supported: a graph of its "
-                "gradients would need weights that are released. Take such penalties from a model of your own, or from "
-                "finite differences"
+                "backward with create_graph=True, as grad and other transforms of torch.func run it, through a model "
+                "managed by zeropp is not supported: hooks of this backward gather weights and reduce gradients, and a "
+                "graph of gradients would have none. Take such penalties from a model of your own, or from finite "
+                "differences"
             )
         handler = self._handler()
         if handler is not None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from zeropp._compat import uncompiled
 from zeropp.access.refusals import explain_freed
 from zeropp.engine.engine import Engine
+from zeropp.engine.idle import refuse_compiled_autograd
 from zeropp.optimizer.outcome import Outcome
 
 __all__ = ["TakesLosses"]
@@ -57,6 +58,7 @@ class TakesLosses:
             retain_graph: as in ``Tensor.backward``.
             scale_wrt_gas: False for a loss that has been divided already.
         """
+        refuse_compiled_autograd()
         # Outside of the try: an error here is no error of the backward.
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         self.engine.window.divided |= scale_wrt_gas

@@ -237,7 +237,7 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
 def _describe(parameter: nn.Parameter) -> str:
     tag = parameter.__dict__.get("_zeropp_tag")
     name = tag.name if tag is not None else "?"
-    return f"<partitioned parameter {name!r}, shape {tuple(parameter.shape)}, {parameter.dtype}>"
+    return f"<parameter {name!r} managed by zeropp, shape {tuple(parameter.shape)}, {parameter.dtype}>"
 
 
 def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
@@ -290,12 +290,7 @@ def _intercept(
                 return func(tag.layout, *args[1:], **kwargs)
             if func in ALIKE and args and args[0] is parameter:
                 return func(tag.layout, *args[1:], **{"device": parameter.device, **kwargs})
-            handler = tag.handler()
-            if handler is None:
-                raise RuntimeError(
-                    f"parameter {tag.name!r} is partitioned, and what held its values is gone: its model was dropped, "
-                    "or closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
-                )
+            handler = _handler(tag)
             if makes_graph() and not handler.fetch_touched(parameter):
                 # The compiled code would find the stand-in's NaN, and see no guard.
                 break_graph(f"parameter {tag.name!r} is managed by zeropp and used outside forward and backward")
@@ -331,6 +326,17 @@ def _intercept(
         finally:
             for handler in touched:
                 handler.use_ended()
+
+
+def _handler(tag: _Tag) -> GuardHandler:
+    """Who keeps a parameter's values."""
+    handler = tag.handler()
+    if handler is None:
+        raise RuntimeError(
+            f"parameter {tag.name!r} has no values any more: the engine that kept them is gone, its model dropped or "
+            "closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
+        )
+    return handler
 
 
 def _gradients(
@@ -407,11 +413,11 @@ def _replaced(value: Any, resting: dict[int, ShownWeights]) -> Any:
 def _gradient_access(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, handler: GuardHandler
 ) -> object:
-    """A partitioned gradient is not in ``.grad``: answering None would make clipping and logging silently wrong."""
+    """Gradients are not in ``.grad``: answering None would make clipping and logging silently wrong."""
     if func == _SET_GRAD and args[1] is not None:
         raise RuntimeError(
-            f"the gradient of {name!r} was set, but the optimizer steps on partitioned gradients, which only backward "
-            "fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
+            f"the gradient of {name!r} was set, but the optimizer steps on gradients in memory of its own, which only "
+            "backward fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
             "optimizer.clip_grad_norm_(max_norm)"
         )
     # ``grad = None`` clears, as without zeropp, where the gradient really is.
@@ -419,7 +425,7 @@ def _gradient_access(
         handler.forget_gradient(args[0])
     if handler.has_pending_gradients() and func == _GET_GRAD:
         raise RuntimeError(
-            f"the gradient of {name!r} is partitioned over the ranks and not in .grad; use "
+            f"the gradient of {name!r} is in memory of the optimizer and not in .grad; use "
             "optimizer.clip_grad_norm_(max_norm) to clip, optimizer.grad_norm to log, and optimizer.zero_grad() to "
             "clear"
         )
@@ -431,8 +437,8 @@ def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter) -> Ru
     if what in ("__get__", "__set__"):
         what = f".{getattr(getattr(func, '__self__', None), '__name__', what)}"
     return RuntimeError(
-        f"{what} on parameter {name!r}: its values are partitioned over the ranks, shape "
-        f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
+        f"{what} on parameter {name!r}, shape {tuple(parameter.shape)}: outside forward and backward zeropp keeps its "
+        "values elsewhere, and only its shape, dtype and the like can be read. To "
         "compute with it call a module, model(...), that uses it; to read or edit values use, on every rank, "
         "zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a rank), model.state_dict(), "
         "zeropp.full_state(model) or model.load_state_dict(...)"
