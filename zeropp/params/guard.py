@@ -437,8 +437,8 @@ def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter) -> Ru
     if what in ("__get__", "__set__"):
         what = f".{getattr(getattr(func, '__self__', None), '__name__', what)}"
     return RuntimeError(
-        f"{what} on parameter {name!r}, shape {tuple(parameter.shape)}: outside forward and backward zeropp keeps its "
-        "values elsewhere, and only its shape, dtype and the like can be read. To "
+        f"{what} on parameter {name!r}: zeropp keeps its values elsewhere between passes, shape "
+        f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
         "compute with it call a module, model(...), that uses it; to read or edit values use, on every rank, "
         "zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a rank), model.state_dict(), "
         "zeropp.full_state(model) or model.load_state_dict(...)"
