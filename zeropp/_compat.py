@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
+from torch._guards import CompileContext
 from torch.autograd import Variable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim.optimizer import _global_optimizer_post_hooks
@@ -24,8 +27,10 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 __all__ = [
     "all_gather_single",
     "backends",
+    "break_graph",
     "bump_versions",
     "chosen_timeout",
+    "compiles_backwards",
     "current_graph_task",
     "default_store",
     "fused_adagrad",
@@ -39,6 +44,7 @@ __all__ = [
     "is_registered",
     "leaves_out",
     "loss_scale",
+    "makes_graph",
     "new_group",
     "one_intra_op_thread",
     "profiler_enabled",
@@ -48,9 +54,12 @@ __all__ = [
     "sends_from_host",
     "sharing_versions",
     "storage_id",
+    "uncompiled",
     "unguarded",
     "will_execute",
 ]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 # Only what subclasses do is off: modes stay on inside, such as the one that watches what is computed from lent values.
 unguarded = torch._C.DisableTorchFunctionSubclass
@@ -172,6 +181,39 @@ def _accumulates(parameter: Tensor) -> bool:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad was asked for it, and returns it
         return False
+
+
+def uncompiled(function: _F) -> _F:
+    """Keep ``torch.compile`` out of a Python function and of all that it calls: a decorator.
+
+    A compiled function may call it, and has a graph break there. Autograd may call it as a hook of a backward that a
+    compiled function runs; Dynamo would compile such a hook when it begins. ``torch.compiler.disable`` does the same by
+    a wrapper that takes half a microsecond a call; here the mark is on the code, and a call takes no longer.
+    """
+    action = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(
+        function.__code__,
+        eval_frame._FrameExecStrategy(action, action),
+    )
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a caller that is compiled
+    return function
+
+
+def makes_graph() -> bool:
+    """Whether ``torch.compile`` is making a graph in this thread now; not while a compiled function runs."""
+    return CompileContext.try_get() is not None
+
+
+def break_graph(reason: str) -> NoReturn:
+    """End the graph that ``torch.compile`` is making here: what follows runs uncompiled, or is compiled apart."""
+    torch._dynamo.exc.unimplemented(gb_type="zeropp", context="", explanation=reason, hints=[])
+
+
+def compiles_backwards() -> bool:
+    """Whether compiled autograd is on: a backward that begins now is traced, and its hooks run in another order."""
+    # Only who turns it on imports it.
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled)
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.held import PERSIST, Use, attempt, held, still_trains
-from tests.distributed.shapes import shards
+from tests.distributed.shapes import make_config, shards
 
 
 def assign(name: str, make: Callable[[nn.Parameter], object]) -> Use:
@@ -248,3 +249,37 @@ def test_gradients_between_backward_and_step_are_refused(kind: str, who: list[in
     for rank, (wrong, off) in enumerate(run_ranks(2, gradients, PERSIST[kind], who)):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong)
         assert off < 1e-6
+
+
+def explained(stage: int) -> list[str]:
+    """All that is said of a parameter that is not to be used as it is."""
+    model = nn.Linear(4, 4).double()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(stage=stage))
+    x = torch.ones(2, 4).double().requires_grad_()
+    model(x).sum().backward()
+    uses: list[Callable[[], object]] = [
+        lambda: model.weight.sum(),
+        lambda: model.weight.grad,
+        lambda: setattr(model.weight, "grad", torch.ones(4, 4).double()),
+        lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True),
+        lambda: model.half(),
+        lambda: copy.deepcopy(model),
+        lambda: model.state_dict(keep_vars=True),
+        lambda: model.load_state_dict({}, assign=True),
+    ]
+    said = [repr(model.weight)]
+    for use in uses:
+        with pytest.raises(RuntimeError) as error:
+            use()
+        said.append(str(error.value))
+    weight = model.weight
+    del model, optimizer
+    with pytest.raises(RuntimeError, match="the engine that kept them is gone") as error:
+        weight.sum()
+    return [*said, str(error.value)]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_errors_do_not_speak_of_what_only_some_stages_do(stage: int) -> None:
+    for said in run_ranks(2, explained, stage):
+        assert not [text for text in said if "partition" in text or "released" in text]

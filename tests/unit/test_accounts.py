@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from datetime import timedelta
 
-from zeropp.comm.accounts import Account, explain, likely_cause, name_ranks
+import pytest
+import torch
+
+from zeropp.comm.accounts import Account, explain, likely_cause, name_ranks, what_ended
+from zeropp.comm.groups import gather_rows
 from zeropp.order.known_orders import describe_phase
 
 FORWARD, EVALUATION = "a forward with gradients", "a forward without gradients, in eval mode"
@@ -86,3 +90,58 @@ def test_names_of_ranks() -> None:
 
 def test_accounts_travel() -> None:
     assert Account.unpacked(WAITING.packed().encode()) == WAITING
+
+
+class Group:
+    """Two ranks, of which the other one is not there."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+    def recv(self, *args: object) -> object:
+        raise self._error
+
+
+class CompilerError(RuntimeError):
+    pass
+
+
+LATE, GONE = "[gloo/buffer.cc:78] Timed out waiting 2000ms for recv", "[gloo/pair.cc:5] Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError(LATE), "time ran out"),
+        (RuntimeError(GONE), "a connection to another rank was closed"),
+        (RuntimeError("sizes differ"), None),
+        (CompilerError(LATE), None),
+    ],
+)
+def test_the_reason_of_an_error_of_a_collective(error: Exception, reason: str | None) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        gather_rows(torch.zeros(1), Group(error), timedelta(seconds=1))  # type: ignore[arg-type]
+    assert what_ended(caught.value) == reason
+    told = RuntimeError(str(error))
+    told.__cause__ = error
+    with pytest.raises(RuntimeError) as caught:
+        gather_rows(torch.zeros(1), Group(told), timedelta(seconds=1))  # type: ignore[arg-type]
+    assert what_ended(caught.value) is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError(LATE), RuntimeError(GONE), CompilerError(LATE)])
+def test_an_error_of_other_code_has_no_such_reason(error: Exception) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        raise error
+    assert what_ended(caught.value) is None
+
+
+def test_errors_that_torch_distributed_has_types_for() -> None:
+    assert what_ended(torch.distributed.DistStoreError("wait timed out")) == "time ran out"
+    assert what_ended(torch.distributed.DistBackendError("NCCL says no")) is None

@@ -15,13 +15,14 @@ __all__ = ["explain_freed", "has_tensors", "refuse_changes", "restorer"]
 
 _MOVING = (
     "a model managed by zeropp cannot be moved or cast (.to, .cuda, .cpu, .half, .bfloat16, .float, .double): its "
-    "values live in partitions. Move and cast it before wrapping; for another compute dtype set "
+    "values lie in buffers of zeropp. Move and cast it before wrapping; for another compute dtype set "
     '{"bf16": {"enabled": true}}'
 )
 _PICKLING = (
-    "a model managed by zeropp cannot be pickled or deep-copied (as by torch's AveragedModel): this rank holds only a "
-    "part of it. Save zeropp.full_state(model) or model.state_dict() instead, both collective; for an average of the "
-    "weights use zeropp.ema(model, decay), for a copy build another model and load full_state into it"
+    "a model managed by zeropp cannot be pickled or deep-copied (as by torch's AveragedModel): its values lie in "
+    "buffers of zeropp, and this rank may have only a part of them. Save zeropp.full_state(model) or "
+    "model.state_dict() instead, both collective; for an average of the weights use zeropp.ema(model, decay), for a "
+    "copy build another model and load full_state into it"
 )
 
 

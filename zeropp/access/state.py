@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeropp._compat import uncompiled
 from zeropp.access.refusals import has_tensors, restorer
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import Work
@@ -68,6 +69,7 @@ def comm_report(model: nn.Module | Optimizer) -> Ledger:
     return engine.comm.ledger
 
 
+@uncompiled
 def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = True) -> dict[str, Tensor]:
     """Whole main weights and buffers of a partitioned model. Collective: call it on every rank.
 
@@ -184,7 +186,7 @@ class _Saving:
         engine.require_idle("state_dict()", lent=True, averaged=True, needs=NOTHING)
         if keep_vars:
             raise RuntimeError(
-                "state_dict(keep_vars=True) asks for the live parameters, whose values are partitioned; leave "
+                "state_dict(keep_vars=True) asks for the live parameters, whose values zeropp keeps elsewhere; leave "
                 "keep_vars out to get whole copies"
             )
         if self.outermost is None or prefix == "":
@@ -300,8 +302,8 @@ class _Loading:
         engine.require_idle("load_state_dict()")
         if metadata.get("assign_to_params_buffers"):
             raise RuntimeError(
-                "load_state_dict(assign=True) would replace partitioned parameters by whole ones; leave assign out: "
-                "values are copied into the partitions, in the main weights' precision"
+                "load_state_dict(assign=True) would replace the parameters that zeropp manages; leave assign out: "
+                "values are copied into the main weights, in their precision"
             )
         if self.outermost is None or prefix == "":
             engine.agreement.require_same_call(f"load_state_dict() of a {type(module).__name__}")

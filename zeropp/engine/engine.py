@@ -18,13 +18,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeropp._compat import current_graph_task, queue_end_of_backward
+from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
 from zeropp.engine.backward import BackwardUses, Kept, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
-from zeropp.engine.idle import refuse_occupied
+from zeropp.engine.idle import refuse_compiled_autograd, refuse_occupied
 from zeropp.engine.listener import Listener
 from zeropp.engine.loans import Loans
 from zeropp.engine.parking import EVERYTHING, NOTHING, TRAINING, Parking, of_a_forward
@@ -182,6 +182,7 @@ class Engine(GuardHandler):
         grad = torch.is_grad_enabled()
         key: PhaseKey = ("forward", hooked.path, training, grad)
         if grad:  # without a graph no backward follows, and gradients stay as they are
+            refuse_compiled_autograd()
             if (listener := self.listener) is not None:
                 listener.graph_begins()
             self.window.note_forward(hooked.path)
@@ -263,6 +264,7 @@ class Engine(GuardHandler):
         self._expose(self.persistent)
         self._backward.begin()
 
+    @uncompiled
     def _end_backward(self) -> None:
         self._backwards += 1
         self._touched.let_go()

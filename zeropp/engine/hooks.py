@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from types import FrameType
 from typing import Protocol
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zeropp._compat import current_graph_task, will_execute
+from zeropp._compat import current_graph_task, uncompiled, will_execute
 from zeropp.engine.frames import is_over, module_call
 from zeropp.engine.tensors import copy_views, differentiable, tensors_in
 from zeropp.order.known_orders import PhaseKey, Reach
@@ -153,13 +154,7 @@ class BackwardCall:
         # The nodes as they are now: a module that edits its input in place gives the tensor another one, and hooks
         # registered here stay with this one.
         self._inputs = [get_gradient_edge(tensor).node for tensor in inputs]
-        ref = weakref.ref(self)
-
-        def arrived(gradient: Tensor) -> None:
-            call = ref()
-            if call is not None:
-                call._input_arrived()
-
+        arrived = partial(_input_arrived, weakref.ref(self))
         return [tensor.register_hook(arrived) for tensor in inputs]
 
     def note_outputs(self, outputs: list[Tensor]) -> None:
@@ -176,6 +171,7 @@ class BackwardCall:
         """Whether the running backward comes to this call, as far as the nodes behind its outputs tell."""
         return any(will_execute(node) for node in self._behind)
 
+    @uncompiled
     def __call__(self, gradient: Tensor) -> None:
         """Backward has the gradient of an output.
 
@@ -185,15 +181,17 @@ class BackwardCall:
         # Autograd runs hooks with grad mode off, unless create_graph=True.
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "backward with create_graph=True through a model managed by zeropp is not supported: a graph of its "
-                "gradients would need weights that are released. Take such penalties from a model of your own, or from "
-                "finite differences"
+                "backward with create_graph=True, as grad and other transforms of torch.func run it, through a model "
+                "managed by zeropp is not supported: hooks of this backward gather weights and reduce gradients, and a "
+                "graph of gradients would have none. Take such penalties from a model of your own, or from finite "
+                "differences"
             )
         handler = self._handler()
         if handler is not None:
             handler.backward_reached(self)
 
-    def _input_arrived(self) -> None:
+    def input_arrived(self) -> None:
+        """Backward has the gradient of an input."""
         task = current_graph_task()
         # Another backward over a retained graph, which may want the gradients of other inputs. Which it will compute,
         # autograd can tell only while it runs.
@@ -203,6 +201,20 @@ class BackwardCall:
         handler = self._handler()
         if self._left == 0 and handler is not None:
             handler.backward_left(self)
+
+
+@uncompiled
+def _input_arrived(ref: weakref.ref[BackwardCall], gradient: Tensor) -> None:
+    """A hook on an input of a call."""
+    if (call := ref()) is not None:
+        call.input_arrived()
+
+
+@uncompiled
+def _gradient_ready(ref: weakref.ref[HookHandler], index: int, position: int, parameter: Tensor) -> None:
+    """A hook on a parameter: its gradient is in ``.grad``."""
+    if (handler := ref()) is not None:
+        handler.gradient_ready(index, position)
 
 
 # In a module's __dict__. See [Note: ownership].
@@ -338,21 +350,11 @@ class ModuleHooks:
         """Tell of the gradients of a unit's trainable parameters, from position ``first`` on."""
         parameters = [parameter for buffer in unit.trainable_buffers for parameter in buffer.parameters]
         for position, parameter in enumerate(parameters[first:], first):
-            ready = self._gradient_hook(unit.index, position)
+            # Position and index alone: a hook that knew the unit would close a circle through C++, unseen by the
+            # collector.
+            ready = partial(_gradient_ready, self._handler, unit.index, position)
             # A hook on the tensor would come before the gradient is in .grad, from where it is taken.
             self._handles.append(parameter.register_post_accumulate_grad_hook(ready))
-
-    def _gradient_hook(self, index: int, position: int) -> Callable[[Tensor], None]:
-        # Position and index alone: a hook that knew the unit would close a circle through C++, unseen by the
-        # collector.
-        ref = self._handler
-
-        def ready(parameter: Tensor) -> None:
-            handler = ref()
-            if handler is not None:
-                handler.gradient_ready(index, position)
-
-        return ready
 
     def keep(self, handle: RemovableHandle) -> None:
         """Remove another hook together with these."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
+from zeropp._compat import compiles_backwards
 from zeropp.engine.loans import Loans
 from zeropp.engine.parking import Parking
 from zeropp.order.known_orders import Phase
 
-__all__ = ["Occupied", "refuse_occupied", "refuse_retired"]
+__all__ = ["Occupied", "refuse_compiled_autograd", "refuse_occupied", "refuse_retired"]
 
 
 class Occupied(Protocol):
@@ -49,6 +50,21 @@ def refuse_occupied(engine: Occupied, what: str, *, lent: bool, averaged: bool, 
     if engine.averaged and not averaged:
         raise RuntimeError(f"{what} was called while an average of the weights is applied; leave that first")
     engine.parking.require(what, needs)
+
+
+def refuse_compiled_autograd() -> None:
+    """Refuse a backward that is compiled, or a forward that one may follow.
+
+    Raises:
+        RuntimeError: compiled autograd is on.
+    """
+    if compiles_backwards():
+        # It takes saved weights before any hook has run that would gather them; torch would say that they were edited.
+        raise RuntimeError(
+            "compiled autograd is on, and cannot be used with a model managed by zeropp: it reads weights before the "
+            "hooks that gather them have run. Leave torch._dynamo.config.compiled_autograd False, and the context of "
+            "torch._dynamo.compiled_autograd out; torch.compile alone works, and compiles forward and backward"
+        )
 
 
 def refuse_retired(engine: Occupied, what: str) -> None:

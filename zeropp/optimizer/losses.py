@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from zeropp._compat import uncompiled
 from zeropp.access.refusals import explain_freed
 from zeropp.engine.engine import Engine
+from zeropp.engine.idle import refuse_compiled_autograd
 from zeropp.optimizer.outcome import Outcome
 
 __all__ = ["TakesLosses"]
@@ -30,6 +32,7 @@ class TakesLosses:
         """``step_was_skipped``, by the name that DeepSpeed's users and Accelerate ask for."""
         return self.step_was_skipped
 
+    @uncompiled
     def scale(self, loss: Tensor, *, scale_wrt_gas: bool = True) -> Tensor:
         """A micro-batch's loss as :meth:`backward` takes it: divided, and times :attr:`loss_scale`.
 
@@ -46,6 +49,7 @@ class TakesLosses:
         steps = self.engine.window.steps
         return self.engine.reductions.loss_scale.apply(loss / steps if scale_wrt_gas and steps > 1 else loss)
 
+    @uncompiled
     def backward(self, loss: Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True) -> None:
         """Backward of ``loss`` divided by the configured gradient_accumulation_steps.
 
@@ -54,6 +58,7 @@ class TakesLosses:
             retain_graph: as in ``Tensor.backward``.
             scale_wrt_gas: False for a loss that has been divided already.
         """
+        refuse_compiled_autograd()
         # Outside of the try: an error here is no error of the backward.
         scaled = self.scale(loss, scale_wrt_gas=scale_wrt_gas)
         self.engine.window.divided |= scale_wrt_gas

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeropp._compat import uncompiled
 from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import on_all_ranks
 from zeropp.comm.members import Group, group_size
@@ -136,6 +137,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     # The optimizer's own surface.
 
     @property
+    @uncompiled
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups."""
         if self.engine.window.unfinished:
@@ -144,6 +146,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         return self.inner.param_groups
 
     @property
+    @uncompiled
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, for this rank's slices; not before a step that the host has begun is over."""
         self.engine.refresh.wait_stepped()
@@ -159,6 +162,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         return partial(switch_mode, self.engine, inner, name) if name in ("train", "eval") else getattr(inner, name)
 
+    @uncompiled
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of the model's parameters, as in torch. Collective: every rank adds the same.
 
@@ -189,6 +193,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             reductions.no_sync = before
 
     @torch.no_grad()
+    @uncompiled
     def clip_grad_norm_(self, max_norm: float, *, now: bool = False) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
@@ -211,6 +216,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         return norm
 
     @torch.no_grad()
+    @uncompiled
     def grad_norms(self) -> dict[str, float]:
         """Norm of the gradient of each parameter that has one, by its name, after averaging; for logging.
 
@@ -224,6 +230,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             self._norms = gradient_norms(self.engine, self.boundary.keep_verdict())
         return dict(self._norms)
 
+    @uncompiled
     def step(  # type: ignore[override]
         self, closure: Callable[[], Tensor] | None = None, *, now: bool = False
     ) -> Tensor | None:
@@ -295,6 +302,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.outcome.wait(stepping=True)
         return self.boundary.verdict(late=self._update.may_leave_out)
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True, *, now: bool = False) -> None:
         """Forget gradients; after a ``step()`` that did nothing, nothing.
 
@@ -316,6 +324,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.pending.forget_unsent()
         return True
 
+    @uncompiled
     def state_dict(self) -> dict[str, Any]:
         """State of this rank alone: the wrapped optimizer's, its main weights, counters.
 
@@ -335,6 +344,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             },
         }
 
+    @uncompiled
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave on this rank, weights included. Every rank loads its own.
 

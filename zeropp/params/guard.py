@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zeropp._compat import unguarded
+from zeropp._compat import break_graph, makes_graph, uncompiled, unguarded
 from zeropp.params.shown import Edits, ShownWeights, is_read, show, shown
 from zeropp.params.status import ZeroParamStatus
 
@@ -236,7 +237,7 @@ def _guarded(cls: type[nn.Parameter]) -> type[nn.Parameter]:
 def _describe(parameter: nn.Parameter) -> str:
     tag = parameter.__dict__.get("_zeropp_tag")
     name = tag.name if tag is not None else "?"
-    return f"<partitioned parameter {name!r}, shape {tuple(parameter.shape)}, {parameter.dtype}>"
+    return f"<parameter {name!r} managed by zeropp, shape {tuple(parameter.shape)}, {parameter.dtype}>"
 
 
 def _deepcopy(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
@@ -265,6 +266,7 @@ def _released(args: Iterable[object]) -> Iterator[nn.Parameter]:
             yield from _released(arg.values())
 
 
+@uncompiled
 def _intercept(
     cls: type,
     func: Callable[..., Any],
@@ -273,6 +275,8 @@ def _intercept(
     kwargs: dict[str, Any] | None = None,
 ) -> object:
     kwargs = kwargs or {}
+    if func is torch.autograd.grad and not any(_released(args[:1])):
+        return _gradients(*args, **kwargs)
     # What runs below sees plain tensors, and does not come back here.
     with unguarded():
         # ``type()`` names a type; with an argument it would convert values.
@@ -286,12 +290,10 @@ def _intercept(
                 return func(tag.layout, *args[1:], **kwargs)
             if func in ALIKE and args and args[0] is parameter:
                 return func(tag.layout, *args[1:], **{"device": parameter.device, **kwargs})
-            handler = tag.handler()
-            if handler is None:
-                raise RuntimeError(
-                    f"parameter {tag.name!r} is partitioned, and what held its values is gone: its model was dropped, "
-                    "or closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
-                )
+            handler = _handler(tag)
+            if makes_graph() and not handler.fetch_touched(parameter):
+                # The compiled code would find the stand-in's NaN, and see no guard.
+                break_graph(f"parameter {tag.name!r} is managed by zeropp and used outside forward and backward")
             if func in (_GET_GRAD, _SET_GRAD):
                 # Gradients are told apart from values: reading one must not fetch the unit.
                 return _gradient_access(func, args, kwargs, tag.name, handler)
@@ -324,6 +326,48 @@ def _intercept(
         finally:
             for handler in touched:
                 handler.use_ended()
+
+
+def _handler(tag: _Tag) -> GuardHandler:
+    """Who keeps a parameter's values."""
+    handler = tag.handler()
+    if handler is None:
+        raise RuntimeError(
+            f"parameter {tag.name!r} has no values any more: the engine that kept them is gone, its model dropped or "
+            "closed. Keep the model, or any module of it, or save zeropp.full_state(model) before"
+        )
+    return handler
+
+
+def _gradients(
+    outputs: Any, inputs: Iterable[Any], *, materialize_grads: bool = False, **settings: Any
+) -> tuple[Tensor | None, ...]:
+    """``torch.autograd.grad`` with respect to released parameters; see there for the arguments.
+
+    Autograd is given the edges of the graph in place of parameters, and needs no values: hooks gather the units that
+    this backward comes to. Given the parameters, it would run with the guard turned off.
+    """
+    inputs = tuple(inputs)
+    edges = [_edge_of(each) if is_guarded(each) else each for each in inputs]
+    found: tuple[Tensor | None, ...] = torch.autograd.grad(outputs, edges, **settings)
+    if not materialize_grads:
+        return found
+    return tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True))
+
+
+def _edge_of(parameter: nn.Parameter) -> GradientEdge:
+    """The end of the graph at a parameter.
+
+    Raises:
+        RuntimeError: it has none, since it is frozen.
+    """
+    if not parameter.requires_grad:
+        raise RuntimeError(
+            f"torch.autograd.grad was asked for the gradient of parameter {parameter.__dict__['_zeropp_tag'].name!r}, "
+            "which does not require grad; leave it out, or call requires_grad_() on it before the forward"
+        )
+    with unguarded():
+        return get_gradient_edge(parameter)
 
 
 def _resting_values(
@@ -369,11 +413,11 @@ def _replaced(value: Any, resting: dict[int, ShownWeights]) -> Any:
 def _gradient_access(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], name: str, handler: GuardHandler
 ) -> object:
-    """A partitioned gradient is not in ``.grad``: answering None would make clipping and logging silently wrong."""
+    """Gradients are not in ``.grad``: answering None would make clipping and logging silently wrong."""
     if func == _SET_GRAD and args[1] is not None:
         raise RuntimeError(
-            f"the gradient of {name!r} was set, but the optimizer steps on partitioned gradients, which only backward "
-            "fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
+            f"the gradient of {name!r} was set, but the optimizer steps on gradients in memory of its own, which only "
+            "backward fills. Edit the .grad of the parameters in optimizer.param_groups, this rank's slices, or use "
             "optimizer.clip_grad_norm_(max_norm)"
         )
     # ``grad = None`` clears, as without zeropp, where the gradient really is.
@@ -381,7 +425,7 @@ def _gradient_access(
         handler.forget_gradient(args[0])
     if handler.has_pending_gradients() and func == _GET_GRAD:
         raise RuntimeError(
-            f"the gradient of {name!r} is partitioned over the ranks and not in .grad; use "
+            f"the gradient of {name!r} is in memory of the optimizer and not in .grad; use "
             "optimizer.clip_grad_norm_(max_norm) to clip, optimizer.grad_norm to log, and optimizer.zero_grad() to "
             "clear"
         )
@@ -393,7 +437,7 @@ def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter) -> Ru
     if what in ("__get__", "__set__"):
         what = f".{getattr(getattr(func, '__self__', None), '__name__', what)}"
     return RuntimeError(
-        f"{what} on parameter {name!r}: its values are partitioned over the ranks, shape "
+        f"{what} on parameter {name!r}: zeropp keeps its values elsewhere between passes, shape "
         f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
         "compute with it call a module, model(...), that uses it; to read or edit values use, on every rank, "
         "zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a rank), model.state_dict(), "

@@ -18,11 +18,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from zeropp._compat import current_graph_task, queue_end_of_backward
+from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled
 from zeropp.config.precision import Fp16Config
 
 __all__ = ["LossScale", "LossScaleError"]
@@ -115,7 +116,7 @@ class LossScale:
             scaled = loss.clone()
         if scaled.requires_grad:
             this, value = weakref.ref(self), self.value
-            scaled.register_hook(lambda _: _begin(this, value))
+            scaled.register_hook(partial(_begin, this, value))
         return scaled
 
     @property
@@ -249,7 +250,8 @@ def _running() -> list[_Scaled]:
     return list(LossScale._running)
 
 
-def _begin(owner: weakref.ref[LossScale], value: float) -> None:
+@uncompiled
+def _begin(owner: weakref.ref[LossScale], value: float, gradient: Tensor) -> None:
     """The running backward comes to a loss with this scale."""
     task = current_graph_task()
     same = [each for each in _running() if each.task == task]
@@ -261,6 +263,7 @@ def _begin(owner: weakref.ref[LossScale], value: float) -> None:
                 "to a backward of its own, or scale their sum by one of the engines"
             )
 
+    @uncompiled
     def over() -> None:
         if not scaled.met and (this := owner()) is not None:
             LossScale._unmet.add(this)

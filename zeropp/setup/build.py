@@ -268,7 +268,7 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
             raise ValueError(f"module {path!r} makes sparse gradients; build it with sparse=False")
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ValueError(
-                f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which is partitioned. "
+                f"module {path!r} has max_norm {module.max_norm}: its forward edits its weight, which zeropp manages. "
                 "Build it without max_norm, and normalise what it returns"
             )
     check_dtypes(model, config)

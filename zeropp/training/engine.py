@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeropp._compat import is_compiled
+from zeropp._compat import is_compiled, uncompiled
 from zeropp.access.ownership import cached_whole, give_back
 from zeropp.access.resting import RestingWeights
 from zeropp.config import Config
@@ -115,6 +115,7 @@ class Engine(Saving, Accessors, nn.Module):
 
     # A micro-batch.
 
+    @uncompiled
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Backward of a micro-batch's loss, divided by ``gradient_accumulation_steps`` and times the loss scale.
 
@@ -130,6 +131,7 @@ class Engine(Saving, Accessors, nn.Module):
         # For logs: without the scale of float16, which nobody wants to read there.
         return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
+    @uncompiled
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """The loss as :meth:`backward` would take it, for ``engine.scale(loss).backward()``: divided, and scaled.
 
@@ -139,6 +141,7 @@ class Engine(Saving, Accessors, nn.Module):
         """
         return self._trained("scale").scale(loss, scale_wrt_gas=scale_wrt_gas)
 
+    @uncompiled
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Step the optimizer at the end of a window; before, count.
 
@@ -180,6 +183,7 @@ class Engine(Saving, Accessors, nn.Module):
         micro = self.train_micro_batch_size_per_gpu() or 0
         self.global_samples += (self.train_batch_size() or 0) if self._managed else micro * count * self.world_size
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and begin the window again; after a ``step()`` that only counted, nothing.
 
