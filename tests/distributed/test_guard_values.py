@@ -6,6 +6,7 @@ Each operation runs in the pool of ranks, so that a crash would show as a rank t
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections.abc import Callable
@@ -251,8 +252,8 @@ def test_gradients_between_backward_and_step_are_refused(kind: str, who: list[in
         assert off < 1e-6
 
 
-def explained(stage: int) -> list[str]:
-    """All that is said of a parameter that is not to be used as it is."""
+def explained_while_managed(stage: int) -> tuple[list[str], nn.Parameter]:
+    """All that is said of a model and a parameter that are not to be used so, and that parameter."""
     model = nn.Linear(4, 4).double()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(stage=stage))
     x = torch.ones(2, 4).double().requires_grad_()
@@ -272,8 +273,14 @@ def explained(stage: int) -> list[str]:
         with pytest.raises(RuntimeError) as error:
             use()
         said.append(str(error.value))
-    weight = model.weight
-    del model, optimizer
+    assert optimizer.engine.units
+    return said, model.weight
+
+
+def explained(stage: int) -> list[str]:
+    """The same, and an error of the parameter without its engine."""
+    said, weight = explained_while_managed(stage)
+    gc.collect()  # the errors were in circles with their frames
     with pytest.raises(RuntimeError, match="the engine that kept them is gone") as error:
         weight.sum()
     return [*said, str(error.value)]
