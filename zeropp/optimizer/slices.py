@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeropp._compat import unguarded
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.elementwise import trial_states
 from zeropp.optimizer.partial_gradient import as_partial
@@ -184,7 +185,10 @@ class Slices:
             # As the slices are, or sums over all tensors of a group would be of two dtypes.
             buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
             dtype = buffers[0].main_dtype if buffers else torch.float32
-            marks = [_stand_in(self._device, dtype, _Marker) for _ in range(_MARKERS)]
+            kind = _Marker if self._wait is None else _AwaitedMarker
+            marks = [_stand_in(self._device, dtype, kind) for _ in range(_MARKERS)]
+            for marker in marks if self._wait is not None else ():
+                marker.parameter.wait = self._wait  # type: ignore[attr-defined]
             if self.divided:
                 # Norms are refused by them, too: a rank may have no slice in a group.
                 marks = [replace(marker, seen=as_partial(marker.gradient)) for marker in marks]
@@ -546,3 +550,21 @@ class _Marker(nn.Parameter):
 
     def _now(self) -> tuple[int, int]:
         return self._version, 0 if self._reached is None else self._reached._version
+
+
+class _AwaitedMarker(_Marker):
+    """One that waits for the host's step, too, where torch's code takes a group's tensors without asking its list."""
+
+    wait: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait before an operation on a list of tensors."""
+        with unguarded():
+            if func.__name__.startswith("_foreach_") and args:
+                for each in args[0]:
+                    if isinstance(each, _AwaitedMarker):
+                        each.wait()
+            return func(*args, **(kwargs or {}))

@@ -26,7 +26,7 @@ class _Nobody:
     """Listens to an engine whose gradients nobody steps."""
 
     def forward_begins(self) -> None:
-        pass
+        """No optimizer shows weights to edit."""
 
     def graph_begins(self) -> None:
         """Nothing is trained."""
