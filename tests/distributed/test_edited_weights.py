@@ -1,4 +1,4 @@
-"""Weights edited between steps in the tensors of ``optimizer.param_groups``: the next forward computes with the edit."""
+"""Weights edited between steps in the tensors of ``optimizer.param_groups``: the next forward computes with them."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ class PartialGradient(Tensor):
         if func in _NORMS:
             name = func.__name__.removeprefix("linalg_")
             raise RuntimeError(
-                f"{name} of a gradient in optimizer.param_groups: each rank has only a part of every gradient there, so "
-                "the norm would be another one on each rank. Use optimizer.clip_grad_norm_(max_norm) or "
+                f"{name} of a gradient in optimizer.param_groups: each rank has only a part of every gradient there, "
+                "so the norm would be another one on each rank. Use optimizer.clip_grad_norm_(max_norm) or "
                 '{"gradient_clipping": max_norm} to clip, optimizer.grad_norm for the norm over the whole model, and '
                 "optimizer.grad_norms() for the norm of each parameter"
             )
