@@ -129,8 +129,9 @@ class Slices:
         # Else every rank has all slices, and sees every edit by itself.
         self.divided = any(b.placement.mode.states > 1 for unit in units for b in unit.buffers)
         self._marks: list[list[Slice]] = []  # of each group
-        self._hidden = False
+        self._hidden = self._kept_away = False
         self.put()
+        self._hook_state_dicts()
 
     # Parameters made in inference mode could not be stepped outside of it.
     @torch.inference_mode(False)
@@ -201,18 +202,45 @@ class Slices:
     @contextlib.contextmanager
     def without_markers(self) -> Iterator[None]:
         """Take markers out of the groups, and what the user keeps for them out of the state: neither is to be saved."""
-        for group, marks in zip(self._optimizer.param_groups, self._marks, strict=False):
+        self._remove_markers()
+        self._kept_away = True
+        try:
+            yield
+        finally:
+            self._kept_away = False
+            self._return_markers()
+
+    def _remove_markers(self) -> None:
+        for group, marks in zip(self._optimizer.param_groups, self._marks if not self._hidden else (), strict=False):
             del group["params"][-len(marks) :]
             if "param_names" in group:
                 del group["param_names"][-len(marks) :]
             for marker in marks:
                 self._optimizer.state.pop(marker.parameter, None)
         self._hidden = True
-        try:
-            yield
-        finally:
+
+    def _return_markers(self) -> None:
+        if self._hidden and not self._kept_away:
             self._hidden = False
             self._add_markers()
+
+    def _hook_state_dicts(self) -> None:
+        """Do without markers in state dicts of the wrapped optimizer itself, too."""
+        # Weakly: the optimizer is part of this object.
+        ref = weakref.ref(self)
+
+        def before(*_: object) -> None:
+            if (slices := ref()) is not None:
+                slices._remove_markers()
+
+        def after(*_: object) -> None:
+            if (slices := ref()) is not None:
+                slices._return_markers()
+
+        self._optimizer.register_state_dict_pre_hook(before)
+        self._optimizer.register_state_dict_post_hook(after)
+        self._optimizer.register_load_state_dict_pre_hook(before)
+        self._optimizer.register_load_state_dict_post_hook(after)
 
     def edited_by_groups(self) -> bool:
         """Whether the user has edited all tensors of some group since :meth:`accept_edits`; alike on every rank."""
@@ -275,6 +303,7 @@ class Slices:
 
     def show_arrived(self) -> Slice:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
+        self._return_markers()  # a state that could not be loaded has left them away
         for part in self.stepped:
             part.show_gradient(part.arrived)
         shown = next((part for part in self.stepped if part.arrived), None)
@@ -282,9 +311,7 @@ class Slices:
             shown = self.stepped[0]
             shown.gradient.zero_()  # nothing here: what it holds is of another step
             shown.show_gradient(True)
-        for marker in self.markers:
-            marker.gradient.zero_()  # the user may have written to it
-            marker.show_gradient(True)
+        self.show_markers(True)
         return shown
 
     def show_zeros(self) -> None:
@@ -292,11 +319,14 @@ class Slices:
         zeros = any(gradient.arrived for unit in self._units for gradient in unit.gradients)
         for part in self.stepped:
             part.show_gradient(zeros and part.arrived)
-        self._hide_gradients_of_markers()
+        self.show_markers(zeros)
 
-    def _hide_gradients_of_markers(self) -> None:
+    def show_markers(self, present: bool) -> None:
+        """Give markers gradients of zero, or none: where slices have theirs, but for the step itself."""
         for marker in self.markers:
-            marker.show_gradient(False)
+            if present:
+                marker.gradient.zero_()  # the user may have written to it
+            marker.show_gradient(present)
 
     def show_used(self, used: Sequence[Sequence[bool]]) -> None:
         """Show gradients of the parameters that are to be stepped.
@@ -312,7 +342,7 @@ class Slices:
             if present and not complete and not part.arrived:
                 part.gradient.zero_()
             part.show_gradient(present and not part.removed)
-        self._hide_gradients_of_markers()
+        self.show_markers(False)
 
     def in_groups(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""

@@ -286,6 +286,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.slices.show_used(verdict.used)
         self._update.run(norm, left_out)
         self.slices.accept_edits()
+        self.slices.show_markers(True)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
@@ -328,10 +329,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         refuse_retired(self.engine, "state_dict")
         self.engine.require_idle("state_dict")
         warn_if_alone(self.engine)
-        with self.slices.without_markers():
-            state = self.inner.state_dict()
         return {
-            **state,
+            **self.inner.state_dict(),
             "zeropp": {
                 **describe_rank(self.engine),
                 "waiting": self.slices.frozen_states(),
