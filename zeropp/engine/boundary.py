@@ -40,8 +40,8 @@ _BAD = 1  # shards that are not finite
 _EDITED = 2  # ranks whose gradients were changed after the last backward
 _HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
-_LATE = 9  # ranks that do not wait for the sum
-_MISSED = 10  # ranks with edits of weights that a forward has missed
+_LATE = 9  # ranks that do not wait for the sum, and _MISSED times those with edits of weights that a forward missed
+_MISSED = 2.0**20  # more than there are ranks
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
@@ -85,7 +85,7 @@ class Boundary:
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
         # gradients, one for strays among these, one for ranks that passed over units, one for each used parameter;
         # checksums at the end.
-        self._unsent = _MISSED + 1
+        self._unsent = _LATE + 1
         self._stray = self._unsent + len(engine.units)
         self._passed_over = self._stray + 1
         self._used = self._passed_over + 1
@@ -143,7 +143,7 @@ class Boundary:
                 self._verdict = self._sum_unread()
         if self._verdict is None:
             values = self._exchange()
-            if values[_LATE] > 0:
+            if values[_LATE] % _MISSED > 0:
                 return self._follow_late(values)
             # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
             # only once nothing is left to send.
@@ -227,7 +227,7 @@ class Boundary:
         """float32 scalar on the model's device: 1 if the step, whose verdict has no norm, must not change a weight."""
         assert self._vector is not None
         bad = self._vector[0].isfinite().logical_not() | (self._vector[self._unsent : self._stray].sum() > 0)
-        bad = bad | (self._vector[_MISSED] > 0)
+        bad = bad | (self._vector[_LATE] >= _MISSED)
         if self.engine.comm.backend != "fake":  # which does not sum at all
             for place in (_HASH, _SETTINGS):
                 bad = bad | differ_on_device(self._vector[place], self.engine.comm.world)
@@ -327,7 +327,7 @@ class Boundary:
     def _exchange(self) -> list[float]:
         edited = self._measure_doubted()
         values = self._add_up(edited)
-        if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] == 0:
+        if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] % _MISSED == 0:
             # Squares of large finite values pass float32; all ranks see that, and do it again.
             values = self._add_up(edited, exact=True)
         return values
@@ -378,7 +378,7 @@ class Boundary:
         settings = self._settings.code()
         flags: list[float] = [*spread(engine.issued.value)]
         flags += spread(settings) if isinstance(settings, int) else [0.0] * 3
-        flags += [float(late), float(bool(self.missed))]
+        flags.append(late + _MISSED * bool(self.missed))
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.passed_over))
@@ -412,7 +412,7 @@ class Boundary:
             )
         if self._disagree(values[_SETTINGS]):
             raise self._settings.disagreement(late=late)
-        if values[_MISSED] > 0:
+        if values[_LATE] >= _MISSED:
             raise self._missed_edits(late=late)
 
     def _missed_edits(self, *, late: bool) -> RuntimeError:
