@@ -222,8 +222,8 @@ USES: dict[str, tuple[Callable[[nn.Module, Any], object], set[str]]] = {
     "inner state, printed": (lambda m, o: str(list(o.inner.state.values())), set()),
     "slice": (lambda m, o: own_slice(o).sum(), {SHARDS}),
     "norm of slices": (lambda m, o: torch._foreach_norm(o.param_groups[0]["params"]), {SHARDS}),
-    "gradient": (lambda m, o: own_slice(o).grad.norm(), {"lp_grads"}),  # type: ignore[union-attr]
-    "torch's clipping": (lambda m, o: nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 1.0), {"lp_grads"}),
+    "gradient": (lambda m, o: own_slice(o).grad.square(), {"lp_grads"}),  # type: ignore[union-attr]
+    "torch's clipping": (lambda m, o: nn.utils.clip_grad_value_(o.param_groups[0]["params"], 1.0), {"lp_grads"}),
     "inner.zero_grad to zeros": (lambda m, o: o.inner.zero_grad(set_to_none=False), {"lp_grads"}),
     "full_state": (lambda m, o: zeropp.full_state(m), set()),
     "groups": (lambda m, o: [g["lr"] for g in o.param_groups], set()),

@@ -300,8 +300,11 @@ class Restore:
                     modules[path].set_extra_state(state)
 
     def _load_optimizer(self) -> None:
-        optimizer = self.optimizer
-        assert optimizer is not None
+        assert self.optimizer is not None
+        with self.optimizer.slices.without_markers():
+            self._load_slices(self.optimizer)
+
+    def _load_slices(self, optimizer: ZeroOptimizer) -> None:
         for part in optimizer.slices.cut:
             if part.name in self.values["numbers"]:
                 self.states.setdefault(part.parameter, {}).update(self.values["numbers"][part.name])

@@ -2,8 +2,8 @@
 
 After the last backward one number tells every rank whether all gradients are finite, before torch's GradScaler looks.
 In ``step`` one vector carries the squared gradient norm, which parameters were used anywhere, which units still have
-unsent gradients on some rank, whether all ranks issued the same collectives and have the same settings, and now and
-then whether they cache the same weights.
+unsent gradients on some rank, whether all ranks issued the same collectives and have the same settings, whether some
+rank has computed without the user's edits of weights, and now and then whether they cache the same weights.
 
 [Note: sums read late] Where nothing that the vector says changes what the host queues next, the host does not wait for
 it: the device leaves a step out, and the host reads the vector at the next step, or when somebody asks what became of
@@ -40,7 +40,8 @@ _BAD = 1  # shards that are not finite
 _EDITED = 2  # ranks whose gradients were changed after the last backward
 _HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
-_LATE = 9  # ranks that do not wait for the sum
+_LATE = 9  # ranks that do not wait for the sum, and _MISSED times those with edits of weights that a forward missed
+_MISSED = 2.0**20  # more than there are ranks
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
@@ -64,6 +65,7 @@ class Boundary:
             never where they are read late.
         reads_late: whether they may be, on a card; see [Note: sums read late].
         cache_checksum: compares what ranks cache.
+        missed: names of parameters; some of them were edited on this rank, and a forward has computed without the edit.
     """
 
     def __init__(self, engine: Engine, settings: Settings) -> None:
@@ -74,6 +76,7 @@ class Boundary:
         # On CPU there is nothing that the host could run ahead of.
         self.reads_late = engine.device.type == "cuda"
         self.cache_checksum = CacheChecksum(engine)
+        self.missed: list[str] = []
         self._unread: Unread | None = None
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
@@ -141,7 +144,7 @@ class Boundary:
                 self._verdict = self._sum_unread()
         if self._verdict is None:
             values = self._exchange()
-            if values[_LATE] > 0:
+            if values[_LATE] % _MISSED > 0:
                 return self._follow_late(values)
             # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
             # only once nothing is left to send.
@@ -198,6 +201,7 @@ class Boundary:
         used = zip(engine.units, engine.pending.used, strict=True)
         return (
             not engine.schedule.passed_over
+            and not self.missed
             and not any(gradient.has_unsent() for gradient in engine.gradients)
             # What is frozen by now has no gradient on any rank.
             and all(flag or not trained for unit, own in used for flag, trained in zip(own, unit.trained, strict=True))
@@ -228,6 +232,7 @@ class Boundary:
         """float32 scalar on the model's device: 1 if the step, whose verdict has no norm, must not change a weight."""
         assert self._vector is not None
         bad = self._vector[0].isfinite().logical_not() | (self._vector[self._unsent : self._stray].sum() > 0)
+        bad = bad | (self._vector[_LATE] >= _MISSED)
         if self.engine.comm.backend != "fake":  # which does not sum at all
             for place in (_HASH, _SETTINGS):
                 bad = bad | differ_on_device(self._vector[place], self.engine.comm.world)
@@ -327,7 +332,7 @@ class Boundary:
     def _exchange(self) -> list[float]:
         edited = self._measure_doubted()
         values = self._add_up(edited)
-        if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] == 0:
+        if not math.isfinite(values[0]) and values[_BAD] == 0 and values[_LATE] % _MISSED == 0:
             # Squares of large finite values pass float32; all ranks see that, and do it again.
             values = self._add_up(edited, exact=True)
         return values
@@ -378,7 +383,7 @@ class Boundary:
         settings = self._settings.code()
         flags: list[float] = [*spread(engine.issued.value)]
         flags += spread(settings) if isinstance(settings, int) else [0.0] * 3
-        flags.append(float(late))
+        flags.append(late + _MISSED * bool(self.missed))
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
         flags.append(float(engine.schedule.passed_over))
@@ -412,6 +417,27 @@ class Boundary:
             )
         if self._disagree(values[_SETTINGS]):
             raise self._settings.disagreement(late=late)
+        if values[_LATE] >= _MISSED:
+            raise self._missed_edits(late=late)
+
+    def _missed_edits(self, *, late: bool) -> RuntimeError:
+        """The error for edits that a forward has missed. Collective; of a step that is over, ``late``, local."""
+        own, self.missed = self.missed, []
+        told = {self.engine.comm.rank: own}
+        if not late:
+            told = dict(enumerate(self.engine.agreement.exchange_objects(own, "naming weights that were edited")))
+            # Whoever catches this finds the edits in the next forward.
+            self.engine.weights_changed(self.engine.trainable_buffers, for_now=True)
+        ranks = [rank for rank, names in told.items() if names]
+        names = list(dict.fromkeys(name for names in told.values() for name in names))
+        where = f"on rank{'s' * (len(ranks) > 1)} {ranks}, in some of {names[:8]}," if names else "on another rank"
+        return RuntimeError(
+            f"weights were edited in place between steps {where} and a forward has computed with the weights of "
+            "before, so nothing was stepped. The model computes with weights that all ranks gather together, and a "
+            "rank that holds no part of what was edited cannot know of the edit. Edit all tensors of a parameter group "
+            "in one loop, on every rank; or edit whole parameters in zeropp.zero.GatheredParameters(parameters, "
+            "modifier_rank=0)"
+        )
 
     def _disagree(self, numbers: list[float]) -> bool:
         """Whether numbers of a hash, summed over ranks, come from different hashes. A fake backend does not sum."""

@@ -138,6 +138,8 @@ class Engine(GuardHandler):
             if not running:
                 self.require_idle("the model", averaged=True, beside_step=True, needs=of_a_forward())
                 self.finish_load()
+                if (listener := self.listener) is not None:
+                    listener.forward_begins()
                 self.refresh.start_put_off()
                 self._begin_forward(hooked, training)
             if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too

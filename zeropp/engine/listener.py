@@ -10,6 +10,10 @@ __all__ = ["Listener"]
 class Listener(Protocol):
     """The wrapper around the optimizer, seen from the engine, which outlives it."""
 
+    def forward_begins(self) -> None:
+        """A forward from outside is about to gather or to read weights."""
+        ...
+
     def graph_begins(self) -> None:
         """A forward from outside is about to record a graph."""
         ...

@@ -77,7 +77,8 @@ class MemoryRow:
 
     def write(self, start: int, values: Tensor) -> Event:
         """See :class:`Row`; of one memory, it is done when this returns."""
-        return copy(self.tensor[start : start + values.numel()], values)
+        # By ``.data``, which raises no version: steps of the host write here, and only the user's edits are to show.
+        return copy(self.tensor.data[start : start + values.numel()], values)
 
 
 class Home(Protocol):

@@ -45,6 +45,7 @@ def add_group(
         # Gradients of parameters that were in no group have been reduced all the same, and can be stepped.
         if part not in before and part.arrived:
             part.show_gradient(True)
+    slices.show_markers(any(part.shown for part in slices.stepped))
 
 
 def _agree_on_group(group: dict[str, Any], engine: Engine, in_groups: Callable[[Tensor], bool]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -30,7 +30,7 @@ from zeropp.optimizer.slices import Slice, Slices
 from zeropp.optimizer.tiles import BufferStep, Tiles
 from zeropp.params.flat_buffer import FlatBuffer
 
-__all__ = ["HostStep"]
+__all__ = ["HostStep", "waits_for_host_step"]
 
 
 class HostStep:
@@ -130,7 +130,8 @@ class HostStep:
                 part = chosen.get(id(parameter))
                 if part is None or part.buffer is None or parameter.grad is None:
                     continue
-                param, state = parameter.detach(), dict.get(self._optimizer.state, parameter, {})
+                # By ``.data``, which raises no version: only the user's edits are to show in it.
+                param, state = parameter.data, dict.get(self._optimizer.state, parameter, {})
                 # Of weights on a card, too, the host's part of the states is made on the host.
                 like = param if part.buffer.main.at_hand else torch.empty(param.shape, dtype=param.dtype, device="cpu")
                 number = rule.begin(settings, like, state)
@@ -172,6 +173,11 @@ class HostStep:
                     own.copy_(value)
                 state[key] = own
         return rows
+
+
+def waits_for_host_step(engine: Engine) -> Callable[[], None] | None:
+    """Waits until no step of the host is under way; None where the host takes none."""
+    return partial(_wait_stepped, weakref.ref(engine)) if engine.maker.config.steps_on_host else None
 
 
 def _wait_stepped(ref: weakref.ref[Engine], *_: object) -> None:

@@ -1,4 +1,8 @@
-"""Optimizers with two modes, whose ``train()`` and ``eval()`` edit weights: schedule-free ones (arXiv 2405.15682)."""
+"""Edits of weights between steps: by the user, and by optimizers with two modes.
+
+Schedule-free optimizers (arXiv 2405.15682) edit weights in their ``train()`` and ``eval()``. The user edits the slices
+in the parameter groups: see [Note: edits of slices].
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,11 @@ from torch.optim import Optimizer
 
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.checks import plain_settings
+from zeropp.optimizer.slices import Slices
+from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.unit import UnitState
 
-__all__ = ["switch_mode"]
+__all__ = ["switch_mode", "take_weight_edits"]
 
 
 @torch.no_grad()
@@ -35,3 +42,38 @@ def _state(optimizer: Optimizer) -> list[Any]:
     """Settings of the groups; and versions of the slices, of an optimizer that keeps its mode elsewhere."""
     versions = [parameter._version for group in optimizer.param_groups for parameter in group["params"]]
     return [*(plain_settings(group) for group in optimizer.param_groups), versions]
+
+
+@torch.no_grad()
+def take_weight_edits(engine: Engine, slices: Slices) -> list[str]:
+    """Let a forward that begins compute with weights that the user has edited in the groups since the last one.
+
+    Nothing travels where nothing was edited. See [Note: edits of slices].
+
+    Returns:
+        Names of parameters; some were edited in a way that other ranks may not know of, and the forward misses that.
+    """
+    slices.take_replaced()
+    edited = [buffer for buffer in slices.buffers if buffer.edited]
+    by_groups = slices.edited_by_groups()
+    if engine.refresh.is_put_off:
+        # What is put off begins now, with weights as they are.
+        known = True
+    elif by_groups or (edited and not slices.divided):
+        engine.agreement.require_same_call("a forward after an edit of weights in optimizer.param_groups")
+        engine.weights_changed(engine.trainable_buffers)
+        known = True
+    else:
+        known = False
+    if by_groups:
+        slices.accept_edits()
+    for buffer in edited:
+        buffer.accept_edits()
+    return [] if known else [name for buffer in edited if _keeps_old_weights(engine, buffer) for name in buffer.names]
+
+
+def _keeps_old_weights(engine: Engine, buffer: FlatBuffer) -> bool:
+    """Whether the next forward does not gather a buffer's weights anew from the main weights."""
+    source = buffer.source
+    kept = buffer.paths.refresh is not None or (source is not None and source.follows)
+    return kept or engine.unit_of[id(buffer.parameters[0])].state is not UnitState.SHARDED

@@ -210,7 +210,7 @@ def _gradients(engine: Engine, slices: Slices) -> Iterator[_Memory]:
         gradient = buffer.gradient
         assert gradient is not None  # or it would not be trainable
         if gradient.row.place == "device":
-            views = [part.gradient for part in cut.get(buffer, [])]
+            views = [view for part in cut.get(buffer, []) for view in (part.gradient, part.seen)]
             # Until a gradient arrives, which overwrites it, it says nothing.
             yield _Memory("lp_grads", gradient.shard, views, keep=gradient.arrived)
         # Made on the device, wherever sums stay.

@@ -73,18 +73,22 @@ def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.grad = gradient
 
 
-def begin_momentum(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+def begin_momentum(optimizer: Optimizer, markers: int) -> list[list[nn.Parameter]]:
     """Parameters to be stepped apart, in as many calls: those whose momentum begins now, and those that have one.
 
     torch's fused SGD takes a group's first step for all parameters or for none, and fails where some of them get their
     first gradient later than others, as in a branch that is taken late. Empty where one call does.
+
+    Args:
+        optimizer: that is about to step.
+        markers: how many tensors in its groups are never stepped.
     """
     # By the class's step: that of a class derived from SGD may not be meant to be called twice.
     if not isinstance(optimizer, SGD) or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(SGD.step):
         return []
     groups, state = optimizer.param_groups, optimizer.state
     # As in most steps: every parameter has its momentum.
-    if len(state) >= sum(len(group["params"]) for group in groups) and all(state.values()):
+    if len(state) + markers >= sum(len(group["params"]) for group in groups) and all(state.values()):
         return []
     groups = [group for group in groups if group["fused"] and group["momentum"]]
     fresh, begun = list[nn.Parameter](), list[nn.Parameter]()

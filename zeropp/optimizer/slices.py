@@ -1,10 +1,21 @@
-"""Slice parameters: what the wrapped optimizer sees of the model on this rank."""
+"""Slice parameters: what the wrapped optimizer sees of the model on this rank.
+
+[Note: edits of slices] Users edit weights between steps in the tensors of ``optimizer.param_groups``, as SAM, weight
+noise and shrink-and-perturb do. These are the main weights. What is cached of them must be renewed before the next
+forward, and a renewal is collective; but a rank sees edits of its own slices only, and may have no slice of what was
+edited. Therefore each group ends with two markers on every rank: tensors of one zero, which are part of no weight and
+are never stepped. A loop over all tensors of a group edits the markers, too, so every rank knows of it, and all of them
+renew what they cache. Markers also notice edits by ``.data``, of which the version of a slice says nothing. An edit of
+some tensors leaves the markers alone. If a forward then computes with what is cached, the next step is refused on every
+rank; by ``.data`` it goes unnoticed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -12,8 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeropp._compat import unguarded
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.elementwise import trial_states
+from zeropp.optimizer.partial_gradient import as_partial
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import handler_of, is_managed
@@ -21,6 +34,9 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import Fragment
 
 __all__ = ["Slice", "SliceStates", "Slices"]
+
+_NOTHING = "<nothing>"  # the name of what is no part of a parameter
+_MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
 
 
 @dataclass(eq=False)
@@ -37,6 +53,7 @@ class Slice:
         strides: of the parameter.
         parameter: 1-D leaf in the main dtype, a view of the main shard.
         gradient: view of the gradient shard.
+        seen: the same as the groups show it; where ranks have parts of it, one that refuses norms.
         source: the gradient that it is a view of; None for a stand-in.
         shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
         removed: whether the user has taken it away since.
@@ -51,6 +68,7 @@ class Slice:
     strides: tuple[int, ...]
     parameter: nn.Parameter
     gradient: Tensor
+    seen: Tensor
     source: Gradient | None
     shown: bool = False
     removed: bool = False
@@ -72,12 +90,12 @@ class Slice:
             self.gradient.zero_()
             # The shard may hold a gradient still; without this note the step would show it again.
             self.shown, self.removed = False, True
-        elif found is not self.gradient:
+        elif found is not self.seen:
             self.gradient.copy_(found)
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
-        self.parameter.grad = self.gradient if present else None
+        self.parameter.grad = self.seen if present else None
         self.shown, self.removed = present, False
 
 
@@ -87,10 +105,17 @@ class Slices:
     Attributes:
         given: the model's parameters in each group, whose place slices have taken.
         stepped: slices that the optimizer steps; the model may have trainable parameters besides. Never empty.
+        buffers: that slices are parts of.
+        divided: whether ranks have different slices.
+        markers: the last two entries of each group: see [Note: edits of slices].
     """
 
-    def __init__(self, optimizer: Optimizer, units: tuple[Unit, ...], device: torch.device) -> None:
+    def __init__(
+        self, optimizer: Optimizer, units: tuple[Unit, ...], device: torch.device, wait: Callable[[], None] | None
+    ) -> None:
+        """Put slices into the groups; ``wait`` until the host has stepped them, where it does, before they are used."""
         self._optimizer = optimizer
+        self._wait = wait
         self._units = units
         self._device = device
         self.given: list[list[nn.Parameter]] = []
@@ -100,7 +125,13 @@ class Slices:
         # States that the optimizer had for parameters which are frozen.
         self._states: dict[int, dict[str, Any]] = {}
         self.stepped: list[Slice] = []
+        self.buffers: list[FlatBuffer] = []
+        # Else every rank has all slices, and sees every edit by itself.
+        self.divided = any(b.placement.mode.states > 1 for unit in units for b in unit.buffers)
+        self._marks: list[list[Slice]] = []  # of each group
+        self._hidden = self._kept_away = False
         self.put()
+        self._hook_state_dicts()
 
     # Parameters made in inference mode could not be stepped outside of it.
     @torch.inference_mode(False)
@@ -128,7 +159,7 @@ class Slices:
         for group, given in zip(groups, self.given, strict=True):
             parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
             # In place: schedulers and the user hold the groups.
-            group["params"] = [part.parameter for part in parts]
+            group["params"] = _Listed([part.parameter for part in parts], self._wait)
             if "param_names" in group:
                 group["param_names"] = [part.name for part in parts]
             stepped += parts
@@ -138,9 +169,99 @@ class Slices:
         if not stepped:
             stepped.append(self._add_stand_in())
         self.stepped = stepped
+        self.buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
+        self._add_markers()
         if type(self._optimizer.state) is defaultdict:
             self._optimizer.state = SliceStates(self._optimizer.state.default_factory, self._optimizer.state)
             self._optimizer.state.slices = weakref.ref(self)
+
+    @property
+    def markers(self) -> list[Slice]:
+        """See the class."""
+        return [marker for group in self._marks for marker in group]
+
+    def _add_markers(self) -> None:
+        groups = self._optimizer.param_groups
+        while len(self._marks) < len(groups):
+            # As the slices are, or sums over all tensors of a group would be of two dtypes.
+            buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
+            dtype = buffers[0].main_dtype if buffers else torch.float32
+            kind = _Marker if self._wait is None else _AwaitedMarker
+            marks = [_stand_in(self._device, dtype, kind) for _ in range(_MARKERS)]
+            for marker in marks if self._wait is not None else ():
+                marker.parameter.wait = self._wait  # type: ignore[attr-defined]
+            if self.divided:
+                # Norms are refused by them, too: a rank may have no slice in a group.
+                marks = [replace(marker, seen=as_partial(marker.gradient)) for marker in marks]
+            self._marks.append(marks)
+        for group, marks in zip(groups if not self._hidden else [], self._marks, strict=False):
+            group["params"] += [marker.parameter for marker in marks]
+            if "param_names" in group:
+                group["param_names"] += [marker.name for marker in marks]
+
+    @contextlib.contextmanager
+    def without_markers(self) -> Iterator[None]:
+        """Take markers out of the groups, and what the user keeps for them out of the state: neither is to be saved."""
+        self._remove_markers()
+        self._kept_away = True
+        try:
+            yield
+        finally:
+            self._kept_away = False
+            self._return_markers()
+
+    def _remove_markers(self) -> None:
+        for group, marks in zip(self._optimizer.param_groups, self._marks if not self._hidden else (), strict=False):
+            del group["params"][-len(marks) :]
+            if "param_names" in group:
+                del group["param_names"][-len(marks) :]
+            for marker in marks:
+                self._optimizer.state.pop(marker.parameter, None)
+        self._hidden = True
+
+    def _return_markers(self) -> None:
+        if self._hidden and not self._kept_away:
+            self._hidden = False
+            self._add_markers()
+
+    def _hook_state_dicts(self) -> None:
+        """Do without markers in state dicts of the wrapped optimizer itself, too."""
+        # Weakly: the optimizer is part of this object.
+        ref = weakref.ref(self)
+
+        def before(*_: object) -> None:
+            if (slices := ref()) is not None:
+                slices._remove_markers()
+
+        def after(*_: object) -> None:
+            if (slices := ref()) is not None:
+                slices._return_markers()
+
+        self._optimizer.register_state_dict_pre_hook(before)
+        self._optimizer.register_state_dict_post_hook(after)
+        self._optimizer.register_load_state_dict_pre_hook(before)
+        self._optimizer.register_load_state_dict_post_hook(after)
+
+    def edited_by_groups(self) -> bool:
+        """Whether the user has edited all tensors of some group since :meth:`accept_edits`; alike on every rank."""
+        return any(all(marker.parameter.edited for marker in marks) for marks in self._marks)  # type: ignore[attr-defined]
+
+    def accept_edits(self) -> None:
+        """Weights are new, and all edits made so far are in them."""
+        for marker in self.markers:
+            marker.parameter.accept_edits()  # type: ignore[attr-defined]
+
+    def take_replaced(self) -> None:
+        """Take over values that the user has put in place of slices, by ``parameter.data = values``."""
+        if not any(marker.parameter.replaced for marker in self.markers):  # type: ignore[attr-defined]
+            return
+        for part in self.stepped:
+            if part.buffer is None:
+                continue
+            own = part.buffer.shard[part.offset : part.offset + part.parameter.numel()]
+            if part.parameter.data_ptr() != own.data_ptr():
+                own.copy_(part.parameter.detach())
+                part.parameter.data = own
 
     @property
     def cut(self) -> list[Slice]:
@@ -182,6 +303,7 @@ class Slices:
 
     def show_arrived(self) -> Slice:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
+        self._return_markers()  # a state that could not be loaded has left them away
         for part in self.stepped:
             part.show_gradient(part.arrived)
         shown = next((part for part in self.stepped if part.arrived), None)
@@ -189,12 +311,24 @@ class Slices:
             shown = self.stepped[0]
             shown.gradient.zero_()  # nothing here: what it holds is of another step
             shown.show_gradient(True)
+        self.show_markers(True)
         return shown
 
     def show_zeros(self) -> None:
         """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
+        zeros = False
         for part in self.stepped:
-            part.show_gradient(part.source is not None and part.source.arrived)
+            kept = part.source is not None and part.source.arrived
+            part.show_gradient(kept)
+            zeros |= kept
+        self.show_markers(zeros)
+
+    def show_markers(self, present: bool) -> None:
+        """Give markers gradients of zero, or none: where slices have theirs, but for the step itself."""
+        for marker in self.markers:
+            if present:
+                marker.gradient.zero_()  # the user may have written to it
+            marker.show_gradient(present)
 
     def show_used(self, used: Sequence[Sequence[bool]]) -> None:
         """Show gradients of the parameters that are to be stepped.
@@ -209,6 +343,7 @@ class Slices:
             if present and part.source is not None and not part.source.arrived:
                 part.gradient.zero_()
             part.show_gradient(present and not part.removed)
+        self.show_markers(False)
 
     def in_groups(self, parameter: Tensor) -> bool:
         """Whether a parameter of the model is in one of the groups."""
@@ -228,7 +363,7 @@ class Slices:
 
     def _add_stand_in(self) -> Slice:
         group = self._optimizer.param_groups[0]
-        self._stand_in = self._stand_in or _stand_in(self._device)
+        self._stand_in = self._stand_in or _stand_in(self._device, torch.float32, nn.Parameter)
         group["params"].append(self._stand_in.parameter)
         if "param_names" in group:
             group["param_names"].append(self._stand_in.name)
@@ -282,6 +417,30 @@ class Slices:
         if initial and value.dtype != dtype and bool((value == torch.full_like(value, initial)).all()):
             return torch.full_like(value, initial, dtype=dtype)
         return value.to(dtype)
+
+
+class _Listed(list[Any]):
+    """The ``params`` of a group; whoever takes tensors out of it waits for the host's step, which may be under way.
+
+    Learning rates, which schedulers set right after a step, are elsewhere in the group and wait for nothing.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], wait: Callable[[], None] | None) -> None:
+        super().__init__(parameters)
+        self._wait = wait
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._wait is not None:
+            self._wait()
+        return super().__iter__()
+
+    def __getitem__(self, key: Any) -> Any:
+        if self._wait is not None:
+            self._wait()
+        return super().__getitem__(key)
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
 
 
 class SliceStates(defaultdict[Any, Any]):
@@ -378,12 +537,65 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
     values = gradient.shard[fragment.offset : stop]
-    return Slice(
-        slot.name, unit, position, buffer, fragment.offset, fragment.start, slot.strides, parameter, values, gradient
-    )
+    seen = as_partial(values) if buffer.placement.mode.states > 1 else values
+    place = (unit, position, buffer, fragment.offset, fragment.start, slot.strides)
+    return Slice(slot.name, *place, parameter, values, seen, gradient)
 
 
-def _stand_in(device: torch.device) -> Slice:
+def _stand_in(device: torch.device, dtype: torch.dtype, kind: type[nn.Parameter]) -> Slice:
     """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
-    parameter = nn.Parameter(torch.zeros(1, device=device))
-    return Slice("<nothing>", -1, 0, None, 0, 0, (), parameter, torch.zeros(1, device=device), None)
+    parameter, gradient = (torch.zeros(1, dtype=dtype, device=device) for _ in range(2))
+    return Slice(_NOTHING, -1, 0, None, 0, 0, (), kind(parameter), gradient, gradient, None)
+
+
+class _Marker(nn.Parameter):
+    """A tensor in a group that knows whether it has been edited; see [Note: edits of slices].
+
+    Attributes:
+        replaced: whether ``.data`` was set.
+    """
+
+    replaced = False
+    _reached: Tensor | None = None  # what ``.data`` has given
+    _versions = (0, 0)
+
+    @property
+    def data(self) -> Tensor:
+        """A plain tensor, as of any parameter; its version tells whether it is written to or only read."""
+        if self._reached is None:
+            self._reached = self.detach().clone()
+        return self._reached
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self.replaced = True
+
+    @property
+    def edited(self) -> bool:
+        """Whether it was written to since :meth:`accept_edits`."""
+        return self.replaced or self._versions != self._now()
+
+    def accept_edits(self) -> None:
+        """All edits made so far are known."""
+        self.replaced, self._versions = False, self._now()
+
+    def _now(self) -> tuple[int, int]:
+        return self._version, 0 if self._reached is None else self._reached._version
+
+
+class _AwaitedMarker(_Marker):
+    """One that waits for the host's step, too, where torch's code takes a group's tensors without asking its list."""
+
+    wait: Callable[[], None]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait before an operation on a list of tensors."""
+        with unguarded():
+            if func.__name__.startswith("_foreach_") and args:
+                for each in args[0]:
+                    if isinstance(each, _AwaitedMarker):
+                        each.wait()
+            return func(*args, **(kwargs or {}))

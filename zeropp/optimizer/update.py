@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zeropp._compat import has_step_post_hooks
+from zeropp._compat import has_step_post_hooks, unguarded
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.host_step import HostStep
 from zeropp.optimizer.norms import clip_divisor, clipping, may_leave_out, scale_gradients, takes_divisor
@@ -80,7 +80,12 @@ class Update:
     def _step(self) -> None:
         # Past the profiling wrapper of torch, whose hooks already run around step.
         step = getattr(type(self._optimizer).step, "__wrapped__", type(self._optimizer).step)
-        apart = begin_momentum(self._optimizer)
+        # Its code gets gradients as plain tensors, whatever the user finds in the groups.
+        with unguarded():
+            self._step_all(step)
+
+    def _step_all(self, step: Callable[[Optimizer], object]) -> None:
+        apart = begin_momentum(self._optimizer, len(self._slices.markers))
         if not apart:
             step(self._optimizer)
         for others in apart:

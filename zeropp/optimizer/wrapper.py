@@ -38,8 +38,9 @@ from zeropp.optimizer.checks import (
 from zeropp.optimizer.elementwise import check_elementwise, count_states
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import add_group, load_optimizer
+from zeropp.optimizer.host_step import waits_for_host_step
 from zeropp.optimizer.losses import TakesLosses
-from zeropp.optimizer.modes import switch_mode
+from zeropp.optimizer.modes import switch_mode, take_weight_edits
 from zeropp.optimizer.norms import gradient_norms, scale_gradients
 from zeropp.optimizer.outcome import Outcome, told
 from zeropp.optimizer.phases import OffloadsStates
@@ -118,7 +119,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         )
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
-        self.slices = Slices(optimizer, self.engine.units, self.engine.device)
+        self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_host_step(self.engine))
         self._update = Update(self.engine, optimizer, self.slices)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param
@@ -273,6 +274,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
         self.engine.refresh.wait()
         self.engine.reductions.loss_scale.forget()
+        self.slices.take_replaced()
         self._take_edits()
         self.boundary.recheck()
         verdict = self._decide()
@@ -290,6 +292,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             refuse_unused(self.engine, verdict)
         self.slices.show_used(verdict.used)
         self._update.run(norm, left_out)
+        self.slices.accept_edits()
+        self.slices.show_markers(True)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
         self.engine.window.restart()
@@ -354,12 +358,13 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """
         self.engine.require_idle("load_state_dict")
         self.engine.agreement.require_same_call("load_state_dict() of the ZeroOptimizer")
-        check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
-        saved = state_dict["zeropp"]
-        self.engine.refresh.wait()
-        self.zero_grad(now=True)
-        load_main_weights(self.engine, saved)
-        load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
+        with self.slices.without_markers():
+            check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
+            saved = state_dict["zeropp"]
+            self.engine.refresh.wait()
+            self.zero_grad(now=True)
+            load_main_weights(self.engine, saved)
+            load_optimizer(self.inner, {key: value for key, value in state_dict.items() if key != "zeropp"})
         self.slices.keep_frozen_states(saved["waiting"])
         load_carried(self.engine, self.carried, saved.get("carried"))
         self.outcome.load(saved["skipped_steps"], saved.get("loss_scale"))
@@ -379,6 +384,10 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.close()
 
     # What the engine tells; see `zeropp.engine.listener.Listener`.
+
+    def forward_begins(self) -> None:
+        """Weights may have been edited through the groups."""
+        self.boundary.missed += take_weight_edits(self.engine, self.slices)
 
     def graph_begins(self) -> None:
         """Other parameters may be trained from here on."""

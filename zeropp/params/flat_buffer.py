@@ -103,6 +103,8 @@ class FlatBuffer:
         self.cached_version = -1
         # Autograd's counters as last set here; an edit in place moves them. See [Note: versions].
         self._noted_version = 0
+        # The main shard's, as of the last change of weights that the engine knows of.
+        self._main_version = 0
         self.unfrozen: set[str] = set()  # names of frozen parameters that are to be trained from the next forward on
         self.main: Row = MemoryRow(torch.empty(0, device=device))
         self.source: Source | None = None
@@ -136,6 +138,7 @@ class FlatBuffer:
             )
             if self.source is not None:
                 self.source.renew()
+            self.accept_edits()
         # The parameters of a model that was wrapped before may still be guarded.
         unguard(self.parameters)
         bump_versions(self.parameters, self._noted_version)
@@ -232,10 +235,20 @@ class FlatBuffer:
     def note_change(self, *, stepped: bool) -> None:
         """Main weights are new; if by a step, what is cached may serve as a base for differences."""
         self.version += 1
+        self.accept_edits()
         if not stepped:
             self.invalidate_cache()
             if self.source is not None:
                 self.source.renew()
+
+    @property
+    def edited(self) -> bool:
+        """Whether main weights were written to since the engine last heard of a change, seen by their version."""
+        return self.main.tensor._version != self._main_version
+
+    def accept_edits(self) -> None:
+        """The engine knows of all edits of main weights made so far."""
+        self._main_version = self.main.tensor._version
 
     def invalidate_cache(self) -> None:
         """What is cached is to be renewed from main weights alone."""

@@ -25,6 +25,9 @@ _frozen: weakref.WeakKeyDictionary[Engine, list[weakref.ref[nn.Parameter]]] = we
 class _Nobody:
     """Listens to an engine whose gradients nobody steps."""
 
+    def forward_begins(self) -> None:
+        """No optimizer shows weights to edit."""
+
     def graph_begins(self) -> None:
         """Nothing is trained."""
 

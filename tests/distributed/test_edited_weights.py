@@ -1,0 +1,277 @@
+"""Weights edited between steps in the tensors of ``optimizer.param_groups``: the next forward computes with them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import RankError, run_ranks
+from tests.distributed.shapes import apart, make_config, worst
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage 0": {"stage": 0},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "stage 3": {},
+    "kept gathered": {"live": 10**9, "reuse": 10**9, "prefetch": 10**9},
+    "persistent": {"persist": 10**6},
+    "some persistent": {"persist": 64},
+    "hpz": {"zero_hpz_partition_size": 2},
+    "mics": {"mics_shard_size": 2},
+    "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "offload 3": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+    "bf16": {"stage": 2, "bf16": {"enabled": True}},
+    "bf16 hpz": {"zero_hpz_partition_size": 2, "bf16": {"enabled": True}},
+    "bf16 offload": {
+        "bf16": {"enabled": True}, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"},
+    },
+    "lossless": {"zero_hpz_partition_size": 2, "bf16": {"enabled": True}, "weight_codec": "lossless"},
+    "delta": {"zero_hpz_partition_size": 2, "bf16": {"enabled": True}, "weight_codec": "delta4"},
+}  # fmt: skip
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 2))
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights and biases apart: on a small model some rank has no slice in a group."""
+    by_rank = {rank: [p for p in model.parameters() if p.dim() == rank] for rank in (2, 1)}
+    return [{"params": by_rank[2], "weight_decay": 0.1}, {"params": by_rank[1]}]
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+
+
+def tensors(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def scale(optimizer: Any) -> None:
+    with torch.no_grad():
+        for parameter in tensors(optimizer):
+            parameter.mul_(0.5)
+
+
+def scale_foreach(optimizer: Any) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            torch._foreach_mul_(group["params"], 0.5)
+
+
+def scale_data(optimizer: Any) -> None:
+    for parameter in tensors(optimizer):
+        parameter.data.mul_(0.5)
+
+
+def put_data(optimizer: Any) -> None:
+    for parameter in tensors(optimizer):
+        parameter.data = parameter.data * 0.5
+
+
+def scale_biases(optimizer: Any) -> None:
+    with torch.no_grad():
+        for parameter in optimizer.param_groups[1]["params"]:
+            parameter.add_(0.25)
+
+
+EDITS: dict[str, Callable[[Any], None]] = {
+    "in place": scale, "foreach": scale_foreach, "data": scale_data, "other data": put_data, "a group": scale_biases,
+}  # fmt: skip
+
+
+def climb(optimizer: Any) -> list[tuple[Tensor, Tensor]]:
+    moved = [(p, p.grad * 0.5) for p in tensors(optimizer) if p.grad is not None]
+    with torch.no_grad():
+        for parameter, way in moved:
+            parameter.add_(way)
+    return moved
+
+
+def come_back(moved: list[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for parameter, way in moved:
+            parameter.sub_(way)
+
+
+def train(model: nn.Module, optimizer: Any, cast: torch.dtype | None) -> list[Tensor]:
+    """Outputs after each kind of edit, and steps of SAM between; ``cast`` is what a plain model computes in."""
+
+    def output(step: int) -> Tensor:
+        if cast is None:
+            return model(batch(step))
+        # As the sharded model does: computed with rounded weights, gradients and steps in float32.
+        rounded = {name: value.to(cast) for name, value in model.named_parameters()}
+        return torch.func.functional_call(model, rounded, (batch(step).to(cast),))
+
+    found = []
+    for step, edit in enumerate(EDITS.values()):
+        for _ in range(2):
+            output(step).float().square().mean().backward()
+            moved = climb(optimizer)
+            found.append(output(step).detach())
+            optimizer.zero_grad()
+            output(step).float().square().mean().backward()
+            come_back(moved)
+            optimizer.step()
+            optimizer.zero_grad()
+        edit(optimizer)
+        with torch.no_grad():
+            found.append(output(step))
+        scale(optimizer)
+        edit(optimizer)
+        found.append(output(step).detach())
+    return found
+
+
+def make_sharded(settings: dict[str, Any]) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
+    model = make_model()
+    inner = torch.optim.AdamW(groups_of(model), lr=0.01, eps=1e-3)
+    return model, zeropp.ZeroOptimizer(inner, model, make_config(**settings))
+
+
+def sharded(settings: dict[str, Any]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model, optimizer = make_sharded(settings)
+    return train(model, optimizer, None), zeropp.full_state(model)
+
+
+def plain(cast: torch.dtype | None) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model = make_model()
+    return train(model, torch.optim.AdamW(groups_of(model), lr=0.01, eps=1e-3), cast), model.state_dict()
+
+
+WORLDS = {
+    1: ["stage 2", "stage 3", "offload", "bf16"],
+    2: ["stage 0", "stage 1", "stage 2", "stage 3", "kept gathered", "persistent", "offload", "offload 3", "bf16"],
+    # A rank has no part of the model's only slices.
+    3: ["stage 0", "stage 2", "stage 3", "some persistent", "offload 3", "bf16 offload"],
+    4: ["hpz", "mics", "bf16 hpz", "lossless", "delta"],
+}
+
+
+@pytest.mark.parametrize(("world", "name"), [(world, name) for world, names in WORLDS.items() for name in names])
+def test_edits_are_computed_with(world: int, name: str) -> None:
+    settings = SETTINGS[name]
+    bound = 1e-1 if name == "delta" else 2e-2 if "bf16" in settings else 1e-5
+    outputs, weights = plain(torch.bfloat16 if "bf16" in settings else None)
+    for found, state in run_ranks(world, sharded, settings, local_world_size=2 if world == 4 else None):
+        for position, (own, expected) in enumerate(zip(found, outputs, strict=True)):
+            assert apart(own, expected) < bound, position
+        assert worst(state, weights) < bound
+
+
+def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]]:
+    """An edit that other ranks cannot know of: the error at the step, and how far outputs are off after it."""
+    model, optimizer = make_sharded(settings)
+    twin, before = copy.deepcopy(make_model()), zeropp.full_state(model)
+    model(batch(0)).square().mean().backward()
+    with torch.no_grad():
+        if which == "first":
+            optimizer.param_groups[0]["params"][0].add_(1)
+        elif which == "one rank":
+            # All slices, and not the rest of the group.
+            for part in optimizer.slices.stepped if dist.get_rank() == 0 else ():
+                part.parameter.add_(1)
+    edited = zeropp.full_state(model)
+    assert worst(before, edited) > 0.5
+    model(batch(1)).square().mean().backward()
+    error = ""
+    try:
+        optimizer.step()
+    except RuntimeError as caught:
+        error = str(caught)
+    after = zeropp.full_state(model)
+    twin.load_state_dict(after)
+    off = [worst(edited, after), apart(model(batch(2)).detach(), twin(batch(2)).detach())]
+    # And training goes on.
+    optimizer.zero_grad()
+    model(batch(3)).square().mean().backward()
+    optimizer.step()
+    twin.load_state_dict(zeropp.full_state(model))
+    return error, [*off, apart(model(batch(4)).detach(), twin(batch(4)).detach())]
+
+
+@pytest.mark.parametrize("which", ["first", "one rank"])
+@pytest.mark.parametrize(("name", "world"), [("stage 1", 2), ("persistent", 3), ("offload", 2)])
+def test_edits_that_some_ranks_miss_are_refused_on_every_rank(name: str, world: int, which: str) -> None:
+    for error, off in run_ranks(world, edited_first, SETTINGS[name], which):
+        assert "GatheredParameters" in error and "0.weight" in error
+        assert off[0] == 0.0 and max(off) < 1e-6
+
+
+def test_edits_of_some_tensors_follow_where_nothing_is_cached() -> None:
+    for error, off in run_ranks(2, edited_first, SETTINGS["stage 3"], "first"):
+        assert not error and off[0] > 0 and max(off[1:]) < 1e-6
+
+
+def quiet(settings: dict[str, Any]) -> list[int]:
+    """Exchanges between ranks in steps of which nothing is edited, though groups are read."""
+    model, optimizer = make_sharded(settings)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    comm, counts = optimizer.engine.comm, []
+    exchange = comm.all_gather_ints
+
+    def counted(row: list[int]) -> list[list[int]]:
+        counts[-1] += 1
+        return exchange(row)
+
+    comm.all_gather_ints = counted  # type: ignore[method-assign]
+    for step in range(5):
+        counts.append(0)
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        [float(p.data.abs().max()) + float(p.sum()) for p in tensors(optimizer)]
+        with torch.no_grad():
+            model(batch(step))
+    return counts
+
+
+@pytest.mark.parametrize("name", ["stage 2", "stage 3", "offload"])
+def test_nothing_is_exchanged_where_nothing_is_edited(name: str) -> None:
+    for counts in run_ranks(2, quiet, SETTINGS[name]):
+        assert counts[2:] == [0] * 3, counts
+
+
+def saved_and_loaded(settings: dict[str, Any]) -> bool:
+    """A state of one rank has no entry for tensors that are no part of a weight, and loads beside them."""
+    model, optimizer = make_sharded(settings)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    for parameter in tensors(optimizer):
+        optimizer.state[parameter]["of the user"] = 1
+    state = optimizer.state_dict()
+    listed = sum(len(group["params"]) for group in state["param_groups"])
+    optimizer.load_state_dict(copy.deepcopy(state))
+    edited = apart(model(batch(1)).detach(), 0.0)
+    scale(optimizer)
+    return listed == len(optimizer.slices.stepped) and edited != apart(model(batch(1)).detach(), 0.0)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_states_have_slices_alone(world: int) -> None:
+    assert all(run_ranks(world, saved_and_loaded, SETTINGS["stage 2"]))
+
+
+def alone(settings: dict[str, Any]) -> None:
+    model, optimizer = make_sharded(settings)
+    if dist.get_rank() == 0:
+        scale(optimizer)
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+
+
+def test_an_edit_of_whole_groups_on_one_rank_ends_on_every_rank() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(2, alone, {**SETTINGS["stage 2"], "hang_timeout": 4})
+    assert all("edit of weights in optimizer.param_groups" in str(failure) for failure in caught.value.failures)

@@ -1,0 +1,84 @@
+"""Gradients as the user finds them in ``optimizer.param_groups``: parts of the model's, whose norm says little.
+
+Trainers clip and log by ``torch.nn.utils.clip_grad_norm_`` over the tensors of the groups. On a rank that holds a part
+of each gradient this would be the norm of the parts, another one on each rank. So the gradients are of a subclass that
+refuses norms. Everything else works, and what is computed from a part is one, too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeropp._compat import unguarded
+
+__all__ = ["as_partial"]
+
+_NORMS = frozenset(
+    (
+        torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm,
+        torch.functional.norm, torch._foreach_norm, torch.nn.functional.normalize, torch.renorm, Tensor.renorm,
+    )
+)  # fmt: skip
+
+
+class PartialGradient(Tensor):
+    """A tensor that was computed from this rank's part of a gradient, element by element."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse norms, compute everything else, and mark results of the same size as parts."""
+        if func in _NORMS:
+            name = func.__name__.removeprefix("linalg_")
+            raise RuntimeError(
+                f"{name} of a gradient in optimizer.param_groups: each rank has only a part of every gradient there, "
+                "so the norm would be another one on each rank. Use optimizer.clip_grad_norm_(max_norm) or "
+                '{"gradient_clipping": max_norm} to clip, optimizer.grad_norm for the norm over the whole model, and '
+                "optimizer.grad_norms() for the norm of each parameter"
+            )
+        with unguarded():
+            found = func(*args, **(kwargs or {}))
+            # Results alone: an operation in place returns what it was given.
+            if type(found) is Tensor and all(found is not each for each in args):
+                numels = [each.numel() for each in args if isinstance(each, PartialGradient)]
+                if found.numel() in numels and found.is_floating_point():
+                    return found.as_subclass(PartialGradient)
+        return found
+
+    # A copy or a file has no part in training.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(_plain(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain(self).__reduce_ex__(protocol)
+
+
+class _SliceGradient(PartialGradient):
+    """One that the optimizer's groups show.
+
+    torch's GradScaler asks every gradient for these three. As attributes of Python they cost less than a plain
+    tensor's, and much less than the call of ``__torch_function__`` that the others take.
+    """
+
+    is_sparse = False
+    device: Any = None
+    dtype: Any = None
+
+
+def as_partial(gradient: Tensor) -> Tensor:
+    """The same memory, and the same version, as a tensor that refuses norms."""
+    found = gradient.as_subclass(_SliceGradient)
+    found.device, found.dtype = gradient.device, gradient.dtype
+    return found
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    with unguarded():
+        return tensor.as_subclass(Tensor)
