@@ -4,7 +4,7 @@ A seed fixes a model, a configuration, an optimizer and a list of calls. After e
 changing anything is compared: losses, norms, gradients of inputs. Weights are compared after each step. Each call draws
 from a generator of its own, so a program that fails can be run again with fewer calls:
 
-    python -m tests.distributed.test_random_programs 1234 --world 2 --keep 0,3,7
+    python -m tests.distributed.test_random_programs 1234 --world 2 --length 10 --keep 0,3,7
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ __all__ = ["CALLS", "FAILED", "Program", "run_programs"]
 # Relative to the largest value, or to 1. In float64 only the order of sums differs.
 BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 0.06, torch.float16: 0.06}
 FORMS = [*["one"] * 4, "two losses", "a part", "two forwards", "forwards, last first", "an evaluation between forwards"]
-LENGTH = 3  # calls before the last window
 PAIRS = 10  # one program in so many is run a second time with other settings
 FAILED = "random program"  # begins the message of every program that failed; its seed follows
 # Parts of refusals that say why a program cannot be trained with its settings. All ranks refuse, or none.
@@ -526,7 +525,12 @@ class Program:
             self.saved = (copy.deepcopy(states), self.skipped)
 
     def do_load(self) -> None:
-        if self.count or self.saved is None:
+        if self.count:
+            return
+        if self.saved is None:
+            self.do_save()
+            self.do_window()
+        if self.saved is None:  # or a parameter has been unfrozen
             return
         (own, weights, state), self.skipped = copy.deepcopy(self.saved)
         self.optimizer.load_state_dict(own)
@@ -544,8 +548,11 @@ class Program:
         self.stored = (copy.deepcopy(plain), self.buffers[0], self.skipped)
 
     def do_load_checkpoint(self) -> None:
-        if self.count or self.stored is None:
+        if self.count:
             return
+        if self.stored is None:
+            self.do_save_checkpoint()
+            self.do_window()
         ((weights, state), buffers, self.skipped), self.average, self.saved = copy.deepcopy(self.stored), None, None
         checkpoint.load(self.folder / "saved", self.model, self.optimizer)
         self.plain.load_state_dict(weights)
@@ -570,16 +577,17 @@ CALLS = sorted(name.removeprefix("do_") for name in dir(Program) if name.startsw
 
 def message(program: Program, said: str) -> str:
     """The error of a program that failed, maybe in its constructor, and how to run it again."""
-    have = {"seed": None, "spec": None, "settings": None, "done": [], **vars(program)}
+    have = {"spec": None, "settings": None, "done": [], **vars(program)}
+    alone = f"{have['seed']} --world {dist.get_world_size()} --length {have['length']}"
     return (
         f"{FAILED} {have['seed']}: {said}\n"
-        f"  alone: python -m tests.distributed.test_random_programs {have['seed']} --world {dist.get_world_size()}\n"
+        f"  alone: python -m tests.distributed.test_random_programs {alone}\n"
         f"  model {have['spec']}\n  {have['settings']}\n  calls: {', '.join(have['done'])}"
     )
 
 
 def run_program(seed: int, folder: Path, length: int, changed: dict[str, Any], keep: Sequence[int] | None) -> Program:
-    """One program.
+    """One program of so many drawn calls and a last window.
 
     Raises:
         AssertionError: something differed, or a call raised an error; the message names the seed and the calls.
@@ -587,6 +595,7 @@ def run_program(seed: int, folder: Path, length: int, changed: dict[str, Any], k
     """
     calls = [random.Random(f"{seed}, call {number}").choice(CALLS) for number in range(length)]
     program = Program.__new__(Program)
+    program.seed, program.length = seed, length  # for messages
     try:
         program.__init__(seed, folder, changed)  # type: ignore[misc]
         for number, name in enumerate([*calls, "window"]):
@@ -596,7 +605,6 @@ def run_program(seed: int, folder: Path, length: int, changed: dict[str, Any], k
                 getattr(program, "do_" + name)()
         if program.count:
             program.close_window()
-        program.compare()
         program.optimizer.close()
     except Invalid:
         raise
@@ -608,9 +616,7 @@ def run_program(seed: int, folder: Path, length: int, changed: dict[str, Any], k
     return program
 
 
-def run_programs(
-    seeds: Sequence[int], folder: str, length: int = LENGTH, keep: Sequence[int] | None = None
-) -> Counter[str]:
+def run_programs(seeds: Sequence[int], folder: str, length: int, keep: Sequence[int] | None = None) -> Counter[str]:
     """Programs one after the other, some of them a second time with a setting that may not change a bit.
 
     Returns counts of programs and of what came up in them.
