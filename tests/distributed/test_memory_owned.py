@@ -26,6 +26,9 @@ from zeropp.order import reductions
 from zeropp.params.gradient import Gradient
 
 
+MARKERS = 2 * 2 * 4  # bytes of the two tensors that end a parameter group, and of their gradients
+
+
 def owned(dtype: torch.dtype, freeze: bool, settings: dict[str, object]) -> list[str]:
     """What differs between the plan and the engine, fresh and after two steps."""
     config = make_config(**settings)
@@ -196,7 +199,9 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
     optimizer.engine.refresh.wait()
     # A lane's thread tells that a message has arrived just before it lets go of it.
     until = time.monotonic() + 5
-    while (found := sum(n for key, n in storages().items() if key not in before) - others) > plan.total + SHARED_NAN:
+    while (
+        found := sum(n for key, n in storages().items() if key not in before) - others
+    ) > plan.total + SHARED_NAN + MARKERS:
         if time.monotonic() > until:
             break
         time.sleep(0.01)
@@ -206,7 +211,7 @@ def in_memory(settings: dict[str, object]) -> tuple[int, int, int]:
 @pytest.mark.parametrize("settings", [{}, {"persist": 100}, {"stage": 0}, {"stage": 2}], ids=str)
 def test_the_process_holds_no_more_than_the_plan(settings: dict[str, object]) -> None:
     for found, planned, whole in run_ranks(2, in_memory, settings):
-        assert planned <= found <= planned + SHARED_NAN
+        assert planned <= found <= planned + SHARED_NAN + MARKERS
         assert whole > 0
 
 

@@ -15,6 +15,7 @@ __all__ = ["Account", "explain", "likely_cause", "name_ranks", "what_ended"]
 # Modules that call collectives of a backend, and do little else.
 _CALL_COLLECTIVES = {
     "torch.distributed.distributed_c10d", "zeropp.comm.hops", "zeropp.comm.groups", "zeropp.comm.carrier",
+    "zeropp.comm.streams", "zeropp.comm.events", "zeropp.fsdp2.gather", "zeropp.fsdp2.reduce", "zeropp.fsdp2.overlap",
 }  # fmt: skip
 _TIMED_OUT = "timed? ?out"  # in the words of backends
 _CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"

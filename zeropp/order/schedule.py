@@ -321,7 +321,10 @@ class Schedule:
         unrecorded = self.unrecorded - self._before
         used = self._in_backward, unrecorded, repeats, (self._own, self._calls, self._called)
         accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
-        mixed = any(each != accounts[0][3] for *_, each in accounts)
+        own, _, paths = accounts[0][3]
+        mixed = any((own, paths) != (each[0], each[2]) for *_, each in accounts)
+        # The most that any rank had: ranks that run alike in another order may share them out otherwise.
+        calls = tuple(map(max, zip(*(each[1] for *_, each in accounts), strict=True)))
         called: Counter[str] = Counter()
         for units, counts, repeats, (_, _, paths) in accounts:
             called |= paths
@@ -329,7 +332,7 @@ class Schedule:
             unrecorded |= counts
             if repeats:
                 self.repeats = True
-        order = replace(order, calls=() if mixed else tuple(self._calls), called=called)
+        order = replace(order, calls=() if mixed else calls, called=called)
         self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork, unrecorded=unrecorded)
 
     def abort(self, *, running: bool) -> None:
