@@ -25,7 +25,6 @@ from zeropp.comm.hops import Hop
 from zeropp.order import reductions
 from zeropp.params.gradient import Gradient
 
-
 MARKERS = 2 * 2 * 4  # bytes of the two tensors that end a parameter group, and of their gradients
 
 
