@@ -90,6 +90,14 @@ class Model:
         return {path: unit for path, unit in self.modules.items() if all(self.modules[p] != unit for p in _above(path))}
 
 
+def _names(code: Code) -> Iterator[str]:
+    """Paths of the modules that are run in it, and inside those."""
+    for node in code:
+        if isinstance(node, Call):
+            yield node.module
+            yield from _names(node.inside)
+
+
 def _above(path: str) -> Iterator[str]:
     names = path.split(".")
     yield from (".".join(names[:count]) for count in range(1, len(names)))
@@ -270,6 +278,7 @@ class Branching:
         entries = [self._run(node, executed if grad else None, grad) for node in code]
         if grad:
             self.rank.backward_uses.expect_in_backward(self.touched.expected(), whole=True)
+            self.rank.backward_uses.forward_ended(first=len(self.rank.outstanding) == 1)
         self.touched.let_go()
         schedule.end()
         self.rank._hide_all()
@@ -286,6 +295,8 @@ class Branching:
         index = self.model.modules[node.module]
         unit = self.rank.units[index]
         self.counts[-1][1][node.module] += 1
+        if self.in_backward:
+            self.rank.backward_uses.come_to(node.module)
         self.rank.enter(index, node.module)
         inner = None if node.checkpoint == "reentrant" and not self.in_backward else executed
         inside = [self._run(each, inner, grad) for each in node.inside]
@@ -295,7 +306,7 @@ class Branching:
             self.rank.backward_uses.expect_fresh_call(made)
             self.rank.schedule.expect_again([unit])
         elif grad:
-            if call is not None and self.rank.schedule.repeats:
+            if call is not None and (self.rank.schedule.repeats or self.rank.schedule.learning):
                 self.rank.backward_uses.expect_call(made, [])
             if call is None:
                 self.rank.schedule.note_unrecorded(node.module, [unit])
@@ -328,11 +339,15 @@ class Branching:
         last = {unit: place for place, (kind, unit, _) in enumerate(events) if kind == "use"}
         for place, (kind, index, entry) in enumerate(events):
             unit = self.rank.units[index]
-            if kind == "reach":
+            if kind == "read":
+                assert unit.state is UnitState.EXPOSED, f"{unit.name} is read without a gradient, and is {unit.state}"
+            elif kind == "reach":
+                assert isinstance(entry.node, Call)
+                self.rank.backward_uses.come_to(entry.node.module)
                 if entry.call is not None:
                     made: Any = entry.call
                     self.rank.backward_uses.note_reached(made)
-                self.rank.backward_uses.use(unit)
+                self.rank.backward_uses.use(unit, entry.node.module)
                 assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
             elif kind == "again":
                 self._again(entry)
@@ -361,6 +376,9 @@ class Branching:
             yield from self._events(entry.inside)
             if node.used:
                 yield "use", index, entry
+            # What a forward reads first, backward reads last, perhaps without a gradient for it.
+            if all(name.startswith(f"{node.module}.") for name in _names(node.inside)):
+                yield "read", index, entry
 
     def step(self) -> None:
         self.rank.step()

@@ -75,7 +75,7 @@ FAULTS: dict[str, Fault] = {
         ),
         differences_are_not_told_at_the_boundary=("for key in self._recent if anywhere else ():", "for key in ():"),
         ranks_that_differ_are_not_mixed=(
-            "mixed = any((own, paths) != (each[0], each[2]) for *_, each in accounts)",
+            "mixed = any((own, paths) != (each[0], each[2]) for *_, each, _ in accounts)",
             "mixed = False",
         ),
         reductions_are_not_sent_at_a_fork=("        self.reductions.before_use(place)\n", ""),

@@ -285,7 +285,8 @@ class Rank:
             if index == first:
                 self._run_again(again)
                 first = None
-            self.backward_uses.use(unit, lasting=not all(unit.trained))
+            self.backward_uses.come_to(unit.name)
+            self.backward_uses.use(unit, unit.name, lasting=not all(unit.trained))
             assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
             if done == fails:
                 return self.recover()
@@ -309,6 +310,7 @@ class Rank:
     def _run_again(self, indices: Sequence[int]) -> None:
         """Forwards inside a backward, which comes back to them next."""
         for index in indices:
+            self.backward_uses.come_to(self.units[index].name)
             self.enter(index)
             self.schedule.expect_again([self.units[index]])
             self.leave(index)
@@ -321,7 +323,7 @@ class Rank:
         self.given[unit.index] += 1
         if self.reductions.count(unit.index, 0):
             self.reductions.send_complete()
-            self.backward_uses.end(unit)
+            self.backward_uses.gradients_came(unit)
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
         later = (self.since,) if self.since else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
@@ -16,13 +17,17 @@ from zeropp.order.reductions import Reductions
 from zeropp.order.schedule import Schedule
 from zeropp.params.unit import Unit
 
-__all__ = ["BackwardUses", "Kept", "Touched"]
+__all__ = ["TOLD_APART", "BackwardUses", "Kept", "Touched"]
+
+TOLD_APART = 8  # forwards before a backward, and backwards after them, by which kinds of backwards are told apart
 
 
 class BackwardUses:
     """Units in use by the running backward.
 
-    A unit is done with when its gradients have come and, if some of it is frozen, the inputs of every call theirs.
+    A unit is done with when its gradients have come and, if some of it is frozen, the inputs of every call theirs. The
+    call may still read weights after their last gradient: those that its forward detached, or those that checkpointing
+    inside the module computes with once more. So the unit stays until backward comes to a module outside of this one.
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, reductions: Reductions) -> None:
@@ -32,9 +37,14 @@ class BackwardUses:
         # Unit in use -> calls of frozen modules that backward has reached and not left. Zero is an entry, too: the unit
         # stays until its gradients have come.
         self._calls: dict[int, int] = {}
+        self._paths: dict[int, str] = {}  # of the module around the call of each that backward has reached last
+        self._complete: list[Unit] = []  # of those in use, those whose gradients have come
         self._whole: dict[int, None] = {}
         self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # of each unit, calls that a backward may come to
         self.fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}  # made in this backward, and not come to yet
+        # The last call of each forward since the last backward; None if its calls were not noted.
+        self._forwards: deque[weakref.ref[BackwardCall] | None] = deque(maxlen=TOLD_APART)
+        self._last_call: weakref.ref[BackwardCall] | None = None
         # Unit, and position among its trainable parameters, of the one that had a gradient last.
         self.last_gradient = 0, 0
 
@@ -62,9 +72,24 @@ class BackwardUses:
     def expect_call(self, call: BackwardCall, outputs: list[Tensor]) -> None:
         """A backward may come to this call, and perhaps to others of the same units."""
         call.note_outputs(outputs)
+        self._last_call = weakref.ref(call)
         for unit in call.hooked.units:
             if not unit.persistent:
                 self._made.setdefault(unit.index, []).append(weakref.ref(call))
+
+    def forward_ended(self, *, first: bool) -> None:
+        """A forward with a graph is over; ``first`` if it is the first one since a backward."""
+        if first:
+            self._forwards.clear()
+        self._forwards.append(self._last_call)
+        self._last_call = None
+
+    def _is_partial(self) -> bool:
+        """Whether the running backward may leave out one of several forwards before it."""
+        if len(self._forwards) < 2:
+            return False
+        calls = [ref() if ref is not None else None for ref in self._forwards]
+        return None in self._forwards or any(call is not None and not call.is_to_come() for call in calls)
 
     def expect_fresh_call(self, call: BackwardCall) -> None:
         """Checkpointing has run a module again in this backward, and may come to this call while it lives."""
@@ -84,6 +109,7 @@ class BackwardUses:
         """No backward of what has run so far is to come."""
         self._whole.clear()
         self._made.clear()
+        self._forwards.clear()
 
     def begin(self) -> None:
         """Fetch what is needed for the whole backward, last things first."""
@@ -92,15 +118,19 @@ class BackwardUses:
         for index, made in self._made.items():
             self._made[index] = [ref for ref in made if ref() is not None]
             to_come[index] = sum(call.is_to_come() for ref in made if (call := ref()) is not None)
-        self._schedule.expect_reached(to_come)
+        self._schedule.expect_reached(to_come, partial=self._is_partial())
         # Nothing tells the true order, and backward usually goes through the model from its end.
         for index in sorted(self._whole, reverse=True):
             self.use(self._units[index])
 
-    def use(self, unit: Unit, *, lasting: bool = False) -> None:
-        """Have a unit for this backward; ``lasting`` if a call needs it until the gradients of its inputs have come.
+    def use(self, unit: Unit, path: str = "", *, lasting: bool = False) -> None:
+        """Have a unit for this backward.
 
-        If a call's inputs need no gradient, nothing signals that it is done before backward ends.
+        Args:
+            unit: to have.
+            path: of the module whose call needs it.
+            lasting: the call needs it until the gradients of its inputs have come. If those need no gradient, nothing
+                signals that it is done before backward ends.
         """
         # One user for the whole backward, however many calls and outputs ask for the unit; calls are counted apart.
         if unit.index not in self._calls:
@@ -108,6 +138,8 @@ class BackwardUses:
             unit.users += 1
             self._schedule.use(unit)
         self._calls[unit.index] += lasting
+        if not _is_inside(path, self._paths.get(unit.index)):
+            self._paths[unit.index] = path
 
     def call_ended(self, unit: Unit) -> None:
         """The inputs of a call have their gradients."""
@@ -115,6 +147,20 @@ class BackwardUses:
         if self._calls.get(unit.index, 0) > 0:
             self._calls[unit.index] -= 1
         self.end(unit)
+
+    def gradients_came(self, unit: Unit) -> None:
+        """The gradients of a unit have come; its call may not be over."""
+        if unit.index in self._calls:
+            self._complete.append(unit)
+
+    def come_to(self, path: str) -> None:
+        """Backward comes to a module: calls of others that are not around it are over."""
+        if self._complete:
+            around = [unit for unit in self._complete if _is_inside(path, self._paths.get(unit.index))]
+            over = [unit for unit in self._complete if unit not in around]
+            self._complete = around
+            for unit in over:
+                self.end(unit)
 
     def end(self, unit: Unit) -> None:
         """Let go of a unit if this backward is done with it."""
@@ -127,6 +173,7 @@ class BackwardUses:
                 self._schedule.expect_again([unit])
             # Before the release, so that a further use of the unit begins anew.
             del self._calls[index]
+            self._paths.pop(index, None)
             self._release(unit)
 
     def give_up(self) -> bool:
@@ -135,6 +182,8 @@ class BackwardUses:
         # it is not in this graph.
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
+        self._paths.clear()
+        self._complete.clear()
         self.fresh.clear()
         for unit in left:
             self._release(unit)
@@ -143,12 +192,19 @@ class BackwardUses:
     def forget(self) -> None:
         """A pass failed, and everything is released elsewhere."""
         self._calls.clear()
+        self._paths.clear()
+        self._complete.clear()
         self.fresh.clear()
         self.forget_graphs()
 
     def _release(self, unit: Unit) -> None:
         unit.users -= 1
         self._schedule.live_units.release_if_unused(unit)
+
+
+def _is_inside(path: str, other: str | None) -> bool:
+    """Whether a module is inside another one; in none, if that is None."""
+    return other is not None and path != other and (other == "" or path.startswith(f"{other}."))
 
 
 def _trainable(unit: Unit) -> list[nn.Parameter]:

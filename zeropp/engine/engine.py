@@ -22,7 +22,7 @@ from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
-from zeropp.engine.backward import BackwardUses, Kept, Touched
+from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
 from zeropp.engine.idle import refuse_compiled_autograd, refuse_occupied
 from zeropp.engine.listener import Listener
@@ -44,8 +44,6 @@ from zeropp.params.loss_scale import LossScale
 from zeropp.params.unit import Unit, UnitState
 
 __all__ = ["Engine"]
-
-_TOLD_APART = 8  # forwards before a backward, and backwards after them, by which kinds of backwards are told apart
 
 
 class Engine(GuardHandler):
@@ -144,6 +142,8 @@ class Engine(GuardHandler):
                 self._begin_forward(hooked, training)
             if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too
                 changed = cast_inputs(args, kwargs, self.input_dtype)
+            if self.phase is Phase.BACKWARD:
+                self._backward.come_to(hooked.path)  # checkpointing runs it once more
             for unit in hooked.units:
                 unit.users += 1
                 unit.entered += 1
@@ -197,15 +197,16 @@ class Engine(GuardHandler):
             if self._since:
                 self.schedule.unrecorded.clear()
             self._since = 0
-            self._outstanding = outstanding[-_TOLD_APART:]
+            self._outstanding = outstanding[-TOLD_APART:]
         self.schedule.begin(key, self._backward_key(self._outstanding) if grad else None)
         self.phase = Phase.FORWARD
-        self.notes_calls = self.schedule.repeats
+        self.notes_calls = self.schedule.repeats or self.schedule.learning
         self._expose(unit for unit in self.persistent if not unit.announced)
 
     def _end_forward(self) -> None:
         if torch.is_grad_enabled():
             self._backward.expect_in_backward(self._touched.expected(), whole=True)
+            self._backward.forward_ended(first=len(self._outstanding) == 1)
         self._touched.let_go()
         if self._backward.give_up():  # gradients were computed inside forward; a backward to come is another one
             self._backwards += 1
@@ -221,10 +222,11 @@ class Engine(GuardHandler):
             return  # by another of its outputs
         call.reached = self._backwards
         self._begin_backward(by_output=True)
+        self._backward.come_to(call.hooked.path)  # first: what it lets go, this call may be the last to keep
         if call.expected or self._backward.fresh:
             self._backward.note_reached(call)
         for unit in call.hooked.units:
-            self._backward.use(unit, lasting=unit in call.hooked.with_frozen)
+            self._backward.use(unit, call.hooked.path, lasting=unit in call.hooked.with_frozen)
 
     def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
         """A call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""
@@ -246,7 +248,7 @@ class Engine(GuardHandler):
         self._backward.last_gradient = index, position
         if self.reductions.count(index, position):
             self.reductions.send_complete()
-            self._backward.end(self.units[index])
+            self._backward.gradients_came(self.units[index])
 
     def _begin_backward(self, *, by_output: bool = False) -> None:
         if self.running:
@@ -290,7 +292,7 @@ class Engine(GuardHandler):
         # Which units a backward comes to follows from the forwards that it may go back through, and from how many
         # backwards have gone over them before.
         holding = self.reductions.holding if self._trains else None
-        later = (min(self._since, _TOLD_APART),) if self._since else ()
+        later = (min(self._since, TOLD_APART),) if self._since else ()
         return ("backward", holding, self.trained_set, *outstanding, *later)
 
     # Parameters touched elsewhere, persistent ones, failures.

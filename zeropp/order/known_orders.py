@@ -104,14 +104,17 @@ class _Variants:
 
     Attributes:
         varies: whether such phases have been seen to differ, between ranks or from one time to the next.
-        unseen: whether there are modules that no rank had run in one when it was learned, and that any rank's data may
-            call for.
+        unseen: whether any rank's data may call for modules that no rank had run in one when it was learned; or for
+            more runs of one, as in another mode of the model, in which ranks have branched.
+        partial: whether such a backward has left out one of several forwards before it; then the next one may come to
+            it.
         unrecorded: calls without a graph in a forward with one, the most that any rank had: (path, unit) -> how many.
         forks: uses up to where a rank once needed what no known order had; the oldest first.
     """
 
     varies: bool = False
     unseen: bool = False
+    partial: bool = False
     unrecorded: Counter[tuple[str, int]] = field(default_factory=Counter)
     known: list[CollectiveOrder] = field(default_factory=list)
     forks: list[tuple[int, ...]] = field(default_factory=list)
@@ -168,6 +171,9 @@ class KnownOrders:
         # Forward or backward -> units ever used in one, or foreseen. These only grow: parameters that are frozen now
         # may be trained again, and the round that it costs is cheaper than a rank that nobody hears.
         self._units: dict[object, set[int]] = {}
+        # Path of a module -> the most often that any rank has run each module in a forward of it in which ranks
+        # branched.
+        self._branched: dict[object, Counter[str]] = {}
 
     def expected(self, key: PhaseKey | None) -> CollectiveOrder | None:
         """The order that the next phase of this kind is most likely to have."""
@@ -201,11 +207,12 @@ class KnownOrders:
         """Whether a rank that follows ``order`` may need what the others do not.
 
         Phases of this kind have been seen to differ, or forwards before this backward, or others of forward or backward
-        to use more units; or there are modules that have not been run yet, and any rank's data may call for them.
+        to use more units; or there are modules that have not been run yet, and any rank's data may call for them; or a
+        backward may come to a part of the forwards before it.
         """
         # See [Note: how ranks may diverge].
         known = self._known[key]
-        if known.varies or known.unseen or not self._units[key[0]].issubset(order.uses):
+        if known.varies or known.unseen or known.partial or not self._units[key[0]].issubset(order.uses):
             return True
         if key[0] == "forward":
             return not self._reach(key).units.issubset(order.uses)
@@ -256,6 +263,10 @@ class KnownOrders:
         """Note that ranks differed in a phase of this kind, or may when there is one."""
         self._known.setdefault(key, _Variants()).varies = True
 
+    def note_partial(self, key: PhaseKey, partial: bool) -> None:
+        """Note whether a backward of this kind has left out one of the forwards before it, on any rank."""
+        self._known[key].partial = partial
+
     def expect_in_backward(self, units: Iterable[int]) -> None:
         """Note that the backward of some rank may use these: which of a forward's outputs it starts at is its own."""
         self._units.setdefault("backward", set()).update(units)
@@ -284,9 +295,19 @@ class KnownOrders:
             variants.add_fork(fork)
         variants.varies |= mixed
         if unrecorded is not None and key[0] == "forward":
-            variants.unseen = not self._reach(key).modules.issubset(order.called)
             variants.unrecorded |= unrecorded
+            if mixed:
+                self._branched[key[1]] = self._branched.get(key[1], Counter[str]()) | order.called
+            self._note_unseen(key[1])
         self._units.setdefault(key[0], set()).update(order.uses)
+
+    def _note_unseen(self, path: object) -> None:
+        """Look again which kinds of forwards of a module may run more than was known when they were learned."""
+        branched = self._branched.get(path, Counter[str]())
+        for key, variants in self._known.items():
+            if key[:2] == ("forward", path) and variants.known:
+                called = variants.known[0].called
+                variants.unseen = not self._reach(key).modules.issubset(called) or not branched <= called
 
     def postpone(self, key: PhaseKey, units: dict[int, tuple[bool, ...]]) -> None:
         """``units`` (with which parameters are trained) had stray gradients: expect them at the end, from now on."""

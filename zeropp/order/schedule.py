@@ -50,7 +50,9 @@ _log = logging.getLogger("zeropp")
 _BEGIN, _ROUND, _FORK, _AGAIN = 1, 2, 3, 4  # kinds of exchange
 _NONE = -1  # "I want nothing more in this phase"; "I have not left the order"
 _OFFERS = 4  # finished units a rank offers for reduction in one round; with its want they must fit an exchange
-_STRAYS, _NOVEL = 1, 2  # told in an exchange at a fork: gradients of this rank that nothing sends, modules it never ran
+# Told in an exchange at a fork: gradients of this rank that nothing sends, modules it never ran, a forward before this
+# backward that it leaves out.
+_STRAYS, _NOVEL, _PARTIAL = 1, 2, 4
 _GATHER = 1  # kind in the issue hash
 _KEEP = 2**40  # calls that are never made: the unit stays until the phase ends
 
@@ -105,6 +107,7 @@ class Schedule:
         self._called: Counter[str] = Counter()  # how many calls of each module those were
         self._nested = False  # whether this rank has run a module inside another one that uses its unit
         self._novel = False  # whether this rank has called one that the order does not have
+        self._partial = False  # whether the running backward leaves out one of the forwards before it
         self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
         self._own: set[int] = set()  # units this rank has used in the running phase
@@ -133,7 +136,7 @@ class Schedule:
         if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
         self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
-        self._calls, self._places, self._called, self._novel = [], {}, Counter(), False
+        self._calls, self._places, self._called, self._novel, self._partial = [], {}, Counter(), False, False
         self._before, self._nested = Counter(self.unrecorded) if self.unrecorded else Counter(), False
         if self._failed and not self.silent:
             self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")
@@ -209,8 +212,19 @@ class Schedule:
             if unit.entered == 1 and not unit.persistent:
                 self.unrecorded[path, unit.index] += 1
 
-    def expect_reached(self, calls: dict[int, int]) -> None:
-        """The backward that begins will come to so many calls of each of these units."""
+    @property
+    def learning(self) -> bool:
+        """Whether the order of the running phase is being learned."""
+        return self._order is None
+
+    def expect_reached(self, calls: dict[int, int], *, partial: bool) -> None:
+        """The backward that begins will come to so many calls of each of these units.
+
+        Args:
+            calls: how many, for each unit of which that is known.
+            partial: whether it may leave out a forward before it.
+        """
+        self._partial = partial
         if self._counted and self._order is not None:
             if calls:
                 uses = Counter(self._order.uses)
@@ -319,14 +333,14 @@ class Schedule:
             self.reductions.reused.update(unit for unit, uses in Counter(self._learned).items() if uses > 1)
         repeats = self.key[0] == "forward" and (self._nested or len(self._own) < sum(self._calls))
         unrecorded = self.unrecorded - self._before
-        used = self._in_backward, unrecorded, repeats, (self._own, self._calls, self._called)
+        used = self._in_backward, unrecorded, repeats, (self._own, self._calls, self._called), self._partial
         accounts = self.agreement.exchange_objects(used, f"at the end of {self.agreement.where}")
         own, _, paths = accounts[0][3]
-        mixed = any((own, paths) != (each[0], each[2]) for *_, each in accounts)
+        mixed = any((own, paths) != (each[0], each[2]) for *_, each, _ in accounts)
         # The most that any rank had: ranks that run alike in another order may share them out otherwise.
-        calls = tuple(map(max, zip(*(each[1] for *_, each in accounts), strict=True)))
+        calls = tuple(map(max, zip(*(each[1] for *_, each, _ in accounts), strict=True)))
         called: Counter[str] = Counter()
-        for units, counts, repeats, (_, _, paths) in accounts:
+        for units, counts, repeats, (_, _, paths), _ in accounts:
             called |= paths
             self.known.expect_in_backward(units)
             unrecorded |= counts
@@ -334,6 +348,8 @@ class Schedule:
                 self.repeats = True
         order = replace(order, calls=() if mixed else calls, called=called)
         self.known.remember(self.key, order, mixed=mixed, fork=self._new_fork, unrecorded=unrecorded)
+        if self.key[0] == "backward":
+            self.known.note_partial(self.key, any(each[-1] for each in accounts))
 
     def abort(self, *, running: bool) -> None:
         """Forget a phase that failed, if one was ``running``; nothing stays gathered.
@@ -439,7 +455,7 @@ class Schedule:
         self.reductions.before_use(place)
         # Told with the last word alone: if ranks learn on from here instead, that sends strays at its end.
         strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()
-        more = strays * _STRAYS | self._novel * _NOVEL
+        more = strays * _STRAYS | self._novel * _NOVEL | self._partial * _PARTIAL
         doing = self._asking(unit)
         rows = self.agreement.exchange(_FORK, [_NONE if unit is None else unit.index, self._left, more], doing)
         if any(row[2] & _NOVEL for row in rows):
@@ -448,6 +464,8 @@ class Schedule:
         if not wants and place == len(order.uses):
             if any(row[2] & _STRAYS for row in rows):
                 self._postpone_strays()
+            if self.key[0] == "backward":
+                self.known.note_partial(self.key, any(row[2] & _PARTIAL for row in rows))
             return True
         branch = self.known.branch(self.key, order, place, wants)
         # Where each rank goes its own way, as through experts, there are as many orders as combinations. If their union
