@@ -317,3 +317,28 @@ def asks_for_input_gradients(stage: int, how: str, always: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_backwards_without_gradients_of_parameters(stage: int, how: str, always: bool) -> None:
     run_ranks(2, asks_for_input_gradients, stage, how, always)
+
+
+def edited_after_a_backward_over_more(stage: int) -> list[bool]:
+    """A backward comes to two forwards where one of its kind came to the second alone; then gradients are halved."""
+    pair = Pair(Net(), make_config(stage=stage))
+    x, taken = torch.arange(18, dtype=torch.float64).reshape(3, 6) / 18, []
+    for together in (False, True, True):
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+            first, second = model(x), model(x * 2)
+            if together:
+                (first + second).backward()
+            else:
+                second.backward()
+                first.backward()
+            halve(parameter for group in optimizer.param_groups for parameter in group["params"])
+            optimizer.step()
+            optimizer.zero_grad()
+        taken.append(pair.optimizer.step_was_taken)
+        pair.check()
+    return taken
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_edited_after_a_backward_over_more_forwards(stage: int) -> None:
+    assert run_ranks(2, edited_after_a_backward_over_more, stage) == [[True] * 3] * 2

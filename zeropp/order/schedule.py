@@ -22,8 +22,10 @@ all ranks learned it. A rank counts: plus the calls of each use that it passes, 
 It lets a unit go only where that count is not above zero. So whenever it does not have a unit, the uses that are left
 serve at least as many calls as it may still make, and the next call finds one. A module that is mostly run inside
 another one of its unit is not counted then; where a rank runs it outside, it keeps the unit until the phase ends. The
-calls that a backward is going to come to are not counted, either: autograd tells them. A rank that alone runs a module
-more often than any rank ever did is an error.
+calls that a backward is going to come to are not counted, either: autograd tells them. Where such a backward has left
+out one of several forwards before it, ranks listen at the end of the next ones, which may come to it and bring more
+gradients. A rank that alone runs a module more often than any rank ever did is an error; but if ranks have branched in
+forwards of the same module in another mode, as in evaluation, the most that any rank ran there is listened for, too.
 """
 
 from __future__ import annotations
