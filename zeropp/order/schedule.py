@@ -109,6 +109,8 @@ class Schedule:
         self._called: Counter[str] = Counter()  # how many calls of each module those were
         self._nested = False  # whether this rank has run a module inside another one that uses its unit
         self._novel = False  # whether this rank has called one that the order does not have
+        # Whether any rank has edited gradients before a step: what is sent after an edit would miss it.
+        self.edits = False
         self._partial = False  # whether the running backward leaves out one of the forwards before it
         self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
@@ -304,6 +306,8 @@ class Schedule:
         """Whether a rank may ask for more at the end of the order that is followed."""
         if self._order is None or self.static or self.silent:
             return False
+        if self.edits and self.key[0] == "backward" and self.reductions.may_bring_more(self._order):
+            return True
         return self.known.may_vary(self.key, self._order)
 
     def note_passed_over(self, anywhere: bool) -> None:
