@@ -97,6 +97,7 @@ def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:
     found = []
     for each in buffer.fragments():
         name = buffer.names[each.slot]
+        # Parameters without values were filled with NaN when the model was built; NaN that is left was never loaded.
         if name in names and row[each.offset : each.offset + each.stop - each.start].isnan().any():
             found.append(name)
     return found

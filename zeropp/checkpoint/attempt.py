@@ -283,6 +283,7 @@ def check_target(path: Path) -> None:
 def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEntry], dict[str, TensorEntry]]:
     files: list[FileEntry] = []
     found: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]] = {}
+    # A tensor without elements is among no rank's boxes, and has to be named all the same.
     for name, (dtype, shape) in contents.shapes.items():
         found[name] = dtype_code(dtype, name), shape, []
     for each in written:

@@ -82,6 +82,7 @@ class _Folder:
         for index, info in metadata.get("storage_data").items():
             offset = index.get("offset")
             stored[index.get("fqn"), None if offset is None else tuple(offset)] = info
+        # torch flattens nested dicts to names with dots, and keeps the paths here.
         paths = metadata.get("planner_data") or {}
         for name, entry in metadata.get("state_dict_metadata").items():
             path = tuple(map(str, paths[name])) if name in paths else (name,)

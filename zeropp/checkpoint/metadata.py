@@ -227,6 +227,7 @@ class Metadata(_Entry):
     def _check(self, path: Path) -> None:
         """What the types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""
         for file in self.files:
+            # A name with folders in it could lead reads, and removals, out of the checkpoint.
             if Path(file.name).name != file.name or file.name in ("", ".", "..") or "\0" in file.name:
                 raise CheckpointError(f"{path} names a file {file.name!r}, which is no plain name")
         for name, tensor in self.tensors.items():

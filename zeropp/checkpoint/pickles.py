@@ -127,6 +127,7 @@ def _checked(
     return found
 
 
+# Functions that pickles of torch.save name, and those called in their place. Tensors become notes of where they lie.
 _FUNCTIONS: dict[tuple[str, str], Callable[..., object]] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
@@ -136,8 +137,10 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., object]] = {
     ("torch.serialization", "_get_layout"): str,
     ("torch", "device"): lambda *args: ":".join(map(str, args)),
     ("collections", "OrderedDict"): OrderedDict,
+    # Protocol 2, which torch.save uses, has bytes as text that is to be encoded.
     ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
     ("builtins", "set"): set,
+    # Python 2's name of the module, which protocol 2 writes.
     ("__builtin__", "set"): set,
 }
 _STORAGES = {
@@ -177,6 +180,7 @@ class _Unpickler(pickle.Unpickler):
             return dtype
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
+        # Without a dtype of its own: each tensor in it brings one.
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return None
         if self._records(module, name):

@@ -89,6 +89,7 @@ class Restore:
             self.result.missing, self.result.unexpected = compare(
                 self.named, aliases, self._renamed, self.metadata, strict
             )
+            # Files of other programs may have different values under names that are tied here.
             if strict and not self.metadata.world:
                 require_equal(engine, aliases, self._renamed, source)
         if self._loads_optimizer:
@@ -148,6 +149,7 @@ class Restore:
     def _compare_modules(self, strict: bool) -> None:
         """States that modules have besides tensors (``get_extra_state``), by torch's names for them."""
         there = {_extra_key(path) for path in self.metadata.values.get("modules", {})}
+        # Files of other programs have no extra states of modules, so none are missing.
         modules = self.model.named_modules()
         here = {_extra_key(path) for path, each in modules if has_extra_state(each)} if self.metadata.world else there
         self.result.missing += sorted(here - there)
@@ -312,11 +314,13 @@ class Restore:
         read: dict[nn.Parameter, dict[str, Any]] = {}
         names = {part.parameter: part.name for part in optimizer.slices.cut}
         for group, settings in zip(inner.param_groups, self.values["groups"], strict=True):
+            # torch takes groups as they are loaded, and would drop settings that the checkpoint does not have.
             kept = {key: value for key, value in group.items() if key != "params"}
             numbers = []
             for parameter in group["params"]:
                 found = self.states.get(parameter)
                 if found:
+                    # Counts of steps are cloned: two slices of a parameter count for themselves, in place.
                     read[parameter] = state[index] = {
                         k: v.clone() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in found.items()
                     }

@@ -179,6 +179,7 @@ def _prepare(
         return found
 
     collected, error, told = tried(prepare)
+    # A rank that has failed still takes part in the exchange, to say so.
     found = collected or Contents()
     own = (told, found.digest, secrets.token_hex(4))
     accounts = engine.agreement.exchange_objects(own, f"preparing the checkpoint {str(target)!r}")

@@ -120,6 +120,7 @@ class NamedBlock(Block):
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
         """Leaves out arguments beside `params` that repeat what is in it, or what holds anyway."""
         inside = given.get("params")
+        # DeepSpeed reads `params` alone, so what stands beside it and says the same changes nothing there, either.
         known = {**cls.harmless, **inside} if isinstance(inside, Mapping) else cls.harmless
         fields = {*cls.model_fields}
         return {key: value for key, value in given.items() if key in fields or key not in known or known[key] != value}

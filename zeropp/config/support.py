@@ -251,6 +251,7 @@ def require_supported(config: Config) -> None:
 
 def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
     model = type(block)
+    # Governed settings are passed over: what they depend on is refused instead.
     for name, support in SUPPORT[model].items():
         # By field and not by what was given: a default that is not honoured would show, too.
         value = getattr(block, name)
@@ -267,6 +268,7 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {_with_reason(remedy, support)}"
         elif support.kind is Kind.OFF and switched_on(value):
             remedy = _with_reason(support.remedy, support)
+            # Cut short, since blocks such as data_efficiency may be pages long.
             yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {remedy}"
 
 

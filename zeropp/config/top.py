@@ -122,6 +122,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     def steps_on_host(self) -> bool:
         """Whether the host's cores step what is in the host's memory or in files."""
         block = self.zero.offload_optimizer
+        # A ratio of 0 leaves every state on the device.
         return block is not None and block.device != "none" and block.ratio > 0
 
     @property

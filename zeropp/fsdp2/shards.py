@@ -30,6 +30,7 @@ Parts = tuple[int, ...]
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+# Units are keys of dicts, by identity.
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
     """Parameters that FSDP2 shards, gathers and reduces together: those of one ``fully_shard`` call on one mesh.
@@ -88,6 +89,7 @@ class ShardedUnit:
 
     def finishes(self, finish: Callable[[Tensor], None]) -> bool:
         """Whether FSDP2 calls this after each reduction."""
+        # Not by identity: Python makes a new bound method at each access.
         return bool(self.param_group._all_reduce_hook == finish)
 
     def watch(self, note: Callable[[Parts], None]) -> None:
