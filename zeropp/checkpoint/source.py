@@ -76,7 +76,7 @@ class _Request:
     @property
     def in_place(self) -> bool:
         """Whether bytes of the file may go there as they are."""
-        # Its elements lie apart in the file.
+        # Its elements do not lie in the file in the order of the view.
         if isinstance(self.entry, StridedBox):
             return False
         return self.into.dtype == self.dtype and self.into.is_contiguous() and self.into.device.type == "cpu"

@@ -71,8 +71,7 @@ class Adapter:
         Raises:
             ValueError: other units, hops, parameters, ranks or sizes.
         """
-        # Parameters may have been frozen or unfrozen since the last backward; errors of those that are trained now
-        # count.
+        # Parameters may have been frozen or unfrozen since the last backward, and errors follow those that are trained.
         for unit, (_, reduce) in self._comms.items():
             reduce.follow(unit.trained())
         own = {name: feedback.state for name, feedback in self._feedbacks().items()}
