@@ -158,8 +158,8 @@ def _check(
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
             raise TypeError(
-                f"micro-batch {number} is a {type(pair).__name__}{length}; expected a pair (inputs, target), of which "
-                "the first stage gets the one, and loss_fn the other. Either may be anything"
+                f"micro-batch {number} is a {type(pair).__name__}{length}; expected a pair (inputs, target): "
+                "the first stage gets the inputs, and loss_fn the target, each of any type"
             )
     if not pairs:
         raise ValueError("accumulate got no micro-batches; expected one or more pairs (inputs, target)")

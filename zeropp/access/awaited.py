@@ -37,7 +37,7 @@ def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> Non
 
 
 def lacks_values(engine: Engine) -> bool:
-    """Whether this rank's part of some parameter was built without values, and none were loaded. Local."""
+    """Tell whether this rank's part of some parameter was built without values, and none were loaded. Local."""
     awaited = _awaited.get(engine)
     return awaited is not None and any(_missing(buffer, awaited.names) for buffer in engine.buffers)
 

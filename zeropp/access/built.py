@@ -61,7 +61,7 @@ class PiecesLoan:
         self._values: list[Tensor] = []
 
     def give_back(self) -> None:
-        """What the user has made of the values is kept until :meth:`finish`."""
+        """Take the parameters back; the user's values are kept until :meth:`finish`."""
         self._values = [parameter.data for parameter, _ in self._pieces]
         for parameter, piece in self._pieces:
             piece.take_back(parameter)

@@ -53,7 +53,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a call, or the configuration of ``zeropp.initialize``, has made this very module a leaf."""
+    """Tell whether a call, or the configuration of ``zeropp.initialize``, has made this very module a leaf."""
     return bool(model.__dict__.get(LEAF_AS, False))
 
 

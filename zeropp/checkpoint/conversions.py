@@ -47,7 +47,7 @@ class _Group:
     outputs: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
     def run(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """What is made, by the converter's names."""
+        """The tensors that the group makes, by the converter's names."""
         if self.converter is None:
             return {self.first: get(self.inputs[0][1])}
         # It collects what it is given, and is used once.
@@ -207,7 +207,7 @@ class Outgoing:
             self.kinds |= {name: (dtype, shape) for name, dtype, shape in group.outputs.values()}
 
     def wanted(self, name: str, writes: Callable[[str], bool]) -> bool:
-        """Whether a tensor of the model is a part of one that ``writes`` says yes to."""
+        """Tell whether a tensor of the model is a part of one for which ``writes`` returns true."""
         return any(writes(made) for made, _, _ in self._group[name].outputs.values())
 
     def give(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:

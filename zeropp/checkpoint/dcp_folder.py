@@ -40,7 +40,7 @@ def _is_known(module: str, name: str) -> bool:
 
 
 def find_dcp(folder: Path) -> Found:
-    """What a folder holds: tensors by their boxes, of which each is looked for when it is read.
+    """The contents of a folder: tensors by their boxes, each of which is located when it is read.
 
     Raises:
         CheckpointError: its metadata is damaged, or names what is not DCP's.

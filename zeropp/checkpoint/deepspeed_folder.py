@@ -83,7 +83,7 @@ def optim_files(folder: Path) -> list[Path]:
 
 
 def is_known(module: str, name: str) -> bool:
-    """Whether a class that a pickle names is one of those that stand in DeepSpeed's files."""
+    """Tell whether a class that a pickle names is one of those that stand in DeepSpeed's files."""
     # Its loss scaler, its number of a stage and the like; and what numpy leaves in the states of users.
     return module.split(".")[0] in ("deepspeed", "numpy")
 

@@ -21,7 +21,7 @@ __all__ = ["Record", "Stored", "read_pickle"]
 
 
 class Record:
-    """What stands for an object of a class that is known here by its name alone.
+    """A stand-in for an object of a class that is known here by its name alone.
 
     Attributes:
         name: of the class.
@@ -118,7 +118,7 @@ def _checked(
     storage: _Storage, dtype: torch.dtype | None, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Stored:
     if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor is of no dtype")
+        raise ValueError("a tensor has no dtype")
     if len(shape) != len(strides) or any(type(each) is not int or each < 0 for each in (*shape, *strides, offset)):
         raise ValueError(f"a tensor has shape {shape} and strides {strides}")
     found = Stored(storage.begin + offset * dtype.itemsize, dtype, tuple(shape), tuple(strides))
@@ -196,7 +196,7 @@ class _Unpickler(pickle.Unpickler):
             raise ValueError(f"a storage is given as {pid!r}")
         begin, nbytes = self._storage(str(key))
         if numel * (1 if dtype is None else dtype.itemsize) > nbytes:
-            raise ValueError(f"storage {key!r} has {nbytes} bytes, and would have {numel} elements")
+            raise ValueError(f"storage {key!r} has {nbytes} bytes, too few for its {numel} elements")
         return _Storage(begin, nbytes, dtype)
 
 

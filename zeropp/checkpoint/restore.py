@@ -32,12 +32,12 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 __all__ = ["IN_PART", "Loaded", "Restore"]
 
 IN_PART = "weights and states are changed in part: load again, or another checkpoint"
-"""How things are after an error from here on."""
+"""The state of things after an error from here on."""
 
 
 @dataclass
 class Loaded:
-    """What a load has found.
+    """The result of a load.
 
     Attributes:
         extra: values of the checkpoint that are no objects' states, by name.
@@ -117,7 +117,7 @@ class Restore:
         return self.optimizer is not None and "optimizer" in self.kinds and "groups" in self.metadata.values
 
     def _compare_optimizers(self, strict: bool) -> None:
-        """Whether the states are of another class of optimizer, and its switches set otherwise."""
+        """Refuse, or warn of, states of another class of optimizer, and warn of switches that were set otherwise."""
         assert self.optimizer is not None
         first = self.engine.comm.rank == 0
         here, there = type(self.optimizer.inner).__qualname__, self.metadata.values.get("optimizer")
@@ -125,8 +125,8 @@ class Restore:
             told = f"the checkpoint has states of {there}, and the optimizer is {here}"
             if strict:
                 raise CheckpointError(
-                    f'{told}: they may lack what it steps with; give {there}, load with only=["model"], or '
-                    "strict=False to have them nevertheless"
+                    f'{told}, which may need other states; give {there}, load with only=["model"], or with '
+                    "strict=False to load them nevertheless"
                 )
             if first:
                 notify(told)
@@ -161,7 +161,7 @@ class Restore:
             )
 
     def _own(self) -> dict[str, Any]:
-        """What the checkpoint has of this rank, if it was saved by as many."""
+        """The checkpoint's values of this rank, if it was saved by as many."""
         same = self.metadata.world == self.engine.comm.world
         return self.metadata.ranks[self.engine.comm.rank] if same else {}
 
@@ -207,7 +207,7 @@ class Restore:
         self.source.verify_rest(engine.comm.rank, engine.comm.world)
 
     def _encoded(self) -> dict[str, Any]:
-        """What is no tensor, as the checkpoint has it, of what is asked for."""
+        """The values among what is asked for that are no tensors, in the checkpoint's encoding."""
         own = self._own()
         found: dict[str, Any] = {}
         if "model" in self.kinds:
@@ -229,7 +229,7 @@ class Restore:
         return found
 
     def _read_codes(self) -> None:
-        """What is in codes here: of codes as they are, of values encoded."""
+        """Read parameters that are in codes here: codes as they are, values to be encoded."""
         encoded = Encoded(self.engine, self._renamed, self.metadata)
         values = {part.name.removeprefix(MODEL) for part in encoded.parts}
         for prefix in (CODES, SCALES):

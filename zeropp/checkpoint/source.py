@@ -75,7 +75,7 @@ class _Request:
 
     @property
     def in_place(self) -> bool:
-        """Whether bytes of the file may go there as they are."""
+        """True if bytes of the file may go to their place as they are."""
         # Its elements do not lie in the file in the order of the view.
         if isinstance(self.entry, StridedBox):
             return False
@@ -311,7 +311,7 @@ class Source:
         self._verified[number] |= verified
 
     def _path_of(self, number: int) -> Path:
-        """Where a file is, if it has its size."""
+        """The path of a file, if it has its size."""
         file = self.metadata.files[number]
         path = self._folder / file.name
         try:
@@ -343,7 +343,7 @@ class Source:
         return self._sums[number]
 
     def _names(self, number: int, stretch: int) -> str:
-        """What lies in a stretch of a file, in words."""
+        """The names of tensors in a stretch of a file, for an error."""
         if number not in self._begins:
             self._begins[number] = sorted(
                 (box.begin, box.box.numel * DTYPES[tensor.dtype].itemsize, name)

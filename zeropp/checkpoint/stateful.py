@@ -32,7 +32,7 @@ __all__ = ["SpreadTensor", "state"]
 
 
 def state(model: nn.Module, optimizer: Optimizer | None = None) -> Stateful:
-    """What ``torch.distributed.checkpoint`` saves and loads of a model and its optimizer.
+    """A model and its optimizer, as ``torch.distributed.checkpoint`` saves and loads them.
 
     ``dcp.save({"app": zeropp.checkpoint.state(model, optimizer)}, checkpoint_id=path)``, ``dcp.load`` and
     ``dcp.async_save`` alike; or ``state(...).state_dict()`` in place of the dict. Collective, as they are. Main weights

@@ -55,7 +55,7 @@ def read_torch_file(
     begin: int = 0,
     length: int | None = None,
 ) -> Any:
-    """What a file of ``torch.save`` holds, with :class:`~zeropp.checkpoint.pickles.Stored` for each tensor.
+    """The contents of a file of ``torch.save``, with :class:`~zeropp.checkpoint.pickles.Stored` for each tensor.
 
     Args:
         path: of the file.

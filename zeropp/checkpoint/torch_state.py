@@ -21,7 +21,7 @@ TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def find_torch(place: Path) -> Found:
-    """What the tensors of a file or a folder are, and where they lie.
+    """The tensors of a file or a folder, and their places.
 
     Raises:
         CheckpointError: a file is missing, is none of ``torch.save``, or names what is not known.

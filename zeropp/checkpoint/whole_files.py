@@ -153,7 +153,7 @@ class WholeFiles:
             os.close(self._open.popitem()[1])
 
     def write_index(self) -> None:
-        """Where each tensor is, if there are several files."""
+        """Write the index that tells each tensor's file, if there are several."""
         if len(self.names) > 1:
             index = {
                 "metadata": {"total_size": sum(map(self._nbytes, self._tensors))},
@@ -164,7 +164,7 @@ class WholeFiles:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file is one that :class:`WholeFiles` has written, by its name and header; or an index, by its name."""
+    """Tell whether :class:`WholeFiles` has written a file, by its name and header; of an index by its name."""
     if not _NAME.fullmatch(path.name) or not path.is_file():
         return path.name == _INDEX
     begin = json.dumps({"__metadata__": _MADE_BY}, separators=(",", ":")).encode()[:-1]

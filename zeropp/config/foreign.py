@@ -202,7 +202,7 @@ ARGUMENTS: Mapping[str, frozenset[str]] = {
 
 
 def place(path: Sequence[str]) -> str:
-    """Where a key that has another name belongs: a path, two of them joined by "or", or nothing.
+    """The right place of a key that has another name: a path, two of them joined by "or", or nothing.
 
     Args:
         path: keys that lead to the unknown one, that one last.

@@ -38,7 +38,7 @@ class AioConfig(Block):
 
 
 class ParallelWriteConfig(Block):
-    """How checkpoint files are shared out among writers."""
+    """The division of checkpoint files among writers."""
 
     pipeline_stage: bool = False
     """Lets the data-parallel ranks of a pipeline stage each write some of its layers. Nothing is left to do: every
@@ -49,7 +49,7 @@ class CheckpointConfig(Block):
     """Saving and loading of training state, by the engine that `zeropp.initialize` makes."""
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
-    """What to do when ranks call `save_checkpoint` with different tags: "FAIL" raises on all of them; otherwise the
+    """Reaction to ranks that call `save_checkpoint` with different tags: "FAIL" raises on all of them; otherwise the
     first rank's names the checkpoint, which is complete, with a warning or, with "IGNORE", without. Letters may be of
     either case."""
 

@@ -1,4 +1,4 @@
-"""Which settings this version honours. Every field has one entry here; what is not honoured is refused."""
+"""The settings that this version honours. Every field has one entry here; the others are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zeropp.config.zero import ZeroConfig
 
 
 class Kind(Enum):
-    """How far a setting reaches in this version."""
+    """The reach of a setting in this version."""
 
     EFFECT = "does what it says, at every value"
     NEEDLESS = "accepted at every value, nothing is left to do; its description says why"
@@ -311,7 +311,7 @@ def _refused_main(config: Config) -> Iterator[str]:
 
 
 def switched_on(value: object) -> bool:
-    """Whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
+    """Tell whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
     if not isinstance(value, Mapping):
         return _is_true(value)
     # Two blocks that say it by a size.

@@ -327,7 +327,8 @@ class ReduceComm(ReduceScatter):
         if parts is not None and buffer.numel() != self.numel(parts):
             raise RuntimeError(
                 f"{self.unit.name}: FSDP2 reduces {buffer.numel()} elements; the gradients of "
-                f"{[self.unit.parameters[at] for at in parts]} have {self.numel(parts)}"
+                f"{[self.unit.parameters[at] for at in parts]} have {self.numel(parts)}. This version of torch packs "
+                "them in a way that zeropp does not know; give vector_bits=None and feedback=None"
             )
         key = (parts, buffer.numel(), buffer.dtype)
         if key not in self._prepared:

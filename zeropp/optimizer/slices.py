@@ -76,12 +76,12 @@ class Slice:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host's cores step it, where they have a step of its optimizer."""
+        """True if the host's cores step this slice, provided that they have a step of its optimizer."""
         return self.buffer is not None and self.offset >= self.buffer.homes.device_numel
 
     @property
     def arrived(self) -> bool:
-        """Whether the view holds a gradient of this step."""
+        """True if the view holds a gradient of this step."""
         return self.source is not None and self.source.arrived
 
     def take_edit(self) -> None:
@@ -251,7 +251,7 @@ class Slices:
         self._optimizer.register_load_state_dict_post_hook(after)
 
     def edited_by_groups(self) -> bool:
-        """Whether the user has edited all tensors of some group since :meth:`accept_edits`; alike on every rank."""
+        """Tell whether the user has edited all of some group since :meth:`accept_edits`; alike on every rank."""
         return any(all(marker.parameter.edited for marker in marks) for marks in self._marks)  # type: ignore[attr-defined]
 
     def accept_edits(self) -> None:
@@ -357,7 +357,7 @@ class Slices:
         self.show_markers(False)
 
     def in_groups(self, parameter: Tensor) -> bool:
-        """Whether a parameter of the model is in one of the groups."""
+        """Tell whether a parameter of the model is in one of the groups."""
         return any(parameter is other for given in self.given for other in given)
 
     def _cut_unit(self, unit: Unit) -> None:
@@ -586,7 +586,7 @@ class _Marker(nn.Parameter):
 
     @property
     def edited(self) -> bool:
-        """Whether it was written to since :meth:`accept_edits`."""
+        """True if the user has written to the marker since :meth:`accept_edits`."""
         return self.replaced or self._versions != self._now()
 
     def accept_edits(self) -> None:

@@ -307,7 +307,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         return loss
 
     def _decide(self) -> Verdict:
-        """Whether a step is to be taken: the step's one host read, or none; see [Note: sums read late]."""
+        """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
         self.outcome.wait(stepping=True)
         return self.boundary.verdict(late=self._update.may_leave_out)
 

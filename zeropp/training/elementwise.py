@@ -24,7 +24,7 @@ class Lion(Optimizer):
         weight_decay: decoupled.
 
     Raises:
-        ValueError: a number that is no use.
+        ValueError: a number is out of range.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What ``initialize`` returns second: a `ZeroOptimizer` that answers what scripts ask DeepSpeed's optimizers."""
+"""The second result of ``initialize``: a `ZeroOptimizer` that answers what scripts ask DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LossScaler:
 
     @property
     def dynamic(self) -> bool:
-        """Whether it moves."""
+        """True if the loss scale is dynamic."""
         return self._optimizer.engine.reductions.loss_scale.dynamic
 
     @property
@@ -81,7 +81,7 @@ class TrainingOptimizer(ZeroOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """True if the loss scale is dynamic."""
         return self.loss_scaler.dynamic
 
     @property
