@@ -112,7 +112,7 @@ class _Folder:
         if info.get("transform_descriptors"):
             raise CheckpointError(
                 f"{str(self._path)!r} has {name!r} compressed by {info.get('transform_descriptors')}, of which no part "
-                "can be read alone; save it without"
+                "can be read alone; save it without compression"
             )
         if Path(path).name != path or type(offset) is not int or type(length) is not int:
             raise CheckpointError(f"{str(self._path)!r} has {name!r} in {path!r}, which is no file of its folder")

@@ -50,7 +50,7 @@ def zero_folder(place: Path, tag: str | None = None) -> Path | None:
             return None
     folder = place / tag
     if Path(tag).name != tag or not folder.is_dir():
-        raise CheckpointError(f"{str(place)!r} has no folder {tag!r}, which is the tag that is given or in latest")
+        raise CheckpointError(f"{str(place)!r} has no folder {tag!r}, the tag that was given or that latest names")
     return folder if _numbered(folder, _OPTIM) else None
 
 
@@ -157,7 +157,7 @@ class ZeroFolder:
         if count != len(self._optims):
             raise CheckpointError(
                 f"{str(self.folder)!r} was written by {count} ranks and has the files of {len(self._optims)}; a "
-                "file is missing, or left of another run"
+                "file is missing, or was left by another run"
             )
         model = self._models[0][1]
         self._add_module()

@@ -186,7 +186,7 @@ class _Unpickler(pickle.Unpickler):
         if self._records(module, name):
             return type("Record", (Record,), {"name": name})
         raise CheckpointError(
-            f"it names {module}.{name}, which loading it by pickle would run or make. Nothing of it is run; values, "
+            f"it names {module}.{name}, which unpickling would call. Nothing was called: values, "
             "tensors and records of the format are all that is read. Save it again without such objects"
         )
 

@@ -84,8 +84,8 @@ class SpreadTensor(Tensor):
             own = args[0]
             return SpreadTensor(own.written, own.read, own.shape, own.dtype)
         raise RuntimeError(
-            f"{function} of a parameter's boxes on this rank, which only torch.distributed.checkpoint can use; whole "
-            "values are in zeropp.full_state(model)"
+            f"{function} was called on a SpreadTensor, this rank's boxes of a parameter, which only "
+            "torch.distributed.checkpoint can use; whole values are in zeropp.full_state(model)"
         )
 
     def _of(self, parts: list[Part]) -> list[Part]:

@@ -211,7 +211,7 @@ class Engine(Saving, Accessors, nn.Module):
         """
         if not self._managed:
             raise RuntimeError(
-                "set_gradient_accumulation_boundary() says nothing with managed_gradient_accumulation false, where "
+                "set_gradient_accumulation_boundary() has no effect with managed_gradient_accumulation false, where "
                 "every step() is a boundary; set it to true, or leave the call out"
             )
         # Until the caller takes it back, which DeepSpeed's does not offer, either.

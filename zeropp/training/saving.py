@@ -302,7 +302,7 @@ class Saving:
         text = f"ranks gave save_checkpoint() different tags: rank 0 {names[0]!r}, and rank {other} {names[other]!r}"
         how = self.loaded_config.checkpoint.tag_validation
         if how == "FAIL":
-            raise TagError(f"{text}; give the same one on every rank, as one that has a time of day is not")
+            raise TagError(f"{text}; give the same one on every rank, without the time of day in it")
         # One warning is enough; a rank of many would say it of names that nobody sees any more.
         if how == "WARN" and engine.comm.rank == 0:
             notify(f"{text}; the checkpoint is saved under the first rank's")
