@@ -237,7 +237,7 @@ class Branch(Node):
         return self.part(0, torch.tanh(self.part(0, x, turn)), turn)
 
     def run_loop(self, x: Tensor, turn: int) -> Tensor:
-        for _ in range(1 + turn % 3):
+        for _ in range(1 + (turn + 1) % 3):
             x = torch.tanh(self.part(0, x, turn))
         return x
 

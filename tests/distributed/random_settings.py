@@ -98,13 +98,13 @@ def draw_settings(
     """Settings for a wrap; ``changed`` replaces some of them once all have been drawn."""
     given = _draw_places(draw, world, folder)
     if given["stage"] == 3:
-        given["persist"] = draw.choice([0, 0, 12, 50, 10**6])
+        given["persist"] = draw.choice([0, 0, 0, 12, 50, 10**6])
         given["prefetch"] = draw.choice([0, 50, 300, 10**6])
         given["live"] = draw.choice([0, 100, 500, 10**9])
         given["reuse"] = draw.choice([0, 100, 400, 10**9])
     given["sub_group_size"] = draw.choice([10**9, 20, 100])
     given["overlap_comm"] = draw.random() < 0.5
-    given["unit_min_blocks"] = draw.choice([0, 0, 1, 128])
+    given["unit_min_blocks"] = draw.choice([0, 0, 0, 1, 128])
     given["lazy_step"] = draw.random() < 0.7
     if draw.random() < 0.2:
         given["unit_numel"] = draw.choice([30, 100, 400])

@@ -48,8 +48,7 @@ def check(seeds: range, world: int, length: int, folder: Path) -> Counter[str]:
 
 @pytest.mark.timeout(600)
 def test_three_hundred_programs(tmp_path: Path) -> None:
-    # Not program 33: a rank comes to a unit once more in a backward than any rank did, and is refused.
-    found = check(range(33), 2, 3, tmp_path) + check(range(34, 300), 2, 3, tmp_path)
+    found = check(range(300), 2, 3, tmp_path)
     wanted = {*CALLS, *LEAVES, *ONE, *TWO, *FORMS, *(f"stage {number}" for number in range(4))}
     assert not wanted - found.keys(), f"no program had {wanted - found.keys()}"
     assert found["right"] >= 285, found

@@ -196,7 +196,7 @@ class Schedule:
                 if unit.state is not UnitState.SHARDED:  # nobody need be asked; but the plan may not leave it again
                     self.passed_over |= unit.users == 1
                     return self._wait_and_expose(unit)
-                self._leave(unit)
+                self._leave(unit, call)
             elif position < stop:
                 stop = position + 1
             for each in self._advance(stop, own=index):
@@ -244,17 +244,22 @@ class Schedule:
         if unit.index in self.live_units.due:
             self.live_units.due[unit.index] -= 1
 
-    def _leave(self, unit: Unit) -> None:
-        """The order does not have this use."""
+    def _leave(self, unit: Unit, call: str | None) -> None:
+        """The order does not have this use; ``call`` as in :meth:`use`."""
         self._left = self._position
         if self.static:
             raise self.agreement.failure(
                 f"asking for unit {unit.name!r}, a use that the order of this kind of pass does not have, though "
                 '{"zeropp": {"static_graph": true}} promises that they are alike'
             )
-        if self._counted:
-            often = f"more often in {self.agreement.where} than any rank ever did"
-            self.agreement.beyond = f"runs a module with weights of unit {unit.name!r} {often}"
+        if self._counted and self._order is not None:
+            often, known = self._called[call or ""], self._order.called[call or ""]
+            if call and often > known:
+                what = f"runs module {call!r}, of unit {unit.name!r}, {often} times"
+                self.agreement.beyond = f"{what} in {self.agreement.where}; no rank ever ran it more than {known}"
+            else:
+                more = f"more often in {self.agreement.where} than any rank ever did"
+                self.agreement.beyond = f"needs weights of unit {unit.name!r} {more}"
 
     def _wait_and_expose(self, unit: Unit) -> None:
         with span("wait", unit.name):
