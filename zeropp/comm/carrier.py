@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, backends
+from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.collective import exchange, naming_absence
 from zeropp.comm.groups import HOST, host_group
 from zeropp.comm.members import Group, group_size, to_process_group
@@ -94,4 +95,7 @@ class Carrier:
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None  # None is for those who are not in the group
-        work.wait(timedelta(seconds=self._seconds))
+        try:
+            work.wait(timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            raise CollectiveError.of(error) from error.__cause__
