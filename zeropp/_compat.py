@@ -80,7 +80,7 @@ def storage_uses(tensor: Tensor) -> int:
 
 
 def is_aliased(tensor: Tensor) -> bool:
-    """Whether anything but this tensor refers to its memory."""
+    """Tell whether anything but this tensor refers to its memory."""
     return storage_uses(tensor) > 1
 
 
@@ -126,7 +126,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> float | Non
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch still knows a group: it forgets all when the default group is destroyed."""
+    """Tell whether torch still knows a group: it forgets all when the default group is destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
@@ -148,7 +148,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> weakref.ref[Callable[
 
 
 def will_execute(node: Node) -> bool:
-    """Whether the running backward pass comes to a node of the graph; a leaf's counts as one in ``autograd.grad``."""
+    """Tell whether the running backward comes to a node of the graph; a leaf's counts as one in ``autograd.grad``."""
     try:
         return torch._C._will_engine_execute_node(node)
     except RuntimeError:
@@ -157,7 +157,7 @@ def will_execute(node: Node) -> bool:
 
 
 def leaves_out(parameters: Iterable[Tensor]) -> bool:
-    """Whether the running backward was asked for the gradients of some tensors, none of ``parameters`` among them.
+    """Tell whether the running backward was asked for gradients of some tensors, none of ``parameters`` among them.
 
     So it is in ``torch.autograd.grad``, which accumulates nothing, and in ``backward(inputs=...)``.
     """
@@ -180,7 +180,7 @@ def leaves_out(parameters: Iterable[Tensor]) -> bool:
 
 
 def _accumulates(parameter: Tensor) -> bool:
-    """Whether the running backward adds to ``.grad`` of a leaf."""
+    """Tell whether the running backward adds to ``.grad`` of a leaf."""
     with unguarded():
         node = get_gradient_edge(parameter).node
     try:
@@ -206,7 +206,7 @@ def uncompiled(function: _F) -> _F:
 
 
 def makes_graph() -> bool:
-    """Whether ``torch.compile`` is making a graph in this thread now; not while a compiled function runs."""
+    """Tell whether ``torch.compile`` is making a graph in this thread now; not while a compiled function runs."""
     return CompileContext.try_get() is not None
 
 
@@ -216,20 +216,20 @@ def break_graph(reason: str) -> NoReturn:
 
 
 def compiles_backwards() -> bool:
-    """Whether compiled autograd is on: a backward that begins now is traced, and its hooks run in another order."""
+    """Tell whether compiled autograd is on: it traces a backward that begins now, and runs hooks in another order."""
     # Only who turns it on imports it.
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return module is not None and bool(module.compiled_autograd_enabled)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
+    """Tell whether ``torch.compile`` or ``module.compile`` made this module's forward one compiled region."""
     # By its name: the class is in torch._dynamo, which takes long to import.
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def replays_cuda_graphs(module: nn.Module) -> bool:
-    """Whether a compiled module is to run as CUDA graphs: ``mode="reduce-overhead"`` or one of its kin."""
+    """Tell whether a compiled module is to run as CUDA graphs: ``mode="reduce-overhead"`` or one of its kin."""
     if not is_compiled(module):
         return False
     chosen: dict[str, Any] | None
@@ -255,17 +255,17 @@ def loss_scale(scaler: torch.amp.GradScaler, device: torch.device) -> Tensor:
 
 
 def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks run behind a step of an optimizer: its own, or those of all optimizers."""
+    """Tell whether hooks run behind a step of an optimizer: its own, or those of all optimizers."""
     return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
 
 
 def profiler_enabled() -> bool:
-    """Whether a profile is being recorded."""
+    """Tell whether a profile is being recorded."""
     return torch._C._autograd._profiler_enabled()
 
 
 def backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Which backend of a group carries the tensors of each type of device.
+    """The backend of a group for the tensors of each type of device.
 
     ``dist.get_backend`` repeats what the group was made with: "undefined" after a plain ``init_process_group()``.
     """
@@ -275,7 +275,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def sends_from_host(group: dist.ProcessGroup) -> bool:
-    """Whether a group has gloo for tensors in the host's memory."""
+    """Tell whether a group has gloo for tensors in the host's memory."""
     try:
         # Asked, too: a backend written in Python takes the place of all others, whatever the configuration says.
         return backends(group).get("cpu") == "gloo" and group._get_backend(torch.device("cpu")).name() == "gloo"

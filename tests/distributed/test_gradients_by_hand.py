@@ -15,7 +15,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.pair import Pair
 from tests.distributed.routes import ALL
-from tests.distributed.shapes import Routed, chain, make_config, worst
+from tests.distributed.shapes import WIDTH, Routed, chain, make_config, worst
 
 Clear = Callable[[nn.Module, torch.optim.Optimizer, Any], None]  # model, the plain optimizer, the one that steps
 
@@ -317,3 +317,67 @@ def asks_for_input_gradients(stage: int, how: str, always: bool) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_backwards_without_gradients_of_parameters(stage: int, how: str, always: bool) -> None:
     run_ranks(2, asks_for_input_gradients, stage, how, always)
+
+
+def edited_after_a_backward_over_more(stage: int) -> list[bool]:
+    """A backward comes to two forwards where one of its kind came to the second alone; then gradients are halved."""
+    pair = Pair(Net(), make_config(stage=stage))
+    x, taken = torch.arange(18, dtype=torch.float64).reshape(3, 6) / 18, []
+    for together in (False, True, True):
+        for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+            first, second = model(x), model(x * 2)
+            if together:
+                (first + second).backward()
+            else:
+                second.backward()
+                first.backward()
+            halve(parameter for group in optimizer.param_groups for parameter in group["params"])
+            optimizer.step()
+            optimizer.zero_grad()
+        taken.append(pair.optimizer.step_was_taken)
+        pair.check()
+    return taken
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_edited_after_a_backward_over_more_forwards(stage: int) -> None:
+    assert run_ranks(2, edited_after_a_backward_over_more, stage) == [[True] * 3] * 2
+
+
+class Detour(nn.Module):
+    """Two layers; some data goes through the second alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) if both else x)
+
+
+class Detours(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Detour(), Detour()])
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.blocks[1](torch.tanh(self.blocks[0](x, both)), both)
+
+
+def edited_in_every_step(stage: int) -> list[bool]:
+    """Where gradients are edited, those that come behind all of their unit that came before are sent in time."""
+    pair, taken = Pair(Detours(), make_config(stage=stage)), []
+    for ways in ((False, False), (False, True), (True, True), (True, False)):
+        pair.zero_grad()
+        pair.backward(*ways)
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            halve(parameter for group in optimizer.param_groups for parameter in group["params"])
+        pair.step()
+        taken.append(pair.optimizer.step_was_taken)
+        pair.check()
+    return taken
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_edited_in_every_step(stage: int) -> None:
+    assert run_ranks(2, edited_in_every_step, stage) == [[True] * 4] * 2

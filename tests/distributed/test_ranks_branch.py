@@ -107,6 +107,35 @@ class Touching(nn.Module):
         return self.more(torch.tanh(self.blocks[1](torch.tanh(self.some(x)))))
 
 
+class Reader(nn.Module):
+    """Uses its weight twice, once without a gradient for it; in which order, and how, the way says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def read(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(nn.functional.linear(x, self.weight.detach()))
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        if "last" in way:
+            x = nn.functional.linear(x, self.weight)
+        x = checkpoint(self.read, x, use_reentrant="anew" not in way) if "again" in way else self.read(x)
+        return x if "last" in way else nn.functional.linear(x, self.weight)
+
+
+class Readers(nn.Module):
+    """In backward, the first use of a weight comes after the weight has its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Reader(), Reader(), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = self.blocks[0](x)
+        return self.blocks[3](self.blocks[2](self.blocks[1](x, way), way))
+
+
 def two_forwards(model: nn.Module, x: Tensor, way: Way) -> Tensor:
     """One loss of two forwards, or of the second alone."""
     ways = way.split("+")
@@ -144,6 +173,16 @@ CASES: dict[str, tuple[type[nn.Module], Loss, list[list[Way]]]] = {
         Leftover,
         one_forward,
         [["none"], ["none"], ["none"], ["none", "branch"], ["branch", "none"]],
+    ),
+    "a weight read after its gradient": (
+        Readers,
+        one_forward,
+        [["last"], ["last"], ["last", "first"], ["first", "last"], ["first"]],
+    ),
+    "a weight read after its gradient by a checkpoint": (
+        Readers,
+        one_forward,
+        [["again last"], ["again last"], ["again last", "again"], ["again"], ["anew again", "anew again last"]],
     ),
     "a weight that all ranks touched": (
         Touching,

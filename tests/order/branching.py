@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,16 @@ from zeropp.order.known_orders import PhaseKey
 from zeropp.order.prefetch import Limits
 from zeropp.params.unit import UnitState
 
-__all__ = ["DEADLOCKS", "Case", "Model", "backward_over_more", "check_seeds", "train"]
+__all__ = [
+    "DEADLOCKS",
+    "Case",
+    "Model",
+    "backward_over_more",
+    "check_alike",
+    "check_seeds",
+    "more_often_without_gradients",
+    "train",
+]
 
 # Numbers of cases that were deadlocks once: of calls that a backward makes itself, kinds of backwards not told
 # apart, modules that run for the first time, modules that run without what is usually around them.
@@ -188,7 +197,7 @@ class Case:
         draw = random.Random(seed)
         model = draw_model(draw)
         ranks = draw.choice([2, 2, 2, 3, 4, 8])
-        full, phases = model.full(), list[Phase]()
+        full = model.full()
         much = draw.choice([0.3, 0.6, 0.9])
         # Usually all ranks run everything at first; or all run a part, or each its own.
         first = draw.choices(["full", "part", "apart"], [6, 2, 2])[0]
@@ -199,23 +208,39 @@ class Case:
                 return (alike,) * ranks
             return tuple(full if draw.random() < 0.3 else for_data(draw, full, much) for _ in range(ranks))
 
-        way = draw.choice(["one", "one", "sum", "each", "later first", "some"])
-        for step in range(draw.randint(2, 6)):
-            count = 1 if way == "one" else draw.choice([2, 2, 3])
-            for number in range(count):
-                phases.append(Phase("forward", runs(step)))
-                if draw.random() < 0.15:
-                    phases.append(Phase("evaluation", runs(step)))
-                if way == "each":
-                    phases.append(Phase("backward", graphs=(number,)))
-            if way in ("one", "sum"):
-                phases.append(Phase("backward", graphs=tuple(range(count))))
-            if way == "later first":
-                phases += [Phase("backward", graphs=(number,)) for number in reversed(range(count))]
-            if way == "some":
-                phases.append(Phase("backward", graphs=(0,) if draw.random() < 0.5 else tuple(range(count))))
-            phases.append(Phase("step"))
+        way = draw.choice(["one", *WAYS])
+        phases = [phase for step in range(draw.randint(2, 6)) for phase in _step(draw, way, lambda s=step: runs(s))]
         return Case(model, ranks, tuple(phases), draw.choice(LIMITS))
+
+    @staticmethod
+    def draw_alike(seed: int) -> Case:
+        """Nothing branches, but steps go over their forwards each in another way."""
+        draw = random.Random(seed)
+        model = draw_model(draw)
+        runs = (model.full(),) * 2
+        phases = [phase for _ in range(draw.randint(3, 6)) for phase in _step(draw, draw.choice(WAYS), lambda: runs)]
+        return Case(model, 2, tuple(phases), draw.choice(LIMITS))
+
+
+WAYS = ["one", "sum", "each", "later first", "some"]
+
+
+def _step(draw: random.Random, way: str, runs: Callable[[], tuple[Code, ...]]) -> Iterator[Phase]:
+    """Passes of one step: ``way`` tells which backwards follow which forwards."""
+    count = 1 if way == "one" else draw.choice([2, 2, 3])
+    for number in range(count):
+        yield Phase("forward", runs())
+        if draw.random() < 0.15:
+            yield Phase("evaluation", runs())
+        if way == "each":
+            yield Phase("backward", graphs=(number,))
+    if way in ("one", "sum"):
+        yield Phase("backward", graphs=tuple(range(count)))
+    if way == "later first":
+        yield from (Phase("backward", graphs=(number,)) for number in reversed(range(count)))
+    if way == "some":
+        yield Phase("backward", graphs=(0,) if draw.random() < 0.5 else tuple(range(count)))
+    yield Phase("step")
 
 
 LIMITS = [Limits(0, 0, 0), Limits(0, 0, 0), Limits(4, 8, 100), Limits(100, 8, 8), Limits(100, 1000, 1000)]
@@ -269,6 +294,7 @@ class Branching:
         self.in_backward = False
         self.counts: list[tuple[PhaseKey, Counter[str]]] = []  # of each phase, how often each module was run in it
         self.stepped = 0  # phases before the last step
+        self.strays = False  # whether gradients were left to a step that a backward should have sent
 
     def forward(self, code: Code, *, grad: bool) -> tuple[list[_Entry], list[bool]]:
         schedule, executed = self.rank.schedule, [False]
@@ -381,13 +407,19 @@ class Branching:
                 yield "read", index, entry
 
     def step(self) -> None:
+        self.strays |= any(unit.gradients[0].has_stray() for unit in self.rank.units)
         self.rank.step()
         self.rank.backward_uses.forget_graphs()
         self.stepped = len(self.counts)
 
 
-def train(case: Case, choose: Any = min) -> bool:
+def train(case: Case, choose: Any = min, *, strays: bool = True) -> bool:
     """Run a case; whether its ranks trained. Otherwise one alone ran a module more often than any rank ever had.
+
+    Args:
+        case: to run.
+        choose: which of the ranks that can go on does.
+        strays: whether gradients may be left to a step that a backward should have sent.
 
     Raises:
         AssertionError: something does not hold that must.
@@ -423,6 +455,7 @@ def train(case: Case, choose: Any = min) -> bool:
         assert not left, f"{left} are still there"
         assert not any(rank.schedule.live_units.owed) and not rank.schedule.live_units.due
     assert all(issued == world.issued[0] for issued in world.issued), world.issued
+    assert strays or not any(each is not None and each.strays for each in ranks), "gradients were left to a step"
     return True
 
 
@@ -454,6 +487,17 @@ def check_seeds(seeds: range) -> None:
     assert trained[False] < 0.02 * len(seeds), trained
 
 
+def check_alike(seeds: range) -> None:
+    """Where ranks run alike, and the model runs alike each time, a backward sends all of its gradients itself."""
+    for number in seeds:
+        draw = random.Random(number)
+        choose: Any = lambda able, draw=draw: able[draw.randrange(len(able))]  # noqa: E731
+        try:
+            assert train(Case.draw_alike(number), choose, strays=False)
+        except Exception as error:
+            raise AssertionError(f"case {number}: {error}") from error
+
+
 def backward_over_more() -> None:
     """A backward over one of two forwards is learned; then all go over both, so a checkpointed module runs twice.
 
@@ -469,3 +513,15 @@ def backward_over_more() -> None:
         *(Phase("backward", graphs=(0, 1)), Phase("step")),
     ]
     assert train(Case(model, 2, tuple(phases), Limits(0, 0, 0)))
+
+
+def more_often_without_gradients() -> None:
+    """A rank runs a module twice in an evaluation, and later in a forward with gradients."""
+    model = Model(2, {"m0": 0, "m1": 1}, {"": (), "m0": (), "m1": ()})
+    once, twice = (Call("m0"), Call("m1")), (Call("m0"), Call("m1"), Call("m0"))
+    steps = [("forward", (once, once)), ("evaluation", (once, twice)), ("forward", (once, twice))]
+    phases = [
+        (Phase(kind, runs), *[Phase("backward", graphs=(0,)), Phase("step")] * (kind == "forward"))
+        for kind, runs in steps
+    ]
+    assert train(Case(model, 2, tuple(phase for step in phases for phase in step), Limits(0, 0, 0)))

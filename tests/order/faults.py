@@ -144,6 +144,8 @@ FAULTS: dict[str, Fault] = {
             "            pass\n",
         ),
         modules_that_nobody_has_run_are_no_reason=("if known.varies or known.unseen or", "if known.varies or"),
+        a_forward_that_was_left_out_is_no_reason=("known.unseen or known.partial or", "known.unseen or"),
+        modules_run_more_often_in_another_mode_are_no_reason=("or not branched <= called", ""),
         what_may_be_run_again_is_no_reason=("return self._may_run_more_again(key, order)", "return False"),
         forwards_outlast_what_was_trained=('if not (key[0] == "forward" and key[-1])', ""),
         forks_are_where_nothing_parts=("places = {_common(order.uses, other.uses) for", "places = {0 for"),

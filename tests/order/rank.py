@@ -323,7 +323,7 @@ class Rank:
         self.given[unit.index] += 1
         if self.reductions.count(unit.index, 0):
             self.reductions.send_complete()
-            self.backward_uses.gradients_came(unit)
+            self.backward_uses.complete.append(unit)
 
     def _backward_key(self, outstanding: Sequence[PhaseKey]) -> PhaseKey:
         later = (self.since,) if self.since else ()

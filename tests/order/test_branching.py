@@ -6,11 +6,15 @@ import random
 
 import pytest
 
-from tests.order.branching import DEADLOCKS, backward_over_more, check_seeds
+from tests.order.branching import DEADLOCKS, backward_over_more, check_alike, check_seeds, more_often_without_gradients
 
 
 def test_ranks_that_branch() -> None:
     check_seeds(range(400))
+
+
+def test_ranks_that_run_alike_leave_no_gradient_to_a_step() -> None:
+    check_alike(range(150))
 
 
 @pytest.mark.parametrize("number", DEADLOCKS)
@@ -20,6 +24,10 @@ def test_cases_that_were_deadlocks(number: int) -> None:
 
 def test_a_backward_over_more_than_was_learned() -> None:
     backward_over_more()
+
+
+def test_a_module_that_a_rank_ran_more_often_in_an_evaluation() -> None:
+    more_often_without_gradients()
 
 
 @pytest.mark.campaign

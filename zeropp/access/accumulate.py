@@ -71,6 +71,7 @@ def accumulate(
     losses: list[Tensor] = []
 
     def forward(inputs: list[Any]) -> list[Tensor]:
+        # A copy of the list, from which activations are dropped as stages are done with them.
         losses.extend(_forward(engine, order, list(inputs), targets, loss_fn))
         return [engine.reductions.loss_scale.apply(loss / divisor) for loss in losses]
 
@@ -119,6 +120,7 @@ def _agree(engine: Engine, prepare: Callable[[], _Work]) -> _Work:
         work = prepare()
     except Exception as caught:
         error = caught
+    # 0 stands for arguments that this rank has refused.
     count = 0 if work is None else len(work[0])
     rows = engine.agreement.exchange(MICRO_BATCHES, [count], "comparing micro-batches", "accumulate")
     if error is not None:
@@ -145,6 +147,7 @@ def _check(
     if not callable(loss_fn):
         raise TypeError(f"loss_fn is a {type(loss_fn).__name__}; expected a function of an output and a target")
     order = _stages_of(model, stages)
+    # A tensor can be iterated as well, and its rows would be taken for pairs.
     if not isinstance(micro_batches, Iterable) or isinstance(micro_batches, Tensor):
         raise TypeError(
             f"micro_batches is a {type(micro_batches).__name__}; expected a list of pairs (inputs, target), one for "
@@ -155,8 +158,8 @@ def _check(
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
             raise TypeError(
-                f"micro-batch {number} is a {type(pair).__name__}{length}; expected a pair (inputs, target), of which "
-                "the first stage gets the one, and loss_fn the other. Either may be anything"
+                f"micro-batch {number} is a {type(pair).__name__}{length}; expected a pair (inputs, target): "
+                "the first stage gets the inputs, and loss_fn the target, each of any type"
             )
     if not pairs:
         raise ValueError("accumulate got no micro-batches; expected one or more pairs (inputs, target)")
@@ -167,6 +170,7 @@ def _check(
             f"room for {steps - count}: {count} came since the last step. Give it that many at most; or leave the key "
             "out, and each call takes the mean of its own"
         )
+    # The hook that does this is on the model's own forward, which is not called here.
     check_structure(model)
     return pairs, order
 
@@ -199,6 +203,7 @@ def _forward(
     """All micro-batches through one stage after the other, and through the loss with the last."""
     losses = []
     for number, stage in enumerate(stages):
+        # Without it each micro-batch would release the weights, and the next would gather them again.
         with engine.kept.until_left():
             for micro, value in enumerate(values):
                 output = stage(value)
@@ -239,6 +244,7 @@ def _backward(engine: Engine, losses: Sequence[Tensor]) -> None:
     try:
         torch.autograd.backward(losses)
     except RuntimeError as error:
+        # torch has no type of its own for this error.
         if "modified by an inplace operation" in str(error):
             raise RuntimeError(explain_freed(engine, str(error))) from error
         raise

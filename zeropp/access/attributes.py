@@ -1,4 +1,4 @@
-"""What DeepSpeed's parameters and modules carry, by its names: scripts decide by them what to gather."""
+"""DeepSpeed's attributes of parameters and modules, by which scripts decide what to gather."""
 
 from __future__ import annotations
 

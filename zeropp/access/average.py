@@ -39,7 +39,7 @@ class Average:
 
     @property
     def pieces(self) -> dict[FlatBuffer, Tensor]:
-        """What there is of it on this rank: one element for each of a buffer's shard."""
+        """This rank's part of the average: one element for each of a buffer's shard."""
         self._join()
         # They are about to be saved, or loaded.
         self._begun = True
@@ -133,7 +133,7 @@ class Average:
         self.decay, self.updates, self._begun = state["decay"], state["updates"], True
 
     def counts(self) -> dict[str, Any]:
-        """What there is of it besides its pieces."""
+        """The average's numbers besides its pieces."""
         return {"decay": self.decay, "updates": self.updates}
 
 

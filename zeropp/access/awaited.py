@@ -37,7 +37,7 @@ def await_values(model: nn.Module, engine: Engine, names: frozenset[str]) -> Non
 
 
 def lacks_values(engine: Engine) -> bool:
-    """Whether this rank's part of some parameter was built without values, and none were loaded. Local."""
+    """Tell whether this rank's part of some parameter was built without values, and none were loaded. Local."""
     awaited = _awaited.get(engine)
     return awaited is not None and any(_missing(buffer, awaited.names) for buffer in engine.buffers)
 
@@ -97,6 +97,7 @@ def _missing(buffer: FlatBuffer, names: frozenset[str]) -> list[str]:
     found = []
     for each in buffer.fragments():
         name = buffer.names[each.slot]
+        # Parameters without values were filled with NaN when the model was built; NaN that is left was never loaded.
         if name in names and row[each.offset : each.offset + each.stop - each.start].isnan().any():
             found.append(name)
     return found

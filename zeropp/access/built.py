@@ -53,6 +53,7 @@ class PiecesLoan:
         for parameter, piece in self._pieces:
             piece.lend(parameter)
         self._before = [(tuple(p.shape), p.dtype) for p in parameters]
+        # Without a modifier_rank edits would be lost, so they have to be found. With one they are kept anyway.
         self._prints = [fingerprint(p.data) for p in parameters] if modifier_rank is None else []
         # What is whole, and small, must be as it was if an edit is refused.
         whole = [(p, p.data.clone()) for p, piece in self._pieces if piece.row is None and modifier_rank is None]
@@ -60,7 +61,7 @@ class PiecesLoan:
         self._values: list[Tensor] = []
 
     def give_back(self) -> None:
-        """What the user has made of the values is kept until :meth:`finish`."""
+        """Take the parameters back; the user's values are kept until :meth:`finish`."""
         self._values = [parameter.data for parameter, _ in self._pieces]
         for parameter, piece in self._pieces:
             piece.take_back(parameter)

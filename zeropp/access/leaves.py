@@ -29,6 +29,7 @@ def mark_configured(model: nn.Module, leaf: LeafModuleConfig) -> None:
     ends = tuple(leaf.name_suffixes)
     named = [module for path, module in model.named_modules() if path in leaf.names or (ends and path.endswith(ends))]
     for module in [*_of_classes(model, leaf.classes), *named]:
+        # A mark that a call has made stays as it is: a later configuration takes back only marks like this one.
         module.__dict__.setdefault(LEAF_AS, CONFIGURED)
 
 
@@ -52,7 +53,7 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether a call, or the configuration of ``zeropp.initialize``, has made this very module a leaf."""
+    """Tell whether a call, or the configuration of ``zeropp.initialize``, has made this very module a leaf."""
     return bool(model.__dict__.get(LEAF_AS, False))
 
 

@@ -1,4 +1,4 @@
-"""What is computed from whole values while they are lent to the user.
+"""Tensors and graphs that are computed from whole values while these are lent to the user.
 
 Outside a pass a graph through a whole value leads nowhere: the value goes back, and no gradient is reduced. To read is
 fine, with grad mode on, too. So results carry a hook that backward trips over, and whoever ends the loan can ask which
@@ -71,7 +71,7 @@ class Graphs(TorchFunctionMode):
                 yield from self._named(arg.values())
 
     def alive(self) -> list[str]:
-        """Where graphs began that somebody still holds; at the end of the loan."""
+        """Lines where graphs began that somebody still holds; at the end of the loan."""
         # Ours must not count among those that hold a graph.
         self._views.clear()
         return list(dict.fromkeys(str(trip) for ref in self._hooks if (trip := ref()) is not None))
@@ -95,7 +95,7 @@ class _Trip:
 
 
 def _line_of_user() -> str:
-    """Where the caller outside of torch and this package is."""
+    """The line of the caller outside of torch and this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PACKAGES:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Whose the engine is, and how a model whose optimizer or engine is gone is wrapped again.
+"""Ownership of the engine by the model, and a second wrapping of a model whose optimizer or engine is gone.
 
 [Note: ownership] The model's modules own its engine, so trained weights live as long as any of them. The engine knows
 modules and the optimizer weakly, and parameters know the engine weakly: no cycle, so that memory and hooks go with the

@@ -1,4 +1,4 @@
-"""What a managed model refuses: changes that would leave its partitioned values behind."""
+"""Refusals of a managed model: changes that would leave its values in zeropp's buffers behind."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
 
 
 def has_tensors(module: nn.Module) -> bool:
-    """Whether a module or one below it has parameters or buffers.
+    """Tell whether a module or one below it has parameters or buffers.
 
     Metrics and the like have none: nothing of theirs is partitioned, and libraries move and copy them.
     """

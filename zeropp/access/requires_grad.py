@@ -1,4 +1,4 @@
-"""Which parameters are trained, when that changes after wrapping.
+"""Changes of ``requires_grad`` after wrapping.
 
 A parameter that is no longer trained stays in its trainable buffer, as it stays in a torch optimizer: nothing waits for
 its gradient. One that is trained from now on leaves its buffer, which has no gradient: it has a main weight and a

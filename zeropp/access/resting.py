@@ -39,7 +39,7 @@ class RestingWeights:
         self._engine = weakref.ref(engine)
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter's values are here, or are nobody's to gather."""
+        """Tell whether a parameter's values are here, or are nobody's to gather."""
         engine = self._engine()
         return engine is None or id(parameter) not in engine.unit_of or self(parameter) is not None
 
@@ -59,7 +59,7 @@ class RestingWeights:
         return buffer.layout.views(buffer.flat)[index]
 
     def edits(self, parameter: nn.Parameter) -> Edits | None:
-        """Where edits go of frozen weights in stages 0 to 2, as by PEFT's ``merge_and_unload()``; None of others.
+        """The places that edits of a frozen weight go to (PEFT's ``merge_and_unload()``), in stages 0 to 2; else None.
 
         An edit is this rank's own, and is meant to be made on every rank: see [Note: edits of frozen weights].
         """

@@ -115,7 +115,7 @@ def gather_computed(engine: Engine, buffer: FlatBuffer) -> list[Tensor]:
 
 
 def gather_row(engine: Engine, buffer: FlatBuffer, row: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """What a row has of every parameter of a buffer, which lies as main weights do: gradients, or states.
+    """Whole values of a buffer's parameters, gathered from rows that lie as main weights do: gradients, or states.
 
     Args:
         engine: of the buffer.
@@ -267,7 +267,7 @@ class _Saving:
 
 
 def _is_local(engine: Engine, module: nn.Module) -> bool:
-    """Whether a state takes no other rank; the same on every rank that asks for it."""
+    """Tell whether a ``state_dict()`` takes no other rank; the same on every rank that asks for it."""
     resting = engine.resting
     if engine.loans or (resting is not None and resting.alone):
         return True

@@ -1,4 +1,4 @@
-"""Whether a wrapped model still has the modules and parameters that it was wrapped with."""
+"""The check that a wrapped model still has the modules and parameters that it was wrapped with."""
 
 from __future__ import annotations
 

@@ -55,13 +55,13 @@ _IN_PLACE = "It is in place and complete, but a crash of the machine may undo th
 
 
 class Meeting(Protocol):
-    """Where ranks tell each other how it went."""
+    """The exchange by which ranks tell each other how their work went."""
 
     rank: int
     world: int
 
     def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """What this rank's work comes to, when all ranks are done with theirs.
+        """The result of this rank's work, when all ranks are done with theirs.
 
         Raises:
             RuntimeError: one is lost; when this one's work, whose progress is stopped, is over.
@@ -75,7 +75,7 @@ class Meeting(Protocol):
 
 @dataclass(eq=False)
 class Attempt:
-    """What a checkpoint is made of, on this rank.
+    """One rank's part in writing a checkpoint.
 
     Attributes:
         path: where it is to be; what symbolic links on the way lead to.
@@ -244,7 +244,7 @@ _under_way: set[Attempt] = set()
 
 
 def is_under_way(path: Path) -> bool:
-    """Whether this process writes a checkpoint to a path, which has no symbolic links."""
+    """Tell whether this process writes a checkpoint to a path, which has no symbolic links."""
     return any(each.path == path for each in list(_under_way))  # other threads add to it
 
 
@@ -283,18 +283,24 @@ def check_target(path: Path) -> None:
 def _merged(written: Iterable[Written], contents: Contents) -> tuple[list[FileEntry], dict[str, TensorEntry]]:
     files: list[FileEntry] = []
     found: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]] = {}
+    # A tensor without elements is among no rank's boxes, and has to be named all the same.
     for name, (dtype, shape) in contents.shapes.items():
         found[name] = dtype_code(dtype, name), shape, []
     for each in written:
         for name, (code, shape, boxes) in each.tensors.items():
             entry = found.setdefault(name, (code, shape, []))
             if entry[:2] != (code, shape):
-                raise CheckpointError(f"ranks have {name!r} as {entry[:2]} and {(code, shape)}; the model is not one")
+                raise CheckpointError(
+                    f"ranks have {name!r} with different dtypes or shapes, {entry[:2]} and {(code, shape)}; build the "
+                    "same model on every rank"
+                )
             entry[2].extend(box.model_copy(update={"file": len(files) + box.file}) for box in boxes)
         files += each.files
     tensors = {n: TensorEntry(dtype=code, shape=shape, boxes=tuple(boxes)) for n, (code, shape, boxes) in found.items()}
     for name, tensor in tensors.items():
         there = sum(box.box.numel for box in tensor.boxes)
         if there != tensor.numel:
-            raise CheckpointError(f"ranks have {there} of {tensor.numel} elements of {name!r}; it would not be whole")
+            raise CheckpointError(
+                f"ranks have {there} of {tensor.numel} elements of {name!r}, and the checkpoint would be incomplete"
+            )
     return files, tensors

@@ -38,7 +38,7 @@ _AFTER_LOSS = 30.0
 
 
 class _Apart:
-    """Where the writing threads of all ranks meet: a group of their own, since collectives of one have one order."""
+    """The meeting of all ranks' writing threads, in a group of their own: collectives of one group need one order."""
 
     def __init__(self, comm: Comm, warn_after: float | None, number: int) -> None:
         # While a thread writes it holds this: an engine that is dropped meanwhile takes its groups along only then.
@@ -50,7 +50,7 @@ class _Apart:
         self.broken = False  # some rank has not come, and gloo takes no word from it any more
 
     def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """What work comes to, when every rank's is done, in rounds in which ranks tell that they are still there.
+        """The result of work, when every rank's is done, in rounds in which ranks tell that they are still there.
 
         A disk may be as slow as it likes, and a rank that is lost is noticed within ``hang_timeout``: the process ends
         when this does. Where training has lost a rank that still writes, its disk is not waited for without limit.
@@ -124,12 +124,12 @@ class Background:
 
     @property
     def broken(self) -> bool:
-        """Whether this rank has missed another one."""
+        """True if this rank has missed another one."""
         return self._meeting.broken
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written."""
+        """True while a checkpoint is being written."""
         return self._task is not None and not self._task.done
 
     def wait(self) -> None:

@@ -32,14 +32,14 @@ class Box:
         return math.prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """What two boxes of one tensor have in common, if anything."""
+        """The box that two boxes of one tensor have in common, if any."""
         low = tuple(map(max, self.offsets, other.offsets))
         ends = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         sizes = tuple(min(a + n, b + m) - c for (a, n, b, m), c in zip(ends, low, strict=True))
         return Box(low, sizes) if all(size > 0 for size in sizes) else None
 
     def inside(self, shape: Sequence[int]) -> bool:
-        """Whether it lies in a tensor of this shape."""
+        """Tell whether the box lies in a tensor of this shape."""
         rows = zip(self.offsets, self.sizes, shape, strict=True)
         return all(offset >= 0 and size >= 0 and offset + size <= limit for offset, size, limit in rows)
 

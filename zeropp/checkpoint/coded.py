@@ -27,7 +27,7 @@ CODES, SCALES = "zeropp.codes.", "zeropp.scales."
 
 
 def coded_entries(engine: Engine) -> dict[str, CodedEntry]:
-    """What there is in codes."""
+    """Metadata of the parameters that exist in codes."""
     return {
         slot.name: CodedEntry(dtype=dtype_code(buffer.main_dtype, slot.name), shape=slot.shape, strides=slot.strides)
         for buffer in engine.buffers

@@ -1,4 +1,4 @@
-"""What one rank has to say in a checkpoint: its parts of tensors, the job's values, and values of its own."""
+"""One rank's contents of a checkpoint: its parts of tensors, the job's values, and values of its own."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _single(optimizer: ZeroOptimizer) -> set[str]:
 
 
 def _is_first_replica(engine: Engine) -> bool:
-    """Whether this rank is the one of several with the same states that tells what they have once."""
+    """Tell whether this rank, of several with the same states, is the one that saves their numbers."""
     chain = engine.mode.chain
     return chain.slice_index(engine.comm.rank, chain.world) % (chain.world // engine.mode.states) == 0
 
@@ -231,7 +231,7 @@ def add_extra(found: Contents, rank: int, first: str) -> None:
 
 
 def _state_of(name: str, value: Any) -> Any:
-    """What a checkpoint keeps of one extra object: its ``state_dict()``, or the value itself."""
+    """The value that a checkpoint keeps of one extra object: its ``state_dict()``, or the object itself."""
     if isinstance(value, Average):
         # Its pieces are spread as weights are, and saved so: see :func:`average_parts`.
         return value.counts()

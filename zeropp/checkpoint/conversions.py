@@ -47,7 +47,7 @@ class _Group:
     outputs: dict[str, tuple[str, torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
 
     def run(self, get: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """What is made, by the converter's names."""
+        """The tensors that the group makes, by the converter's names."""
         if self.converter is None:
             return {self.first: get(self.inputs[0][1])}
         # It collects what it is given, and is used once.
@@ -76,6 +76,7 @@ class _Group:
 
 def _tools(model: nn.Module) -> tuple[Any, list[Any]] | None:
     """transformers' module of conversions and the mapping of a model, if transformers has made it and has both."""
+    # By name, since importing transformers takes seconds and may not be possible.
     bases = {f"{each.__module__}.{each.__qualname__}" for each in type(model).__mro__}
     if "transformers.modeling_utils.PreTrainedModel" not in bases:
         return None
@@ -106,11 +107,13 @@ def convert_source(source: Source, model: nn.Module, names: Iterable[str]) -> So
     kinds = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in stored.items()}
     tensors = {key: entry for key, entry in source.metadata.tensors.items() if not key.startswith(MODEL)}
     built: dict[str, Built] = {}
+    # In transformers' order, in which expert 10 follows expert 9: experts are stacked as they come.
     for group in _incoming(*tools, model, sorted(stored, key=tools[0].dot_natural_key), set(names)):
         if group.converter is None:
             tensors[MODEL + group.first] = stored[group.inputs[0][1]]
             continue
         group.plan(kinds, str)
+        # As boxes of the files, so that each rank reads its own part and none holds the whole.
         joined = _joined(group, stored)
         if joined is not None:
             tensors[MODEL + group.first] = joined
@@ -134,6 +137,7 @@ def _incoming(tools: Any, mapping: list[Any], model: nn.Module, keys: list[str],
     groups: dict[str, _Group] = {}
     for key in keys:
         name, pattern = tools.rename_source_key(key, renamings, converters, prefix, known)
+        # A renaming that is meant for older files may fit a name that the model has as it is.
         if name not in names and key in names:
             name, pattern = tools.rename_source_key(key, [], [], prefix, known)
         converter = None if pattern is None else by_pattern[pattern]
@@ -203,7 +207,7 @@ class Outgoing:
             self.kinds |= {name: (dtype, shape) for name, dtype, shape in group.outputs.values()}
 
     def wanted(self, name: str, writes: Callable[[str], bool]) -> bool:
-        """Whether a tensor of the model is a part of one that ``writes`` says yes to."""
+        """Tell whether a tensor of the model is a part of one for which ``writes`` returns true."""
         return any(writes(made) for made, _, _ in self._group[name].outputs.values())
 
     def give(self, name: str, values: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -40,7 +40,7 @@ def _is_known(module: str, name: str) -> bool:
 
 
 def find_dcp(folder: Path) -> Found:
-    """What a folder holds: tensors by their boxes, of which each is looked for when it is read.
+    """The contents of a folder: tensors by their boxes, each of which is located when it is read.
 
     Raises:
         CheckpointError: its metadata is damaged, or names what is not DCP's.
@@ -82,6 +82,7 @@ class _Folder:
         for index, info in metadata.get("storage_data").items():
             offset = index.get("offset")
             stored[index.get("fqn"), None if offset is None else tuple(offset)] = info
+        # torch flattens nested dicts to names with dots, and keeps the paths here.
         paths = metadata.get("planner_data") or {}
         for name, entry in metadata.get("state_dict_metadata").items():
             path = tuple(map(str, paths[name])) if name in paths else (name,)
@@ -111,7 +112,7 @@ class _Folder:
         if info.get("transform_descriptors"):
             raise CheckpointError(
                 f"{str(self._path)!r} has {name!r} compressed by {info.get('transform_descriptors')}, of which no part "
-                "can be read alone; save it without"
+                "can be read alone; save it without compression"
             )
         if Path(path).name != path or type(offset) is not int or type(length) is not int:
             raise CheckpointError(f"{str(self._path)!r} has {name!r} in {path!r}, which is no file of its folder")

@@ -50,7 +50,7 @@ def zero_folder(place: Path, tag: str | None = None) -> Path | None:
             return None
     folder = place / tag
     if Path(tag).name != tag or not folder.is_dir():
-        raise CheckpointError(f"{str(place)!r} has no folder {tag!r}, which is the tag that is given or in latest")
+        raise CheckpointError(f"{str(place)!r} has no folder {tag!r}, the tag that was given or that latest names")
     return folder if _numbered(folder, _OPTIM) else None
 
 
@@ -83,7 +83,7 @@ def optim_files(folder: Path) -> list[Path]:
 
 
 def is_known(module: str, name: str) -> bool:
-    """Whether a class that a pickle names is one of those that stand in DeepSpeed's files."""
+    """Tell whether a class that a pickle names is one of those that stand in DeepSpeed's files."""
     # Its loss scaler, its number of a stage and the like; and what numpy leaves in the states of users.
     return module.split(".")[0] in ("deepspeed", "numpy")
 
@@ -152,11 +152,12 @@ class ZeroFolder:
         stage = stage.args[0] if isinstance(stage, Record) else (stage or 1)
         self.stage = int(stage)
         count = own.get("partition_count", len(self._optims))
+        # Stages 1 and 2 write one number for each parameter group.
         count = max(count) if isinstance(count, (list, tuple)) else count
         if count != len(self._optims):
             raise CheckpointError(
                 f"{str(self.folder)!r} was written by {count} ranks and has the files of {len(self._optims)}; a "
-                "file is missing, or left of another run"
+                "file is missing, or was left by another run"
             )
         model = self._models[0][1]
         self._add_module()
@@ -165,6 +166,7 @@ class ZeroFolder:
         self._trained = [name for group in self._shapes for name in group]
         self.frozen -= set(self._trained)
         key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+        # In place of the module's own entries, which have the rounded weights that were computed with.
         for name, entry in self._rows([state[key] for state in self._states]):
             self.named.tensors[MODEL + name] = entry
         for name, there in dict(model.get("shared_params") or {}).items():
@@ -218,6 +220,7 @@ class ZeroFolder:
         world, begin = len(rows), 0
         for group in self._shapes:
             for name, shape in group.items():
+                # Stage 3 pads each parameter until all ranks have the same number of its elements.
                 part = -(-torch.Size(shape).numel() // world)
                 pieces = [piece for row in rows for piece in _cut(row, begin, begin + part)]
                 yield name, _joined(name, shape, pieces)
@@ -246,6 +249,7 @@ class ZeroFolder:
         for index, state in enumerate(by_row[0]):
             group: Mapping[str, Any] = next((each for each in settings if index in each["params"]), {})
             steps[index] = state.get("step", group.get("step", self._states[0].get("base_optimizer_state_step")))
+        # A state of one number, such as the count of steps, has no shape.
         rowwise = [k for k, v in by_row[0][0].items() if isinstance(v, Stored) and v.shape] if by_row[0] else []
         for key in rowwise:
             for name, entry in self._rows([[state[key] for state in rank] for rank in by_row]):
@@ -299,6 +303,7 @@ def _joined(name: str, shape: tuple[int, ...], pieces: Iterable[_Piece]) -> Tens
     """A tensor of pieces, one behind the other; what they have beyond its elements is padding."""
     numel, strides, start = torch.Size(shape).numel(), row_major(shape), 0
     boxes: list[BoxEntry] = []
+    # A parameter without elements has no piece that tells its dtype.
     dtype = torch.float32
     for piece in pieces:
         dtype, stop = piece.dtype, min(start + piece.count, numel)

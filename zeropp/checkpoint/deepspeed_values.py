@@ -1,4 +1,4 @@
-"""What DeepSpeed's folders say of a run besides its tensors: counters, the schedule's place, the script's values."""
+"""Values of a run in DeepSpeed's folders besides tensors: counters, the schedule's place, the script's own."""
 
 from __future__ import annotations
 

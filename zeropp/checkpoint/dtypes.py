@@ -19,7 +19,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def dtype_code(dtype: torch.dtype, name: str) -> str:
-    """How safetensors spells a dtype.
+    """The name of a dtype in safetensors.
 
     Args:
         dtype: of a tensor.

@@ -1,4 +1,4 @@
-"""What a checkpoint cannot be used for, or not be written for."""
+"""The error of a checkpoint that cannot be used or written."""
 
 from __future__ import annotations
 

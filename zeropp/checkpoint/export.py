@@ -70,7 +70,7 @@ def export(
     doing, left = f"exporting to {str(target)!r}", Left("nothing was written, and what was there before is as it was")
     named, _ = model_names(model)
     kinds = _kinds(engine, named, dtype)
-    token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]
+    token = engine.agreement.exchange_objects(secrets.token_hex(4), doing)[0]  # one folder for all ranks
     beside = target.with_name(f".{target.name}{BESIDE}{token}")
     first = engine.comm.rank == 0
     shown = Progress(f"exporting to {target.name}", progress and first)

@@ -34,7 +34,7 @@ _ALIGNED = 4096
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: its files, and of each tensor dtype, shape and boxes, by number of the file."""
+    """Files that one rank has written, and of each tensor dtype, shape and boxes, by number of the file."""
 
     files: list[FileEntry]
     tensors: dict[str, tuple[str, tuple[int, ...], list[BoxEntry]]]

@@ -69,6 +69,7 @@ def _read_header(path: Path, number: int) -> tuple[int, dict[str, TensorEntry]]:
         with path.open("rb") as file:
             nbytes = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
+            # Looked at before the header is read: a file of another kind may begin with any number.
             if nbytes < 8 or length > min(nbytes - 8, _MOST_HEADER):
                 raise CheckpointError(f"{str(path)!r} is no safetensors file: its header would be {length} bytes long")
             header: dict[str, Any] = json.loads(file.read(length))

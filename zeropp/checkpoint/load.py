@@ -25,7 +25,7 @@ from zeropp.engine.engine import Engine
 __all__ = ["KINDS", "Loaded", "load", "load_foreign", "load_safetensors"]
 
 KINDS = ("model", "optimizer", "extra", "random")
-"""What a checkpoint can be loaded in part by."""
+"""The parts of a checkpoint that can be loaded alone."""
 
 
 def load(

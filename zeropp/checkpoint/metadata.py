@@ -48,7 +48,7 @@ FORMAT = 1
 """Version of the format; a reader refuses later ones."""
 
 NO_RENAMES = (errno.EINVAL, errno.ENOSYS, errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP)
-"""What file systems say that cannot give things another name, and sandboxes that do not let them."""
+"""Errors of file systems that cannot rename, and of sandboxes that do not allow it."""
 
 _HEAD = b'{"checksum": "'
 _MIDDLE = b'", "checkpoint": '
@@ -80,7 +80,7 @@ class FileEntry(_Entry):
 
 
 class BoxEntry(_Entry):
-    """Where a part of a tensor lies: number of the file, first byte in it, offsets and sizes of the box."""
+    """The place of a part of a tensor: number of the file, first byte in it, offsets and sizes of the box."""
 
     file: int
     begin: int
@@ -219,14 +219,15 @@ class Metadata(_Entry):
             # What reads it refuses some of what json writes.
             from_json(body)
         except ValueError as error:
-            raise CheckpointError(f"what the checkpoint has to say cannot be read again: {error}") from error
+            raise CheckpointError(f"the metadata of the checkpoint could not be read again: {error}") from error
         lacking = [name for name in tensors_in([self.values, list(self.ranks)]) if name not in self.tensors]
         if lacking:
-            raise CheckpointError(f"the tensors {lacking[:5]} were not written; it would not load")
+            raise CheckpointError(f"the tensors {lacking[:5]} were not written, and the checkpoint would not load")
 
     def _check(self, path: Path) -> None:
-        """What the types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""
+        """Check what types do not say: names that stay in the folder, boxes inside tensors, bytes inside files."""
         for file in self.files:
+            # A name with folders in it could lead reads, and removals, out of the checkpoint.
             if Path(file.name).name != file.name or file.name in ("", ".", "..") or "\0" in file.name:
                 raise CheckpointError(f"{path} names a file {file.name!r}, which is no plain name")
         for name, tensor in self.tensors.items():
@@ -263,7 +264,7 @@ def _why_none(folder: Path) -> str:
 
 
 def written_first(path: Path) -> Path:
-    """Where :func:`write_synced` writes first; what reads the file looks there if it is not whole."""
+    """The first copy that :func:`write_synced` writes; readers take it if the file itself is not whole."""
     # One name, so that what a program leaves that is killed here is written over by the next.
     return path.with_name(f".{path.name}.writing")
 
@@ -324,7 +325,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def begins_as_ours(path: Path) -> bool:
-    """Whether a file begins as a ``metadata.json`` of zeropp, of this format or a later one, whole or damaged."""
+    """Tell whether a file begins as a ``metadata.json`` of zeropp, of this format or a later one, whole or damaged."""
     try:
         with path.open("rb") as file:
             begin = file.read(len(_HEAD) + 40 + len(_MIDDLE))

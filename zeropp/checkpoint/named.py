@@ -39,7 +39,7 @@ class Later:
 
 @dataclass
 class Found:
-    """What files hold.
+    """The contents of files.
 
     Attributes:
         place: of them, for errors.
@@ -84,8 +84,9 @@ class Named:
 
 
 def metadata_of(files: Iterable[FileEntry], named: Named) -> Metadata:
-    """What a checkpoint would say that holds the same."""
+    """The metadata of a checkpoint that has the same contents."""
     values = {} if named.groups is None else {"groups": named.groups, "skipped_steps": 0}
+    # A world of 0: nothing that ranks of zeropp would have saved for themselves is expected.
     return Metadata(
         format=FORMAT, zeropp="", torch="", world=0, algorithm="crc32", stretch=STRETCH, files=tuple(files),
         tensors=named.tensors, aliases=named.aliases, coded={}, values=values, ranks=({"numbers": named.numbers},),
@@ -132,7 +133,7 @@ def named_source(
 
 
 def _prefix(place: str, tensors: Mapping[str, object], names: Mapping[str, object]) -> str:
-    """What stands before most of the model's names."""
+    """The prefix of most of the model's names."""
     # The name of most parts says most: others are ends of many names.
     probes = sorted(names, key=lambda name: (-name.count("."), name))[:20]
     found = {full.removesuffix(name) for name in probes for full in tensors if full.endswith(name)}
@@ -190,6 +191,7 @@ class _Optimizer:
             for value in listed.values():
                 self._named.add_group([names.get(str(each), str(each)) for each in value["params"]], value, self._known)
             return
+        # Settings are given by parameter here; those with equal ones become a group again.
         alike: dict[str, tuple[list[str], dict[str, Any]]] = {}
         for name, settings in groups.items():
             alike.setdefault(json.dumps(settings, default=repr, sort_keys=True), ([], settings))[0].append(name)

@@ -36,7 +36,7 @@ def model_names(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def has_extra_state(module: nn.Module) -> bool:
-    """Whether a module has a state besides tensors; torch's own test."""
+    """Tell whether a module has a state besides tensors; torch's own test."""
     return type(module).get_extra_state is not nn.Module.get_extra_state
 
 

@@ -61,7 +61,7 @@ def parts_of_range(name: str, slot: Slot, start: int, row: Tensor) -> Iterator[P
 
 
 Which = Literal["slice", "pieces", "own"]
-"""What of a buffer: a rank's slice as one, the pieces of the last level in it one by one, or its own piece alone."""
+"""A part of a buffer: a rank's slice as one, the pieces of the last level in it one by one, or its own piece alone."""
 
 
 def fragments(buffer: FlatBuffer, level: int, which: Which) -> Iterator[tuple[Slot, Fragment]]:
@@ -92,7 +92,7 @@ def main_parts(engine: Engine, which: Which) -> Iterator[Part]:
 
 
 def base_parts(engine: Engine, which: Which) -> Iterator[Part]:
-    """What ranks cache of weights and take differences to, where what is cached is not what a refresh would make."""
+    """Cached weights that differences are taken to, where they are not those that a refresh would make."""
     for buffer in engine.trainable_buffers:
         base, cached = buffer.base, buffer.placement.mode.cached
         if base is not None and cached is not None and not buffer.counts_escapes:

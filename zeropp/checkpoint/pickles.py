@@ -21,7 +21,7 @@ __all__ = ["Record", "Stored", "read_pickle"]
 
 
 class Record:
-    """What stands for an object of a class that is known here by its name alone.
+    """A stand-in for an object of a class that is known here by its name alone.
 
     Attributes:
         name: of the class.
@@ -118,7 +118,7 @@ def _checked(
     storage: _Storage, dtype: torch.dtype | None, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
 ) -> Stored:
     if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor is of no dtype")
+        raise ValueError("a tensor has no dtype")
     if len(shape) != len(strides) or any(type(each) is not int or each < 0 for each in (*shape, *strides, offset)):
         raise ValueError(f"a tensor has shape {shape} and strides {strides}")
     found = Stored(storage.begin + offset * dtype.itemsize, dtype, tuple(shape), tuple(strides))
@@ -127,6 +127,7 @@ def _checked(
     return found
 
 
+# Functions that pickles of torch.save name, and those called in their place. Tensors become notes of where they lie.
 _FUNCTIONS: dict[tuple[str, str], Callable[..., object]] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
@@ -136,8 +137,10 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., object]] = {
     ("torch.serialization", "_get_layout"): str,
     ("torch", "device"): lambda *args: ":".join(map(str, args)),
     ("collections", "OrderedDict"): OrderedDict,
+    # Protocol 2, which torch.save uses, has bytes as text that is to be encoded.
     ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
     ("builtins", "set"): set,
+    # Python 2's name of the module, which protocol 2 writes.
     ("__builtin__", "set"): set,
 }
 _STORAGES = {
@@ -177,12 +180,13 @@ class _Unpickler(pickle.Unpickler):
             return dtype
         if module == "torch" and name in _STORAGES:
             return _STORAGES[name]
+        # Without a dtype of its own: each tensor in it brings one.
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return None
         if self._records(module, name):
             return type("Record", (Record,), {"name": name})
         raise CheckpointError(
-            f"it names {module}.{name}, which loading it by pickle would run or make. Nothing of it is run; values, "
+            f"it names {module}.{name}, which unpickling would call. Nothing was called: values, "
             "tensors and records of the format are all that is read. Save it again without such objects"
         )
 
@@ -192,7 +196,7 @@ class _Unpickler(pickle.Unpickler):
             raise ValueError(f"a storage is given as {pid!r}")
         begin, nbytes = self._storage(str(key))
         if numel * (1 if dtype is None else dtype.itemsize) > nbytes:
-            raise ValueError(f"storage {key!r} has {nbytes} bytes, and would have {numel} elements")
+            raise ValueError(f"storage {key!r} has {nbytes} bytes, too few for its {numel} elements")
         return _Storage(begin, nbytes, dtype)
 
 

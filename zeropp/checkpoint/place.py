@@ -1,4 +1,4 @@
-"""Where the files of an attempt go: into a folder beside, or into the checkpoint's own.
+"""The folder that the files of an attempt go to: one beside the checkpoint's, or the checkpoint's own.
 
 A file system that exchanges the names of two folders at once, as local disks do, gives a folder its name at once, too.
 On others (most of networks and object stores) a rename may be missing, or a copy of file after file that can be cut
@@ -63,7 +63,7 @@ def exchange_names(one: Path, other: Path) -> bool:
 
 
 def exchanges_names(folder: Path) -> bool:
-    """Whether folders beside this one, which is there, can exchange their names."""
+    """Tell whether folders beside this one, which is there, can exchange their names."""
     probe = folder.with_name(f"{folder.name}-probe")
     probe.mkdir()
     try:
@@ -73,7 +73,7 @@ def exchanges_names(folder: Path) -> bool:
 
 
 def stays(folder: Path) -> bool:
-    """Whether a folder, of a path without symbolic links, can only stay the one it is.
+    """Tell whether a folder, of a path without symbolic links, cannot be exchanged for another one.
 
     A disk is mounted there, or this process works in it and would be left in a folder that is gone.
     """
@@ -100,7 +100,7 @@ def stem_of(rank: int, token: str = "") -> str:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether it is a folder, and all that is there is files of attempts that were cut off."""
+    """Tell whether a path is a folder with nothing in it but files of attempts that were cut off."""
     return folder.is_dir() and not (folder / METADATA).exists() and not others_in(folder)
 
 
@@ -114,7 +114,7 @@ def others_in(folder: Path) -> list[str]:
 
 
 def has_files_of(folder: Path, token: str) -> bool:
-    """Whether the checkpoint that is there is that of an attempt."""
+    """Tell whether the checkpoint that is there is that of an attempt."""
     try:
         return any(f"-{token}-" in file.name for file in Metadata.read(folder).files)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""How far a save, a load or an export has come: a bar of tqdm, where that is installed, for what takes its time.
+"""Progress of a save, a load or an export: a bar of tqdm, where that is installed, for what takes its time.
 
 All that moves bytes tells of them here; so this is also where it can be stopped.
 """

@@ -64,11 +64,11 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is a checkpoint of zeropp."""
+        """Tell whether a checkpoint of zeropp is there."""
         return (Path(checkpoint_id) / METADATA).is_file()
 
     def read_metadata(self, *_: Any, **__: Any) -> TorchMetadata:
-        """What is there, in torch's words."""
+        """The checkpoint's contents, as torch's metadata."""
         metadata = Metadata.read(self._path)
         self._source = source = Source(self._path, metadata, self._verify)
         self._names = {name: name for name in metadata.tensors if name.startswith((MODEL, STATE))}

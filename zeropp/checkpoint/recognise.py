@@ -1,4 +1,4 @@
-"""What format a file or folder of others is of, and its tensors as a source."""
+"""The formats of files and folders of other programs, and their tensors as a source."""
 
 from __future__ import annotations
 

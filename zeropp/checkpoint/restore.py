@@ -32,12 +32,12 @@ from zeropp.optimizer.wrapper import ZeroOptimizer
 __all__ = ["IN_PART", "Loaded", "Restore"]
 
 IN_PART = "weights and states are changed in part: load again, or another checkpoint"
-"""How things are after an error from here on."""
+"""The state of things after an error from here on."""
 
 
 @dataclass
 class Loaded:
-    """What a load has found.
+    """The result of a load.
 
     Attributes:
         extra: values of the checkpoint that are no objects' states, by name.
@@ -89,6 +89,7 @@ class Restore:
             self.result.missing, self.result.unexpected = compare(
                 self.named, aliases, self._renamed, self.metadata, strict
             )
+            # Files of other programs may have different values under names that are tied here.
             if strict and not self.metadata.world:
                 require_equal(engine, aliases, self._renamed, source)
         if self._loads_optimizer:
@@ -116,7 +117,7 @@ class Restore:
         return self.optimizer is not None and "optimizer" in self.kinds and "groups" in self.metadata.values
 
     def _compare_optimizers(self, strict: bool) -> None:
-        """Whether the states are of another class of optimizer, and its switches set otherwise."""
+        """Refuse, or warn of, states of another class of optimizer, and warn of switches that were set otherwise."""
         assert self.optimizer is not None
         first = self.engine.comm.rank == 0
         here, there = type(self.optimizer.inner).__qualname__, self.metadata.values.get("optimizer")
@@ -124,8 +125,8 @@ class Restore:
             told = f"the checkpoint has states of {there}, and the optimizer is {here}"
             if strict:
                 raise CheckpointError(
-                    f'{told}: they may lack what it steps with; give {there}, load with only=["model"], or '
-                    "strict=False to have them nevertheless"
+                    f'{told}, which may need other states; give {there}, load with only=["model"], or with '
+                    "strict=False to load them nevertheless"
                 )
             if first:
                 notify(told)
@@ -148,6 +149,7 @@ class Restore:
     def _compare_modules(self, strict: bool) -> None:
         """States that modules have besides tensors (``get_extra_state``), by torch's names for them."""
         there = {_extra_key(path) for path in self.metadata.values.get("modules", {})}
+        # Files of other programs have no extra states of modules, so none are missing.
         modules = self.model.named_modules()
         here = {_extra_key(path) for path, each in modules if has_extra_state(each)} if self.metadata.world else there
         self.result.missing += sorted(here - there)
@@ -159,7 +161,7 @@ class Restore:
             )
 
     def _own(self) -> dict[str, Any]:
-        """What the checkpoint has of this rank, if it was saved by as many."""
+        """The checkpoint's values of this rank, if it was saved by as many."""
         same = self.metadata.world == self.engine.comm.world
         return self.metadata.ranks[self.engine.comm.rank] if same else {}
 
@@ -205,7 +207,7 @@ class Restore:
         self.source.verify_rest(engine.comm.rank, engine.comm.world)
 
     def _encoded(self) -> dict[str, Any]:
-        """What is no tensor, as the checkpoint has it, of what is asked for."""
+        """The values among what is asked for that are no tensors, in the checkpoint's encoding."""
         own = self._own()
         found: dict[str, Any] = {}
         if "model" in self.kinds:
@@ -227,7 +229,7 @@ class Restore:
         return found
 
     def _read_codes(self) -> None:
-        """What is in codes here: of codes as they are, of values encoded."""
+        """Read parameters that are in codes here: codes as they are, values to be encoded."""
         encoded = Encoded(self.engine, self._renamed, self.metadata)
         values = {part.name.removeprefix(MODEL) for part in encoded.parts}
         for prefix in (CODES, SCALES):
@@ -312,11 +314,13 @@ class Restore:
         read: dict[nn.Parameter, dict[str, Any]] = {}
         names = {part.parameter: part.name for part in optimizer.slices.cut}
         for group, settings in zip(inner.param_groups, self.values["groups"], strict=True):
+            # torch takes groups as they are loaded, and would drop settings that the checkpoint does not have.
             kept = {key: value for key, value in group.items() if key != "params"}
             numbers = []
             for parameter in group["params"]:
                 found = self.states.get(parameter)
                 if found:
+                    # Counts of steps are cloned: two slices of a parameter count for themselves, in place.
                     read[parameter] = state[index] = {
                         k: v.clone() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in found.items()
                     }

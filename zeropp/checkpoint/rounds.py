@@ -48,6 +48,7 @@ class Rounds:
         while not all(rows := self.exchange(int(done()))):
             self._warn([rank for rank, value in enumerate(rows) if not value], rows.index(1) if any(rows) else None)
             wait(pause)
+            # Several rounds within hang_timeout, after which a silent rank counts as lost.
             pause = min(2 * pause, _LONGEST, self.hang_timeout / 4)
 
     def _warn(self, busy: list[int], first: int | None) -> None:

@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 
 
 class Now:
-    """Where ranks meet between passes, as for any other collective call."""
+    """The meeting of ranks between passes, as for any other collective call."""
 
     def __init__(self, engine: Engine) -> None:
         self.rank, self.world = engine.comm.rank, engine.comm.world
         self._engine = engine
 
     def do(self, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-        """What work comes to, when every rank's is done."""
+        """The result of work, when every rank's is done."""
         return tried_in_rounds(self._engine, work, doing, progress)
 
     def exchange(self, value: _T, doing: str) -> list[_T]:
@@ -160,7 +160,7 @@ def _prepare(
     limit: int,
     waiting: int,
 ) -> tuple[Contents, str]:
-    """What this rank has to write, and the attempt's token; fails on all ranks if it fails on any.
+    """This rank's contents, and the attempt's token; fails on all ranks if it fails on any.
 
     ``waiting`` micro-batches have gradients that would be lost.
     """
@@ -179,6 +179,7 @@ def _prepare(
         return found
 
     collected, error, told = tried(prepare)
+    # A rank that has failed still takes part in the exchange, to say so.
     found = collected or Contents()
     own = (told, found.digest, secrets.token_hex(4))
     accounts = engine.agreement.exchange_objects(own, f"preparing the checkpoint {str(target)!r}")

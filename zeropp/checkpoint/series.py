@@ -59,7 +59,7 @@ class Series:
         object.__setattr__(self, "root", Path(self.root).absolute())
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """The folder of the checkpoint of a step."""
         # numpy's numbers, too.
         if isinstance(step, bool) or not hasattr(step, "__index__") or operator.index(step) < 0:
             raise ValueError(f"step is {step!r}; expected a number of steps, 0 or more")

@@ -75,7 +75,8 @@ class _Request:
 
     @property
     def in_place(self) -> bool:
-        """Whether bytes of the file may go there as they are."""
+        """True if bytes of the file may go to their place as they are."""
+        # Its elements do not lie in the file in the order of the view.
         if isinstance(self.entry, StridedBox):
             return False
         return self.into.dtype == self.dtype and self.into.is_contiguous() and self.into.device.type == "cpu"
@@ -117,6 +118,7 @@ class Source:
         self.progress = progress or Progress()
         self._folder = folder
         self._verify = verify
+        # Only if it is used: the package that computes it may not be installed.
         self._checks = Checksums.of(metadata.algorithm) if verify != "none" else None
         if verify != "none" and metadata.stretch != STRETCH:
             raise CheckpointError(
@@ -140,6 +142,7 @@ class Source:
         """
         by_file: defaultdict[int, list[_Request]] = defaultdict(list)
         for part in parts:
+            # Codes lie in blocks in the order of memory, and boxes of values do not begin and end with them.
             if (name := part.name.removeprefix(MODEL)) in self.metadata.coded and part.name.startswith(MODEL):
                 part.values.copy_(part.box.of(self._decoded(name)))
                 continue
@@ -161,6 +164,7 @@ class Source:
         """
         for part in parts:
             if part.name in self.metadata.tensors:
+                # The iteration alone checks name and shape, and looks boxes up in their files.
                 for _ in self._requests(part):
                     pass
 
@@ -194,9 +198,11 @@ class Source:
         """All of a tensor that is made of others; what else is made with it stays for the next call."""
         built = self.built[name]
         if self._made is None or self._made[0] != built.key:
+            # The tensors made last are let go of first, or memory would hold both.
             self._made = None
             before = self.nbytes_read
             self._made = built.key, built.make(self.tensor)
+            # What tensor() has read counts as converted, and not as read.
             self.nbytes_converted += self.nbytes_read - before
             self.nbytes_read = before
         found = self._made[1].get(name)
@@ -247,6 +253,7 @@ class Source:
             self._indices[part.name] = BoxIndex(entry.shape, [(each.box, each) for each in entry.boxes])
         for common, box, found in self._indices[part.name].meeting(part.box):
             place = common.within(part.box)
+            # A folder of torch.distributed.checkpoint says only in the file itself where a box begins.
             found = self.locate(found) if self.locate is not None else found
             yield _Request(found, DTYPES[entry.dtype], common.within(box), place.of(part.values))
 
@@ -257,6 +264,7 @@ class Source:
         for request in batch:
             values = request.into
             if isinstance(request.entry, StridedBox):
+                # Read whole, once for all requests: a part of it is spread over all of its bytes.
                 if request.entry not in strided:
                     strided[request.entry] = torch.empty(request.entry.extent, dtype=request.dtype, device="cpu")
                     wanted.append(Wanted(request.entry.begin, as_bytes(strided[request.entry])))
@@ -303,13 +311,14 @@ class Source:
         self._verified[number] |= verified
 
     def _path_of(self, number: int) -> Path:
-        """Where a file is, if it has its size."""
+        """The path of a file, if it has its size."""
         file = self.metadata.files[number]
         path = self._folder / file.name
         try:
             there = os.stat(path).st_size
         except OSError as error:
             raise CheckpointError(f"{str(path)!r} cannot be read: {error}") from error
+        # Without checksums this is all that shows a file that was cut short.
         if there != file.nbytes:
             raise CheckpointError(
                 f"{str(path)!r} has {there} bytes, and was written with {file.nbytes}; it was cut short or replaced"
@@ -334,7 +343,7 @@ class Source:
         return self._sums[number]
 
     def _names(self, number: int, stretch: int) -> str:
-        """What lies in a stretch of a file, in words."""
+        """The names of tensors in a stretch of a file, for an error."""
         if number not in self._begins:
             self._begins[number] = sorted(
                 (box.begin, box.box.numel * DTYPES[tensor.dtype].itemsize, name)
@@ -352,6 +361,7 @@ def _batches(requests: Sequence[_Request]) -> Iterator[list[_Request]]:
     batch: list[_Request] = []
     nbytes = 0
     for request in requests:
+        # Bytes that go straight to their place take no memory in between.
         more = 0 if request.in_place else request.nbytes
         if batch and nbytes + more > _BATCH_NBYTES:
             yield batch

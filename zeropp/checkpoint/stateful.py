@@ -32,7 +32,7 @@ __all__ = ["SpreadTensor", "state"]
 
 
 def state(model: nn.Module, optimizer: Optimizer | None = None) -> Stateful:
-    """What ``torch.distributed.checkpoint`` saves and loads of a model and its optimizer.
+    """A model and its optimizer, as ``torch.distributed.checkpoint`` saves and loads them.
 
     ``dcp.save({"app": zeropp.checkpoint.state(model, optimizer)}, checkpoint_id=path)``, ``dcp.load`` and
     ``dcp.async_save`` alike; or ``state(...).state_dict()`` in place of the dict. Collective, as they are. Main weights
@@ -67,6 +67,7 @@ class SpreadTensor(Tensor):
 
     @staticmethod
     def __new__(cls, written: list[Part], read: list[Part], shape: Sequence[int], dtype: torch.dtype) -> SpreadTensor:
+        # It has a shape but no memory: no rank has the whole tensor.
         made: SpreadTensor = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype)
         made.written, made.read = written, read
         return made
@@ -83,8 +84,8 @@ class SpreadTensor(Tensor):
             own = args[0]
             return SpreadTensor(own.written, own.read, own.shape, own.dtype)
         raise RuntimeError(
-            f"{function} of a parameter's boxes on this rank, which only torch.distributed.checkpoint can use; whole "
-            "values are in zeropp.full_state(model)"
+            f"{function} was called on a SpreadTensor, this rank's boxes of a parameter, which only "
+            "torch.distributed.checkpoint can use; whole values are in zeropp.full_state(model)"
         )
 
     def _of(self, parts: list[Part]) -> list[Part]:
@@ -216,6 +217,7 @@ class _State(Stateful):
             if values:
                 optimizer.inner.state[part.parameter] = values
         self._take_settings(optimizer, loaded)
+        # Errors carried until now belong to other gradients, and torch's checkpoint has none.
         load_carried(engine, optimizer.carried, None)
         optimizer.zero_grad(now=True)
 
@@ -249,6 +251,7 @@ def fresh_state(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]
 
     Found on a parameter of two elements, so that the optimizer's own are not touched; empty if it has none.
     """
+    # Not one element: a count of steps of shape [1] would pass for a state of elements.
     probe = nn.Parameter(torch.zeros(2, dtype=parameter.dtype, device=parameter.device))
     group = next(group for group in optimizer.param_groups if any(parameter is other for other in group["params"]))
     twin = Twin(optimizer, group, [probe])

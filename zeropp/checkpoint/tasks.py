@@ -39,14 +39,14 @@ class Task(Generic[_T]):
         self._thread.start()
 
     def came_to_be(self) -> bool:
-        """Whether the thread is there, or was."""
+        """Tell whether the thread is there, or was."""
         # It may be on its way; and it may end between two looks.
         alive = self._thread.is_alive()
         return alive or self._over.wait(_TO_START) or self._thread.is_alive()
 
     @property
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """True if the task is over, well or not."""
         return self._over.is_set()
 
     def wait(self, seconds: float | None = None) -> None:
@@ -54,7 +54,7 @@ class Task(Generic[_T]):
         self._over.wait(seconds)
 
     def result(self) -> _T:
-        """What it has come to, when it is over; its error is raised. Asked for once."""
+        """The result of a task that is over; its error is raised. Asked for once."""
         self._over.wait()
         # Its traceback has frames that hold this: kept here, it would be a cycle, and stay with all that they hold.
         error, self._error = self._error, None

@@ -20,7 +20,7 @@ __all__ = ["Left", "Tried", "common_path", "path_of_rank_0", "telling", "togethe
 
 _T = TypeVar("_T")
 Tried = tuple[_T | None, BaseException | None, str | None]
-"""What work has come to: its result, its error, and that in words, for ranks that are told of it."""
+"""The end of some work: its result, its error, and the error in words, for ranks that are told of it."""
 
 
 def common_path(engine: Engine, own: Path, call: str) -> Path:
@@ -45,7 +45,7 @@ def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
 
 
 def tried(work: Callable[[], _T]) -> Tried[_T]:
-    """What work comes to.
+    """Do work, and return its result or its error.
 
     Also what a handler of a signal raises: others would wait for a rank that is about to end.
     """
@@ -57,7 +57,7 @@ def tried(work: Callable[[], _T]) -> Tried[_T]:
 
 
 def tried_in_rounds(engine: Engine, work: Callable[[], _T], doing: str, progress: Progress) -> Tried[_T]:
-    """What work comes to that may take one rank any time longer than another, as a disk does.
+    """:func:`tried`, of work that may take one rank any time longer than another, as a disk does.
 
     Returns once all ranks are done with theirs. Meanwhile a thread goes through rounds in which ranks tell that they
     are still there. It is the rounds that have a thread, and not the work: a signal's handler raises where the work is
@@ -117,7 +117,7 @@ class _State:
 
 
 class Left:
-    """How things are after an error, which changes on the way.
+    """The state of things after an error, which changes on the way.
 
     Attributes:
         text: as it is now; the first rank's counts.

@@ -55,7 +55,7 @@ def read_torch_file(
     begin: int = 0,
     length: int | None = None,
 ) -> Any:
-    """What a file of ``torch.save`` holds, with :class:`~zeropp.checkpoint.pickles.Stored` for each tensor.
+    """The contents of a file of ``torch.save``, with :class:`~zeropp.checkpoint.pickles.Stored` for each tensor.
 
     Args:
         path: of the file.
@@ -92,6 +92,7 @@ class _Archive:
                 "torch.load(weights_only=True) and save it again"
             )
         self._zip = zipfile.ZipFile(_Window(file, begin, length))
+        # All entries lie in one folder, which is named after the file.
         self._entries = {info.filename.partition("/")[2]: info for info in self._zip.infolist()}
 
     def read(self, records: Callable[[str, str], bool]) -> Any:
@@ -122,6 +123,7 @@ class _Archive:
                 f"{str(self._path)!r} has compressed entries, of which no part can be read alone; load it with "
                 "torch.load(weights_only=True) and save it again"
             )
+        # The directory of the archive does not tell how long this header is: torch pads it to align the data.
         self._file.seek(self._begin + info.header_offset)
         head = self._file.read(_LOCAL.size)
         if len(head) != _LOCAL.size or not head.startswith(b"PK\x03\x04"):

@@ -21,7 +21,7 @@ TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 def find_torch(place: Path) -> Found:
-    """What the tensors of a file or a folder are, and where they lie.
+    """The tensors of a file or a folder, and their places.
 
     Raises:
         CheckpointError: a file is missing, is none of ``torch.save``, or names what is not known.
@@ -79,6 +79,7 @@ def paths_of(tree: Mapping[Any, Any], above: tuple[str, ...] = ()) -> Iterator[t
 def box_of(stored: Stored, number: int) -> BoxEntry:
     """All of a tensor of a file as one box, counted from its own first element."""
     offsets = (0,) * len(stored.shape)
+    # Strides of dimensions of one element may be anything.
     given = [s for s, size in zip(stored.strides, stored.shape, strict=True) if size > 1]
     usual = [s for s, size in zip(row_major(stored.shape), stored.shape, strict=True) if size > 1]
     if given == usual or 0 in stored.shape:

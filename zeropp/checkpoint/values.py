@@ -1,4 +1,4 @@
-"""What a checkpoint keeps besides the model's tensors: settings, state_dicts, positions, as JSON and named tensors.
+"""Values of a checkpoint besides the model's tensors: settings, state_dicts, positions, as JSON and named tensors.
 
 Nothing is pickled, so that nothing runs when a checkpoint is read. JSON has no tuples and no keys but strings; they,
 and tensors, are objects of one key that begins with ``~``.
@@ -129,7 +129,7 @@ def _encode_array(value: object, name: str, tensors: dict[str, Tensor]) -> _Json
 
 
 def _plain(value: Tensor, name: str) -> Tensor:
-    """What files can hold of a tensor."""
+    """A tensor in the form that files can hold."""
     kind = type(value)
     # Others have no memory of their own, or mean something else by it; to ask them for it may end the process.
     if kind not in (Tensor, nn.Parameter):
@@ -166,7 +166,7 @@ def _keep(tensor: Tensor, name: str, tensors: dict[str, Tensor]) -> str:
 
 
 def decode(value: _Json, tensor: Callable[[str], Tensor]) -> Any:
-    """What JSON of :func:`encode` stands for.
+    """The values that JSON of :func:`encode` stands for.
 
     Args:
         value: the JSON.

@@ -95,6 +95,7 @@ class WholeFiles:
             }
             end += self._nbytes(name)
         text = json.dumps(entries, separators=(",", ":")).encode()
+        # The format allows spaces behind the header, so that tensors begin at a multiple of 8 bytes.
         text = text.ljust(-(-len(text) // 8) * 8)
         head = len(text).to_bytes(8, "little") + text
         self._heads.append(head)
@@ -124,6 +125,7 @@ class WholeFiles:
         row = as_bytes(values.detach().to("cpu", dtype).contiguous())
         memory, done = view_of(row) if row.numel() else memoryview(b""), 0
         descriptor = self._descriptor(place.file)
+        # Linux writes at most 2 GiB a call.
         while done < len(memory):
             done += os.pwrite(descriptor, memory[done:], place.begin + done)
         self._progress.add(done)
@@ -151,7 +153,7 @@ class WholeFiles:
             os.close(self._open.popitem()[1])
 
     def write_index(self) -> None:
-        """Where each tensor is, if there are several files."""
+        """Write the index that tells each tensor's file, if there are several."""
         if len(self.names) > 1:
             index = {
                 "metadata": {"total_size": sum(map(self._nbytes, self._tensors))},
@@ -162,9 +164,10 @@ class WholeFiles:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether a file is one that :class:`WholeFiles` has written, by its name and header; or an index, by its name."""
+    """Tell whether :class:`WholeFiles` has written a file, by its name and header; of an index by its name."""
     if not _NAME.fullmatch(path.name) or not path.is_file():
         return path.name == _INDEX
     begin = json.dumps({"__metadata__": _MADE_BY}, separators=(",", ":")).encode()[:-1]
     with path.open("rb") as file:
+        # The first 8 bytes of such a file are the length of its header.
         return file.read(8 + len(begin))[8:] == begin

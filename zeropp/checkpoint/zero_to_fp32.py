@@ -77,6 +77,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     lazy = _lazy(Path(checkpoint_dir).absolute(), tag, exclude_frozen_parameters)
     if lazy_mode:
         return lazy
+    # Tied names share one lazy tensor, and have to share one in memory.
     made: dict[int, Tensor] = {}
     for each in lazy.values():
         if id(each) not in made:
@@ -120,6 +121,7 @@ def _source(root: Path, tag: str | None, trained_only: bool) -> tuple[Source, se
             "*_optim_states.pt)"
         )
     zero = ZeroFolder(there)
+    # DeepSpeed's files have no checksums to verify.
     return Source(there, metadata_of(zero.files, zero.named), "none"), zero.frozen if trained_only else set()
 
 
@@ -207,6 +209,7 @@ def _write_torch(folder: Path, lazy: dict[str, LazyTensor], limit: int | None) -
             os.fsync(opened.fileno())
         index |= dict.fromkeys(group, file)
     if len(groups) > 1:
+        # A file has a tied tensor once, whatever its names are.
         total = sum(each.shape.numel() * each.dtype.itemsize for each in {id(e): e for e in lazy.values()}.values())
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True)
         write_synced(folder / TORCH_INDEX, text.encode())
@@ -214,6 +217,7 @@ def _write_torch(folder: Path, lazy: dict[str, LazyTensor], limit: int | None) -
 
 def _grouped(lazy: dict[str, LazyTensor], limit: int | None) -> Iterator[list[str]]:
     """Names for each file; those of one tensor together."""
+    # torch.save keeps two names of one tensor tied only inside one file.
     names: dict[int, list[str]] = {}
     for name, each in lazy.items():
         names.setdefault(id(each), []).append(name)
@@ -256,5 +260,6 @@ def load_state_dict_from_zero_checkpoint(
             "load_foreign for a folder of DeepSpeed"
         )
     model = model.cpu()
+    # Not strict, as DeepSpeed's function of this name.
     model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model

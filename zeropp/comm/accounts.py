@@ -1,4 +1,4 @@
-"""What ranks say of themselves when waiting takes long, and what that is likely to mean. Words only, no process."""
+"""Ranks' accounts of themselves when waiting takes long, and their likely meaning. Words only, no process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|cl
 
 @dataclass(frozen=True)
 class Account:
-    """What one rank says of itself.
+    """One rank's account of itself.
 
     Attributes:
         doing: in the words of an error, after "rank 0 was".
@@ -92,7 +92,7 @@ def explain(accounts: Mapping[int, Account], world: int) -> str:
 
 
 def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
-    """What the user most probably has to look at, in a sentence without its full stop."""
+    """The thing that the user most probably has to look at, in a sentence without its full stop."""
     # Most telling first: what one rank knows to be wrong explains the rest, and calls of the user that differ explain
     # silence and different phases, and not the other way round.
     failures = _by({rank: account.failure for rank, account in accounts.items() if account.failure})

@@ -1,4 +1,4 @@
-"""How ranks agree outside the steady state, and how they tell each other what went wrong.
+"""Agreement between ranks outside the steady state, and the ways in which they tell each other what went wrong.
 
 In the steady state a pass exchanges nothing beside weights and gradients: every rank follows the order it has learned
 together with the others. Messages here are sent while an order is learned, where known orders part, at the end of
@@ -164,7 +164,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def sending_weights(self, *, stepped: bool) -> Iterator[None]:
-        """What fails inside, fails after weights were ``stepped``, and the error says so."""
+        """Let errors inside say that weights were ``stepped`` before."""
         self._stepped = stepped
         self._sent.clear()
         yield
@@ -284,14 +284,14 @@ class Agreement:
         return RuntimeError(self.lost)
 
     def _has_sent(self) -> bool:
-        """Whether weights are stepped, and have come to where they are cached."""
+        """Tell whether weights are stepped, and have come to where they are cached."""
         try:
             return all(event.done() for event in (*self._sent, *self._under_way))
         except RuntimeError:  # a device that has failed answers nothing any more
             return False
 
     def _others_failed(self) -> bool:
-        """Whether a rank has said what is wrong with it: gloo does not tell those that wait for it."""
+        """Tell whether a rank has said what is wrong with it: gloo does not tell those that wait for it."""
         if self.comm.world == 1 or self.comm.backend == "fake":
             return False
         # A store that is gone is the business of whoever waits for it.

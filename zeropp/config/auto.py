@@ -1,4 +1,4 @@
-"""What a configuration leaves open, and what was chosen there: one warning each for `"auto"` and for the stage."""
+"""Warnings of values that a configuration leaves open: one for `"auto"`, one for the stage."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 def is_auto(value: object) -> bool:
-    """Whether a value is left to a trainer to fill in."""
+    """Tell whether a value is left to a trainer to fill in."""
     return isinstance(value, str) and value == AUTO
 
 

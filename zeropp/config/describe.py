@@ -96,7 +96,7 @@ def shortened(value: object) -> str:
 
 
 def expected_text(field: FieldInfo) -> str:
-    """What a field takes, for an error message: type, bounds, default."""
+    """The values that a field takes, for an error message: type, bounds, default."""
     bounds = bounds_text(field)
     # A whole block is no help in an error message.
     default = "" if isinstance(field.default, BaseModel) else f" (default {shortened(field.default)})"

@@ -84,7 +84,7 @@ class ExtensionConfig(Block):
     NCCL on a 32-bit wire."""
 
     feedback: Literal["cross", "both"] = "cross"
-    """Which hops carry quantization errors over when `zeropp_loco_param` is given. `cross` costs 1/L byte
+    """Hops that carry quantization errors over when `zeropp_loco_param` is given. `cross` costs 1/L byte
     per parameter on a rank, L ranks to a node; `both` costs 1 byte more, unsharded."""
 
     hadamard: bool = False
@@ -92,11 +92,11 @@ class ExtensionConfig(Block):
     group."""
 
     weight_codec: Literal["int8", "delta4", "lossless"] | None = None
-    """How weights are encoded when gathered: 8-bit blocks, 4-bit differences to what every rank holds, or
+    """Encoding of weights when they are gathered: 8-bit blocks, 4-bit differences to what every rank holds, or
     lossless differences. `null` follows `zero_quantized_weights`."""
 
     secondary: Literal["weights", "codes"] = "weights"
-    """What a secondary shard has: weights in the compute type, or the received codes at half the
+    """Contents of a secondary shard: weights in the compute type, or the received codes at half the
     bytes."""
 
     defer_cross_reduction: bool = False

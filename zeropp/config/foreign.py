@@ -13,6 +13,7 @@ __all__ = ["ARGUMENTS", "FOREIGN", "MOVED", "REMOVED", "is_comment", "meaning", 
 
 
 def _inverted(rows: Mapping[str, str]) -> dict[str, str]:
+    # Many names have one meaning, so the tables are written by meaning and looked up by name.
     return {name: value for value, names in rows.items() for name in names.split()}
 
 
@@ -24,6 +25,7 @@ MOVED: Mapping[str, str] = _inverted({
         "train_micro_batch_size_per_device"
     ),
     "train_batch_size": "global_batch_size total_batch_size total_train_batch_size global_train_batch_size",
+    # This name alone does not tell which of the two is meant.
     "train_batch_size or train_micro_batch_size_per_gpu": "batch_size",
     "gradient_accumulation_steps": (
         "accumulation_steps grad_accumulation_steps grad_accum_steps grad_accum gradient_accumulation gas "
@@ -200,12 +202,13 @@ ARGUMENTS: Mapping[str, frozenset[str]] = {
 
 
 def place(path: Sequence[str]) -> str:
-    """Where a key that has another name belongs: a path, two of them joined by "or", or nothing.
+    """The right place of a key that has another name: a path, two of them joined by "or", or nothing.
 
     Args:
         path: keys that lead to the unknown one, that one last.
     """
     found = _looked_up(path, MOVED)
+    # A name such as `lr` leads to optimizer.params.lr, which is no remedy where it stands there already.
     return "" if found == ".".join(path) else found
 
 

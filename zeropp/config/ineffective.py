@@ -31,7 +31,7 @@ def warn_without_effect(given: Mapping[str, object], config: Config, ignored: Ma
     keys = [key for key, value in {**unread, **ignored}.items() if not _changes_nothing(value)]
     if keys:
         # Such as TRL writes beside the block.
-        why = "; what belongs into a block is read inside of it alone" if any("." in key for key in keys) else ""
+        why = "; what belongs in a block is read from inside that block only" if any("." in key for key in keys) else ""
         notify_once(f"these keys of {name} have no effect: {', '.join(keys)}{why}")
     for text in (*_ineffective_offload(given, config), *_ineffective_alone(config)):
         notify_once(text)

@@ -15,7 +15,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 class _OffloadBlock(Block):
     device: Device = "none"
-    """Where these numbers are kept between uses: `none` leaves them on the device that computes, `cpu` puts
+    """Place of these numbers between uses: `none` leaves them on the device that computes, `cpu` puts
     them in host memory, `nvme` in files below `nvme_path`."""
 
     nvme_path: Path | None = None
@@ -43,8 +43,7 @@ class OffloadParamConfig(_OffloadBlock):
     """Keeps the weight shards of released parameters outside device memory. Stage 3 only."""
 
     buffer_count: Count = 5
-    """How many staging buffers the pool for weights has; more of them let more reads be under way at
-    once."""
+    """Staging buffers in the pool for weights. More of them let more reads be under way at once."""
 
     buffer_size: Bound = 100_000_000
     """Elements that one staging buffer holds. A larger shard takes several."""
@@ -61,7 +60,7 @@ class OffloadOptimizerConfig(_OffloadBlock):
     """Keeps optimizer states outside device memory and steps on the host."""
 
     buffer_count: Count = 4
-    """How many staging buffers the pool for optimizer states has. A tile under way takes one, or a
+    """Staging buffers in the pool for optimizer states. A tile under way takes one, or a
     part of one, for each kind of number that is not in the host's memory: main weights, gradients, each
     state, and new weights as they travel."""
 
@@ -91,5 +90,5 @@ class OffloadOptimizerConfig(_OffloadBlock):
 
     @property
     def pipeline(self) -> bool:
-        """Whether files are read or written beside the step."""
+        """True if files are read or written beside the step."""
         return self.pipeline_read or self.pipeline_write

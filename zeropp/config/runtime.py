@@ -38,7 +38,7 @@ class AioConfig(Block):
 
 
 class ParallelWriteConfig(Block):
-    """How checkpoint files are shared out among writers."""
+    """The division of checkpoint files among writers."""
 
     pipeline_stage: bool = False
     """Lets the data-parallel ranks of a pipeline stage each write some of its layers. Nothing is left to do: every
@@ -49,7 +49,7 @@ class CheckpointConfig(Block):
     """Saving and loading of training state, by the engine that `zeropp.initialize` makes."""
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
-    """What to do when ranks call `save_checkpoint` with different tags: "FAIL" raises on all of them; otherwise the
+    """Reaction to ranks that call `save_checkpoint` with different tags: "FAIL" raises on all of them; otherwise the
     first rank's names the checkpoint, which is complete, with a warning or, with "IGNORE", without. Letters may be of
     either case."""
 
@@ -120,6 +120,7 @@ class NamedBlock(Block):
     def upgrade(cls, given: dict[str, object]) -> dict[str, object]:
         """Leaves out arguments beside `params` that repeat what is in it, or what holds anyway."""
         inside = given.get("params")
+        # DeepSpeed reads `params` alone, so what stands beside it and says the same changes nothing there, either.
         known = {**cls.harmless, **inside} if isinstance(inside, Mapping) else cls.harmless
         fields = {*cls.model_fields}
         return {key: value for key, value in given.items() if key in fields or key not in known or known[key] != value}

@@ -1,4 +1,4 @@
-"""Which settings this version honours. Every field has one entry here; what is not honoured is refused."""
+"""The settings that this version honours. Every field has one entry here; the others are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from zeropp.config.zero import ZeroConfig
 
 
 class Kind(Enum):
-    """How far a setting reaches in this version."""
+    """The reach of a setting in this version."""
 
     EFFECT = "does what it says, at every value"
     NEEDLESS = "accepted at every value, nothing is left to do; its description says why"
@@ -251,6 +251,7 @@ def require_supported(config: Config) -> None:
 
 def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
     model = type(block)
+    # Governed settings are passed over: what they depend on is refused instead.
     for name, support in SUPPORT[model].items():
         # By field and not by what was given: a default that is not honoured would show, too.
         value = getattr(block, name)
@@ -267,6 +268,7 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {_with_reason(remedy, support)}"
         elif support.kind is Kind.OFF and switched_on(value):
             remedy = _with_reason(support.remedy, support)
+            # Cut short, since blocks such as data_efficiency may be pages long.
             yield f"{'.'.join(here)}: {value_text(value):.80} is not in this version; {remedy}"
 
 
@@ -309,7 +311,7 @@ def _refused_main(config: Config) -> Iterator[str]:
 
 
 def switched_on(value: object) -> bool:
-    """Whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
+    """Tell whether a feature is asked for: something below it is enabled, or nothing says whether it is."""
     if not isinstance(value, Mapping):
         return _is_true(value)
     # Two blocks that say it by a size.

@@ -41,7 +41,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     no batch size is given."""
 
     managed_gradient_accumulation: bool = True
-    """Whether a `step()` inside an unfinished window of `gradient_accumulation_steps` micro-batches does nothing,
+    """Lets a `step()` inside an unfinished window of `gradient_accumulation_steps` micro-batches do nothing,
     for loops that call it after every micro-batch. False takes every step: the caller owns the boundary."""
 
     gradient_clipping: NonNegative = 0.0
@@ -74,7 +74,7 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
     `zeropp.reduce_scatter` leaves them to the backend."""
 
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(_small)] = "mean"
-    """Whether gradients are averaged or added up over ranks."""
+    """Mean or sum of gradients over ranks."""
 
     optimizer: OptimizerConfig | None = None
     """An optimizer to make; `null` is the one that is passed in."""
@@ -110,23 +110,24 @@ class Config(OutsideKeys, NeedlessTop, UnreadTop, LaterTop):
 
     @property
     def main_in_16_bits(self) -> bool:
-        """Whether main weights, gradient sums and states have the type that the model computes in."""
+        """True if main weights, gradient sums and states have the type that the model computes in."""
         return self.bf16.bf16_master_weights_and_grads or self.fp16.fp16_master_weights_and_grads
 
     @property
     def checks_overflow(self) -> bool:
-        """Whether a step with a gradient that is not finite is skipped."""
+        """True if a step with a gradient that is not finite is skipped."""
         return not self.bf16.enabled or self.bf16.check_grad_overflow
 
     @property
     def steps_on_host(self) -> bool:
-        """Whether the host's cores step what is in the host's memory or in files."""
+        """True if the host's cores step states in the host's memory or in files."""
         block = self.zero.offload_optimizer
+        # A ratio of 0 leaves every state on the device.
         return block is not None and block.device != "none" and block.ratio > 0
 
     @property
     def offloads(self) -> bool:
-        """Whether anything that training needs is off the device."""
+        """True if anything that training needs is off the device."""
         block = self.zero.offload_param
         return self.steps_on_host or (block is not None and block.device != "none")
 

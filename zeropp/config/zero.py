@@ -27,22 +27,22 @@ _GONE = {
 
 
 class ZeroConfig(NeedlessZero, LaterZero):
-    """What is partitioned over ranks, when it is fetched, and how it travels."""
+    """The partitioning of a model over ranks: which parts, when they are fetched, and how they travel."""
 
     retired: ClassVar[Mapping[str, str]] = REPLACEMENTS
 
     # DeepSpeed's default for a file that does not say. Without any file load_config sets 3.
     stage: Stage = 0
-    """What the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights. Without a
+    """Parts that the ranks share out: 0 nothing, 1 optimizer states, 2 also gradients, 3 also weights. Without a
     configuration the stage is 3. In stages 0 and 1 gradients of several micro-batches are summed on each rank before
     they travel, if `gradient_accumulation_steps` says how many there are; in stage 2 each micro-batch's travel."""
 
     offload_param: OffloadParamConfig | None = None
-    """Where weight shards are kept; `null` is on the device. It acts in stage 3 only: elsewhere `device` is read as
-    `none`, with a note."""
+    """Place of weight shards; `null` is on the device. It acts in stage 3 only: elsewhere `device` is read as `none`,
+    with a note."""
 
     offload_optimizer: OffloadOptimizerConfig | None = None
-    """Where optimizer states are kept and stepped; `null` is on the device."""
+    """Place where optimizer states are kept and stepped; `null` is on the device."""
 
     sub_group_size: Bound = 1_000_000_000
     """Elements of a rank's shard that are stepped at a time where states are in files: what a staging buffer holds, at

@@ -37,8 +37,8 @@ class BackwardUses:
         # Unit in use -> calls of frozen modules that backward has reached and not left. Zero is an entry, too: the unit
         # stays until its gradients have come.
         self._calls: dict[int, int] = {}
-        self._paths: dict[int, str] = {}  # of the module around the call of each that backward has reached last
-        self._complete: list[Unit] = []  # of those in use, those whose gradients have come
+        self._inside: dict[int, str] = {}  # of each, what paths begin with inside the module that backward is in
+        self.complete: list[Unit] = []  # those whose gradients have come
         self._whole: dict[int, None] = {}
         self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # of each unit, calls that a backward may come to
         self.fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}  # made in this backward, and not come to yet
@@ -138,8 +138,8 @@ class BackwardUses:
             unit.users += 1
             self._schedule.use(unit)
         self._calls[unit.index] += lasting
-        if not _is_inside(path, self._paths.get(unit.index)):
-            self._paths[unit.index] = path
+        if not path.startswith(self._inside.get(unit.index, ".")):  # no path begins so
+            self._inside[unit.index] = path and f"{path}."
 
     def call_ended(self, unit: Unit) -> None:
         """The inputs of a call have their gradients."""
@@ -148,19 +148,15 @@ class BackwardUses:
             self._calls[unit.index] -= 1
         self.end(unit)
 
-    def gradients_came(self, unit: Unit) -> None:
-        """The gradients of a unit have come; its call may not be over."""
-        if unit.index in self._calls:
-            self._complete.append(unit)
-
     def come_to(self, path: str) -> None:
         """Backward comes to a module: calls of others that are not around it are over."""
-        if self._complete:
-            around = [unit for unit in self._complete if _is_inside(path, self._paths.get(unit.index))]
-            over = [unit for unit in self._complete if unit not in around]
-            self._complete = around
-            for unit in over:
-                self.end(unit)
+        if self.complete:
+            complete, self.complete = self.complete, []
+            for unit in complete:
+                if path.startswith(self._inside.get(unit.index, ".")):
+                    self.complete.append(unit)
+                else:
+                    self.end(unit)
 
     def end(self, unit: Unit) -> None:
         """Let go of a unit if this backward is done with it."""
@@ -173,7 +169,7 @@ class BackwardUses:
                 self._schedule.expect_again([unit])
             # Before the release, so that a further use of the unit begins anew.
             del self._calls[index]
-            self._paths.pop(index, None)
+            self._inside.pop(index, None)
             self._release(unit)
 
     def give_up(self) -> bool:
@@ -182,8 +178,8 @@ class BackwardUses:
         # it is not in this graph.
         left = [self._units[index] for index in self._calls]
         self._calls.clear()
-        self._paths.clear()
-        self._complete.clear()
+        self._inside.clear()
+        self.complete.clear()
         self.fresh.clear()
         for unit in left:
             self._release(unit)
@@ -192,19 +188,14 @@ class BackwardUses:
     def forget(self) -> None:
         """A pass failed, and everything is released elsewhere."""
         self._calls.clear()
-        self._paths.clear()
-        self._complete.clear()
+        self._inside.clear()
+        self.complete.clear()
         self.fresh.clear()
         self.forget_graphs()
 
     def _release(self, unit: Unit) -> None:
         unit.users -= 1
         self._schedule.live_units.release_if_unused(unit)
-
-
-def _is_inside(path: str, other: str | None) -> bool:
-    """Whether a module is inside another one; in none, if that is None."""
-    return other is not None and path != other and (other == "" or path.startswith(f"{other}."))
 
 
 def _trainable(unit: Unit) -> list[nn.Parameter]:

@@ -146,6 +146,7 @@ class Boundary:
             values = self._exchange()
             if values[_LATE] % _MISSED > 0:
                 return self._follow_late(values)
+            self.engine.schedule.edits |= values[_EDITED] > 0
             # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
             # only once nothing is left to send.
             spoiled = False

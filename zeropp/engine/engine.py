@@ -142,7 +142,7 @@ class Engine(GuardHandler):
                 self._begin_forward(hooked, training)
             if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too
                 changed = cast_inputs(args, kwargs, self.input_dtype)
-            if self.phase is Phase.BACKWARD:
+            if self._backward.complete:
                 self._backward.come_to(hooked.path)  # checkpointing runs it once more
             for unit in hooked.units:
                 unit.users += 1
@@ -226,7 +226,7 @@ class Engine(GuardHandler):
         if call.expected or self._backward.fresh:
             self._backward.note_reached(call)
         for unit in call.hooked.units:
-            self._backward.use(unit, call.hooked.path, lasting=unit in call.hooked.with_frozen)
+            self._backward.use(unit, call.hooked.path, lasting=unit.has_frozen)
 
     def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
         """A call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""
@@ -248,7 +248,7 @@ class Engine(GuardHandler):
         self._backward.last_gradient = index, position
         if self.reductions.count(index, position):
             self.reductions.send_complete()
-            self._backward.gradients_came(self.units[index])
+            self._backward.complete.append(self.units[index])
 
     def _begin_backward(self, *, by_output: bool = False) -> None:
         if self.running:

@@ -145,7 +145,7 @@ class GatherComm(AllGather):
 
 
 def _name_of(codec: Codec | None, dtype: torch.dtype) -> str:
-    """What the ledger calls it. FSDP2 sends bytes where one buffer has parameters of several dtypes."""
+    """The name for the ledger. FSDP2 sends bytes where one buffer has parameters of several dtypes."""
     if codec is not None:
         return codec.name
     # Without a codec bytes are as good as numbers, so they are not refused.

@@ -71,6 +71,7 @@ class Adapter:
         Raises:
             ValueError: other units, hops, parameters, ranks or sizes.
         """
+        # Parameters may have been frozen or unfrozen since the last backward, and errors follow those that are trained.
         for unit, (_, reduce) in self._comms.items():
             reduce.follow(unit.trained())
         own = {name: feedback.state for name, feedback in self._feedbacks().items()}
@@ -168,6 +169,7 @@ def _install(model: nn.Module, options: Options) -> Adapter:
     comms = _all_comms(units, routes, options)
     for unit, (gather, reduce) in comms.items():
         unit.install(gather, reduce, reduce.finish)
+        # Only where it is needed: the method that is put in place of FSDP2's runs in every backward.
         if reduce.needs_parts:
             unit.watch(reduce.note)
     return Adapter(ledger, comms, list(routes.values()))
@@ -193,6 +195,7 @@ class _FirstUse:
                 "Call apply after the last fully_shard. To go on in this process, remove() what apply returned, apply "
                 "again, and call reset_iter_state() of the root (torch 2.13): FSDP2 has begun this forward"
             )
+        # Once is enough: a walk over all modules at every gather would cost host time.
         self._passed = True
 
 
@@ -283,8 +286,10 @@ def _check(
         account: list[object] = [unit.describe()]
         for group in (unit.group, unit.secondary):
             if group is not None:
+                # Raises for nodes that are uneven or unknown, which must happen before any process group is made.
                 members = members_of(group, unit.device, options.local_world_size, hosts)
                 account.append((len(members.ranks), members.local, members.backend))
+        # Replicas add their shards element by element, so they have to shard alike.
         for group in (unit.group, unit.replicas):
             if group is not None:
                 accounts[group] += account

@@ -1,4 +1,4 @@
-"""What a caller of :func:`zeropp.fsdp2.apply` may ask for."""
+"""The arguments of :func:`zeropp.fsdp2.apply`, and the values that each may have."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ class Options:
         # None sends values, as 32 does.
         local, cross = bits or (32, 32)
         if self.hadamard and local not in _CODES and cross not in _CODES:
-            raise ValueError(f"hadamard rotates what is encoded, and gradient_bits={bits} encodes nothing; take fewer")
+            raise ValueError(
+                f"hadamard rotates gradients before they are encoded, and gradient_bits={bits} encodes nothing; give "
+                f"one of {_CODES} for a hop, or hadamard=False"
+            )
         # A single hop takes the second number, so "cross" serves it, too.
         needed = {"cross": (cross,), "both": (local, cross)}.get(self.feedback or "", ())
         if any(each not in _CODES for each in needed):

@@ -1,4 +1,4 @@
-"""How one unit's hops run beside another's: lanes, the handle that FSDP2 waits for, and how many may be under way.
+"""Lanes on which the hops of different units run side by side, and the handle that FSDP2 waits for.
 
 [Note: FSDP2's order] FSDP2 waits for a gather where it copies the result out, by the work that a hook returns or by
 an event that it records on the calling stream behind the hook. For a reduction it has only that event, and lets the
@@ -67,7 +67,7 @@ class Arrival(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has happened, and well."""
+        """Tell whether the gather has ended, and without an error."""
         return self._event.done()
 
 

@@ -162,6 +162,7 @@ class _Packing:
             if isinstance(first, MixedCodec):
                 places = first.values_in(message, self.numel // path.count)
             else:
+                # A first hop without codes carries these values like any other element.
                 places = message.view(-1, self.padded)[:, self.behind]
             places.copy_(values.view(places.shape))
         return message
@@ -227,6 +228,7 @@ class ReduceComm(ReduceScatter):
     def errors(self) -> dict[str, Feedback]:
         """The errors that are fed back, by names that say of which hop, codec and parameters."""
         parts = [(self.unit.parameters[at], self.unit.sizes[at]) for at in self.parts]
+        # A unit may have hundreds of names, too many for a key; a hash differs where they do.
         of = f"of {len(parts)} parameters {zlib.crc32(repr(parts).encode()):08x}"
         return {
             f"{hop.spec.inner}->{hop.spec.outer} {codec.name} {of}": feedback
@@ -325,7 +327,8 @@ class ReduceComm(ReduceScatter):
         if parts is not None and buffer.numel() != self.numel(parts):
             raise RuntimeError(
                 f"{self.unit.name}: FSDP2 reduces {buffer.numel()} elements; the gradients of "
-                f"{[self.unit.parameters[at] for at in parts]} have {self.numel(parts)}"
+                f"{[self.unit.parameters[at] for at in parts]} have {self.numel(parts)}. This version of torch packs "
+                "them in a way that zeropp does not know; give vector_bits=None and feedback=None"
             )
         key = (parts, buffer.numel(), buffer.dtype)
         if key not in self._prepared:

@@ -37,6 +37,7 @@ def members_of(
     group: dist.ProcessGroup, device: torch.device, local_world_size: int | None, hosts: Mapping[int, str]
 ) -> Members:
     try:
+        # Its errors name the key of the configuration, and a caller of apply has an argument instead.
         return find_members(group, device, local_world_size, hosts)
     except ValueError as error:
         raise ValueError(f"{error}. For zeropp.fsdp2.apply it is the argument local_world_size") from None

@@ -1,4 +1,4 @@
-"""What FSDP2 has made of a model, and what of it cannot be quantized.
+"""FSDP2's parameter groups below a model, and checks of what codecs can carry.
 
 All names that torch keeps private and that the adapter leans on are used here. They are those of torch 2.11 to 2.13.
 """
@@ -30,6 +30,7 @@ Parts = tuple[int, ...]
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+# Units are keys of dicts, by identity.
 @dataclass(frozen=True, eq=False)
 class ShardedUnit:
     """Parameters that FSDP2 shards, gathers and reduces together: those of one ``fully_shard`` call on one mesh.
@@ -87,7 +88,8 @@ class ShardedUnit:
             self.param_group._all_reduce_hook = finish
 
     def finishes(self, finish: Callable[[Tensor], None]) -> bool:
-        """Whether FSDP2 calls this after each reduction."""
+        """Tell whether FSDP2 calls ``finish`` after each reduction."""
+        # Not by identity: Python makes a new bound method at each access.
         return bool(self.param_group._all_reduce_hook == finish)
 
     def watch(self, note: Callable[[Parts], None]) -> None:
@@ -123,8 +125,8 @@ class ShardedUnit:
         if self.extended:
             raise ValueError(
                 f"{self.name}: {list(self.extended)} bring their own all-gather extension (fsdp_pre_all_gather), as "
-                "float8 weights do, and send bytes that are no numbers to round; expected plain parameters. Switch "
-                "that extension off, or give weights=None"
+                "float8 weights do: what they send is encoded already. Expected plain parameters; switch that "
+                "extension off, or give weights=None"
             )
         by_dtype = defaultdict(list)
         for name, dtype in self.gathered.items():
@@ -156,7 +158,7 @@ class ShardedUnit:
 
 
 def factor_of(op: ReduceOp, world: int) -> float:
-    """What FSDP2 wants the sum over ``world`` ranks to be multiplied by.
+    """The factor by which FSDP2 wants the sum over ``world`` ranks to be multiplied.
 
     FSDP2 divides before and after by itself where it asks for a sum (float16, or
     ``set_force_sum_reduction_for_comms``), and leaves it to the reduction otherwise.

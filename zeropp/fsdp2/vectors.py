@@ -61,6 +61,7 @@ class MixedCodec(BlockCodec):
 
     def encode_(self, messages: Tensor, values: Tensor, *, count: int = 1, feedback: Feedback | None = None) -> None:
         """See :class:`Codec`."""
+        # First, since the kernel writes the whole message, the bytes of values included.
         super().encode_(messages, values, count=count, feedback=feedback)
         pieces = values.view(count, -1, self.piece)
         places = self.values_in(messages, values.numel() // count)
@@ -71,6 +72,7 @@ class MixedCodec(BlockCodec):
         report: Report | None = None,
     ) -> None:  # fmt: skip
         """See :class:`Codec`; ``out`` is written, not added to: FSDP2 adds by itself."""
+        # ReduceComm asks for neither, and neither would be right for the values.
         assert not accumulate and report is None
         super().decode_sum_(messages, out, scale=scale)
         total = self._sum_of_values(messages, out.numel()).mul_(scale)
@@ -90,4 +92,5 @@ class MixedCodec(BlockCodec):
             places.copy_(source._sum_of_values(parts, numel).view(places.shape))
 
     def _sum_of_values(self, messages: Sequence[Tensor], numel: int) -> Tensor:
+        # In float32, as kernels sum codes.
         return self.values_in(adjacent(messages), numel).sum(0, dtype=torch.float32)

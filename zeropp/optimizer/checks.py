@@ -1,4 +1,4 @@
-"""What an optimizer must be before it is wrapped."""
+"""Checks of an optimizer that is to be wrapped, and stand-ins for its methods afterwards."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, config: Config) -> N
             if id(parameter) not in own:
                 raise ValueError(
                     f"parameter {position} of group {index}, shape {tuple(parameter.shape)}, does not belong to the "
-                    "model; make the optimizer from model.parameters() of the very model that is wrapped, and make a "
-                    "new one if this was wrapped before: it steps slices, of values that went on without it"
+                    "model; make the optimizer from model.parameters() of the very model that is wrapped. Make a new "
+                    "one if this one was wrapped before: it has slices, which an earlier engine made"
                 )
             state = optimizer.state.get(parameter, {})
             if any(isinstance(value, torch.Tensor) and value.is_meta for value in state.values()):
@@ -111,9 +111,9 @@ def _check_states(optimizer: Optimizer, config: Config) -> None:
     # Whoever divides by a moment has an eps beside it.
     if config.fp16.fp16_master_weights_and_grads and any("eps" in group for group in optimizer.param_groups):
         raise ValueError(
-            f"fp16_master_weights_and_grads has {type(optimizer).__name__} keep its states in float16, too, and second "
-            "moments below 6e-8, of gradients below 0.008, are 0 there, by which it divides; leave the key out, use "
-            "bf16 and bf16_master_weights_and_grads, or an optimizer without such moments, as SGD is"
+            f"fp16_master_weights_and_grads has {type(optimizer).__name__} keep its states in float16. It divides by "
+            "second moments, and those of gradients below 0.008 would be 0 there. Leave the key out, use bf16 and "
+            "bf16_master_weights_and_grads, or an optimizer without second moments, such as SGD"
         )
 
 
@@ -155,7 +155,7 @@ def _states_of_elements(optimizer: Optimizer) -> set[str]:
 
 
 def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
-    """What must be the same on every rank: the class, and each group's parameters and plain settings."""
+    """Lines that must be the same on every rank: the class, and each group's parameters and plain settings."""
     # By name: parameters in another order would be cut for other groups, and nothing later would show it.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lines = [f"optimizer {type(optimizer).__name__}"]
@@ -167,12 +167,12 @@ def describe_optimizer(optimizer: Optimizer, model: nn.Module) -> list[str]:
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, object]:
-    """What ranks can compare of a group's settings."""
+    """A group's settings in a form that ranks can compare."""
     return {key: _plain(value) for key, value in group.items() if key != "params"}
 
 
 def _plain(value: object) -> object:
-    """What ranks can compare of a setting: numbers and text, in tensors and sequences too; else its type."""
+    """A setting in a form that ranks can compare: numbers and text, in tensors and sequences too; else its type."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):

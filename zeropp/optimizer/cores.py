@@ -174,7 +174,7 @@ def _check(rule: Rule, one: SliceStep) -> None:
 
 
 def spare_cores(local_ranks: int) -> int:
-    """How many threads to step with: as many as make it faster, of those that the training thread leaves to this rank.
+    """Threads to step with: as many as make it faster, of those that the training thread leaves to this rank.
 
     Those are the cores that the process may run on, divided among the ranks, less one. The first call measures.
 

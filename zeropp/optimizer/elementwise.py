@@ -1,4 +1,4 @@
-"""Which optimizers may see slices of parameters: those that treat every element alike."""
+"""The check that an optimizer treats every element alike, so that it may step slices of parameters."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def treats_each_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is one of torch's own whose step on some parameters does not depend on the others."""
+    """Tell whether this is one of torch's own whose step on some parameters does not depend on the others."""
     return type(optimizer).__name__ in _ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim")
 
 

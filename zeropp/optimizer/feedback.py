@@ -82,7 +82,7 @@ class CarriedErrors:
         return {"steps": self._steps, "errors": errors, "scale": None if self._scale is None else float(self._scale)}
 
     def fits(self, saved: dict[str, Any] | None) -> bool:
-        """Whether saved errors are of the same units, hops, codecs and sizes; none fit where nothing is carried."""
+        """Tell whether saved errors are of the same units, hops, codecs and sizes; none fit if nothing is carried."""
         errors: dict[str, Tensor] = saved["errors"] if saved is not None else {}
         here = {name: feedback.state.numel() for name, feedback in self._named().items()}
         return {name: each.numel() for name, each in errors.items()} == here

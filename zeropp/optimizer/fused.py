@@ -44,7 +44,7 @@ class Settings:
 
 
 class Rule(ABC):
-    """How one of torch's optimizers steps; from :func:`rule_of`."""
+    """The step of one of torch's optimizers; from :func:`rule_of`."""
 
     _floats: tuple[str, ...]
     _flags: tuple[str, ...]
@@ -255,7 +255,7 @@ def rule_of(optimizer: Optimizer) -> Rule | None:
 
 
 def _steps_as(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
-    """Whether the class steps, and makes states, by the methods of ``kind``."""
+    """Tell whether the class steps, and makes states, by the methods of ``kind``."""
     # The class's and not the object's, in which schedulers put a step that counts. Unwrapped: torch wraps the step of a
     # class for profiles when the first object of it is made.
     return isinstance(optimizer, kind) and all(

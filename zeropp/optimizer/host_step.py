@@ -56,7 +56,7 @@ class HostStep:
         engine.on_close(self._stream.close)
 
     def can_step(self) -> bool:
-        """Whether this is an optimizer of which the host has a step of its own; its settings may change that."""
+        """Tell whether the host has a step of its own for this optimizer; a change of its settings may change that."""
         return rule_of(self._optimizer) is not None
 
     def take_settings(self, slices: Sequence[Slice]) -> list[Settings]:
@@ -123,7 +123,7 @@ class HostStep:
     def _decide(
         self, rule: Rule, slices: Sequence[Slice], taken: Sequence[Settings], divisor: Tensor | None
     ) -> dict[FlatBuffer, BufferStep]:
-        """What is to be stepped of each buffer, with everything as it is now."""
+        """The parts of each buffer that are to be stepped, with everything as it is now."""
         chosen = {id(part.parameter): part for part in slices}
         jobs: dict[FlatBuffer, BufferStep] = {}
         for settings, group in zip(taken, self._optimizer.param_groups, strict=True):
@@ -194,7 +194,7 @@ def _wait(ref: weakref.ref[Engine], wait: Callable[[Refresh], None], *_: object)
 
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:
-    """How many ranks of this node may run on the cores that this one may."""
+    """The number of ranks of this node that may run on the cores that this one may."""
     comm, own = engine.comm, sorted(os.sched_getaffinity(0))
     # A launcher may have given each rank cores of its own.
     told = engine.agreement.exchange_objects(own, "counting cores")

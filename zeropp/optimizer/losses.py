@@ -1,4 +1,4 @@
-"""What a ``ZeroOptimizer`` does with losses: a micro-batch's share, the scale of float16, and backward."""
+"""Losses of a ``ZeroOptimizer``: a micro-batch's share, the scale of float16, and backward."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def take_weight_edits(engine: Engine, slices: Slices) -> list[str]:
 
 
 def _keeps_old_weights(engine: Engine, buffer: FlatBuffer) -> bool:
-    """Whether the next forward does not gather a buffer's weights anew from the main weights."""
+    """Tell whether the next forward computes with a copy of the weights, and gathers no new ones."""
     source = buffer.source
     kept = buffer.paths.refresh is not None or (source is not None and source.follows)
     return kept or engine.unit_of[id(buffer.parameters[0])].state is not UnitState.SHARDED

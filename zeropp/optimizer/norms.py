@@ -33,14 +33,14 @@ def clip_divisor(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def may_leave_out(engine: Engine, optimizer: Optimizer) -> bool:
-    """Whether a step of ``optimizer`` changes nothing at all, states included, where the device says so."""
+    """Tell whether a step of ``optimizer`` changes nothing at all, states included, where the device says so."""
     # SGD's fused step leaves out the first momentum, too, and takes uninitialised memory for it.
     adam = inspect.unwrap(type(optimizer).step) is inspect.unwrap(torch.optim.Adam.step)
     return adam and takes_divisor(engine, optimizer)
 
 
 def takes_divisor(engine: Engine, optimizer: Optimizer | None) -> bool:
-    """Whether kernels can divide gradients as they read them: those of an optimizer, or for None the host's own."""
+    """Tell whether kernels can divide gradients as they read them: an optimizer's, or for None the host's own."""
     # The divisor is float32, which is too little for gradients of 64 bits.
     single = all(gradient.dtype == torch.float32 for gradient in engine.gradients)
     if optimizer is None:

@@ -1,4 +1,4 @@
-"""What has become of the steps that were asked for; see [Note: sums read late]."""
+"""Results of the steps that were asked for: taken, skipped, or not known yet; see [Note: sums read late]."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from zeropp._compat import unguarded
 
 __all__ = ["as_partial"]
 
+# Functions that torch's clip_grad_norm_ is made of, and those that loops call to log or normalize gradients.
 _NORMS = frozenset(
     (
         torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm,
@@ -42,10 +43,12 @@ class PartialGradient(Tensor):
                 '{"gradient_clipping": max_norm} to clip, optimizer.grad_norm for the norm over the whole model, and '
                 "optimizer.grad_norms() for the norm of each parameter"
             )
+        # Without it ``func`` would lead back to this method.
         with unguarded():
             found = func(*args, **(kwargs or {}))
             # Results alone: an operation in place returns what it was given.
             if type(found) is Tensor and all(found is not each for each in args):
+                # A gradient that was cast or scaled is a part still. A mask of it, or its sum, is another thing.
                 numels = [each.numel() for each in args if isinstance(each, PartialGradient)]
                 if found.numel() in numels and found.is_floating_point():
                     return found.as_subclass(PartialGradient)

@@ -28,7 +28,7 @@ _PASSING = "contiguous_grad_buffer"
 
 
 class OffloadsStates:
-    """What a ``ZeroOptimizer`` does between phases."""
+    """The calls of a ``ZeroOptimizer`` that move states off the device and back between phases of training."""
 
     engine: Engine
     inner: Optimizer
@@ -130,7 +130,7 @@ class OffloadsStates:
             )
 
     def _memory(self, kinds: frozenset[str]) -> list[_Memory]:
-        """What there is to send away."""
+        """The tensors that can be sent away."""
         engine, slices = self.engine, self.slices
         named = (*_weights(engine, slices), *_gradients(engine, slices), *self._states(kinds))
         # Not what an earlier call has sent away, nor empty parameters.
@@ -229,7 +229,7 @@ def _by_buffer(slices: Slices) -> dict[FlatBuffer, list[Slice]]:
 
 
 def _is_own(value: Tensor) -> bool:
-    """Whether a state has a storage to itself, which can be resized."""
+    """Tell whether a state has a storage to itself, which can be resized."""
     # A subclass, as of 8-bit states, has its memory in tensors of which nothing is known here.
     if type(value) is not Tensor:
         return False

@@ -26,7 +26,7 @@ __all__ = ["Portion", "begin_momentum", "choose_portions", "step_by_portions", "
 
 @dataclass(frozen=True)
 class Portion:
-    """What is stepped at once: slices, and the buffers whose weights are new then."""
+    """Slices that are stepped in one call, and the buffers that have new weights after it."""
 
     slices: list[Slice]
     buffers: list[FlatBuffer]

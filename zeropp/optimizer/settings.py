@@ -1,4 +1,4 @@
-"""Whether every rank's parameter groups have the same numbers: learning rates, above all.
+"""The check that every rank's parameter groups have the same numbers: learning rates, above all.
 
 Ranks that step their slices at different rates would silently diverge, as after a ReduceLROnPlateau that each fed with
 its own loss. A hash of all numbers travels with the reduction before each step.

@@ -39,6 +39,7 @@ _NOTHING = "<nothing>"  # the name of what is no part of a parameter
 _MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
 
 
+# Compared by identity, since == on tensors compares elements.
 @dataclass(eq=False)
 class Slice:
     """One parameter's part in this rank's piece of a flat buffer.
@@ -75,22 +76,24 @@ class Slice:
 
     @property
     def on_host(self) -> bool:
-        """Whether the host's cores step it, where they have a step of its optimizer."""
+        """True if the host's cores step this slice, provided that they have a step of its optimizer."""
         return self.buffer is not None and self.offset >= self.buffer.homes.device_numel
 
     @property
     def arrived(self) -> bool:
-        """Whether the view holds a gradient of this step."""
+        """True if the view holds a gradient of this step."""
         return self.source is not None and self.source.arrived
 
     def take_edit(self) -> None:
         """Take over a gradient that the user has put in place of ours, or taken away."""
         found = self.parameter.grad
         if found is None:
+            # Norms are computed over the gradient shard, where a removed gradient must count as nothing.
             self.gradient.zero_()
             # The shard may hold a gradient still; without this note the step would show it again.
             self.shown, self.removed = False, True
         elif found is not self.seen:
+            # Edits in place need no copy: the gradient that is shown is a view of the shard.
             self.gradient.copy_(found)
 
     def show_gradient(self, present: bool) -> None:
@@ -160,6 +163,7 @@ class Slices:
             parts = [part for parameter in given for part in self._cut.get(id(parameter), [])]
             # In place: schedulers and the user hold the groups.
             group["params"] = _Listed([part.parameter for part in parts], self._wait)
+            # torch keeps names beside the parameters if the optimizer was made from named_parameters().
             if "param_names" in group:
                 group["param_names"] = [part.name for part in parts]
             stepped += parts
@@ -167,10 +171,12 @@ class Slices:
             # It left the groups above, and its state would be saved without a parameter.
             self._optimizer.state.pop(self._stand_in.parameter, None)
         if not stepped:
+            # This rank owns no part of the model, and GradScaler raises where it finds no gradient at all.
             stepped.append(self._add_stand_in())
         self.stepped = stepped
         self.buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
         self._add_markers()
+        # By the exact type: after a later group this is a SliceStates already, which derives from it.
         if type(self._optimizer.state) is defaultdict:
             self._optimizer.state = SliceStates(self._optimizer.state.default_factory, self._optimizer.state)
             self._optimizer.state.slices = weakref.ref(self)
@@ -212,6 +218,7 @@ class Slices:
 
     def _remove_markers(self) -> None:
         for group, marks in zip(self._optimizer.param_groups, self._marks if not self._hidden else (), strict=False):
+            # Markers come last in a group, behind all slices.
             del group["params"][-len(marks) :]
             if "param_names" in group:
                 del group["param_names"][-len(marks) :]
@@ -220,6 +227,7 @@ class Slices:
         self._hidden = True
 
     def _return_markers(self) -> None:
+        # torch's hooks call this inside without_markers() as well, where markers have to stay away.
         if self._hidden and not self._kept_away:
             self._hidden = False
             self._add_markers()
@@ -243,7 +251,7 @@ class Slices:
         self._optimizer.register_load_state_dict_post_hook(after)
 
     def edited_by_groups(self) -> bool:
-        """Whether the user has edited all tensors of some group since :meth:`accept_edits`; alike on every rank."""
+        """Tell whether the user has edited all of some group since :meth:`accept_edits`; alike on every rank."""
         return any(all(marker.parameter.edited for marker in marks) for marks in self._marks)  # type: ignore[attr-defined]
 
     def accept_edits(self) -> None:
@@ -253,6 +261,7 @@ class Slices:
 
     def take_replaced(self) -> None:
         """Take over values that the user has put in place of slices, by ``parameter.data = values``."""
+        # Asked of markers, since looking at the address of every slice would cost host time at each forward.
         if not any(marker.parameter.replaced for marker in self.markers):  # type: ignore[attr-defined]
             return
         for part in self.stepped:
@@ -284,6 +293,7 @@ class Slices:
         """
         if not self.in_groups(parameter):
             raise KeyError("the parameter is in none of the optimizer's groups")
+        # States of a frozen parameter wait here, those of a trained one are in the optimizer.
         self._states.pop(id(parameter), None)
         for part in self._cut.get(id(parameter), []):
             self._optimizer.state.pop(part.parameter, None)
@@ -343,10 +353,11 @@ class Slices:
             if present and part.source is not None and not part.source.arrived:
                 part.gradient.zero_()
             part.show_gradient(present and not part.removed)
+        # A step passes over what has no gradient; it would edit markers and make states for them.
         self.show_markers(False)
 
     def in_groups(self, parameter: Tensor) -> bool:
-        """Whether a parameter of the model is in one of the groups."""
+        """Tell whether a parameter of the model is in one of the groups."""
         return any(parameter is other for given in self.given for other in given)
 
     def _cut_unit(self, unit: Unit) -> None:
@@ -440,6 +451,7 @@ class _Listed(list[Any]):
         return super().__getitem__(key)
 
     def __reduce__(self) -> Any:
+        # A plain list is saved: ``_wait`` leads to the engine, which cannot be pickled.
         return list, (list(self),)
 
 
@@ -537,6 +549,7 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     parameter = nn.Parameter(buffer.shard[fragment.offset : stop])
     slot = buffer.layout.slots[fragment.slot]
     values = gradient.shard[fragment.offset : stop]
+    # Where every rank has the whole gradient its norm is the same everywhere, and is not refused.
     seen = as_partial(values) if buffer.placement.mode.states > 1 else values
     place = (unit, position, buffer, fragment.offset, fragment.start, slot.strides)
     return Slice(slot.name, *place, parameter, values, seen, gradient)
@@ -562,6 +575,7 @@ class _Marker(nn.Parameter):
     @property
     def data(self) -> Tensor:
         """A plain tensor, as of any parameter; its version tells whether it is written to or only read."""
+        # A tensor that stays: torch's own ``.data`` has a new version counter at each access, which shows no writes.
         if self._reached is None:
             self._reached = self.detach().clone()
         return self._reached
@@ -572,7 +586,7 @@ class _Marker(nn.Parameter):
 
     @property
     def edited(self) -> bool:
-        """Whether it was written to since :meth:`accept_edits`."""
+        """True if the user has written to the marker since :meth:`accept_edits`."""
         return self.replaced or self._versions != self._now()
 
     def accept_edits(self) -> None:

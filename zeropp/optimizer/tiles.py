@@ -46,13 +46,13 @@ class BufferStep:
 
     @property
     def gradient(self) -> Gradient:
-        """What it is stepped with."""
+        """The gradient that the weights are stepped with."""
         assert self.buffer.gradient is not None  # what is stepped has one
         return self.buffer.gradient
 
     @property
     def clips(self) -> bool:
-        """Whether gradients are divided on the way."""
+        """True if gradients are divided as they are read."""
         return any(each.grad_scale is not None for _, each in self.slices)
 
     @property
@@ -61,12 +61,12 @@ class BufferStep:
         return {_MAIN: self.buffer.main, _GRADIENT: self.gradient.row, **self.states}
 
     def place(self, kind: str, start: int) -> int:
-        """Where in a row an element of the shard is: states begin where the host's part does."""
+        """The place in a row of an element of the shard: rows of states begin where the host's part does."""
         return start - self.buffer.homes.device_numel if kind in self.states else start
 
     @property
     def in_place(self) -> bool:
-        """Whether it can be stepped where it is, and nobody has to be told."""
+        """True if the host can step all rows where they lie, and no other copy of the weights has to follow."""
         source = self.buffer.source
         return all(row.at_hand for row in self.rows.values()) and (source is None or not source.follows)
 

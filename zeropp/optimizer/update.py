@@ -1,4 +1,4 @@
-"""How new weights come about: the wrapped optimizer steps them on the device, or the host's cores do."""
+"""The update of weights: the wrapped optimizer steps them on the device, or the host's cores do."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Update:
 
     @property
     def may_leave_out(self) -> bool:
-        """Whether the device can leave a step out by itself, so that the host need not know of it yet."""
+        """True if the device can leave a step out by itself, so that the host need not know of it yet."""
         return self._host is None and may_leave_out(self._engine, self._optimizer)
 
     def run(self, norm: Tensor, left_out: Tensor | None) -> None:

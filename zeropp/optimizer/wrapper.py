@@ -101,7 +101,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         def prepare() -> Any:
             loaded = load_config(config)
             require_supported(loaded)
-            loaded.resolve_batch(group_size(process_group))
+            loaded.resolve_batch(group_size(process_group))  # for its errors: sizes may contradict each other
             check_optimizer(optimizer, model, loaded)
             check_elementwise(optimizer)
             check_scale(gradient_scale)
@@ -128,7 +128,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         for call, when in product(("step", "state_dict", "load_state_dict"), ("pre", "post")):
             name = f"_optimizer_{call}_{when}_hooks"
             setattr(self, name, getattr(optimizer, name))
-        self._patch_step_function()
+        self._patch_step_function()  # Optimizer.__init__ would, and would make groups and states of its own, too
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
@@ -141,8 +141,10 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @uncompiled
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         """The wrapped optimizer's groups."""
+        # Before step(), GradScaler looks at nothing of an optimizer but its groups, so this is where it is refused.
         if self.engine.window.unfinished:
             refuse_scaler(self.engine.window)
+        # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
         self.boundary.doubt()
         return self.inner.param_groups
 
@@ -274,11 +276,13 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
         self.engine.refresh.wait()
         self.engine.reductions.loss_scale.forget()
+        # Weights that were set by ``.data`` since the last forward are in no shard yet.
         self.slices.take_replaced()
         self._take_edits()
         self.boundary.recheck()
         verdict = self._decide()
         norm = self.boundary.norm_tensor()
+        # The host has not read this sum: the device leaves the step out if a gradient is not finite.
         left_out = self.boundary.left_out() if verdict.late else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
         # First, since the loss scale may raise: whoever catches that finds a new window.
@@ -293,6 +297,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.slices.show_used(verdict.used)
         self._update.run(norm, left_out)
         self.slices.accept_edits()
+        # Gradients stay until zero_grad(), and norms over the groups stay refused as long.
         self.slices.show_markers(True)
         self.carried.count_step()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # schedulers made before wrapping look for it
@@ -302,7 +307,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         return loss
 
     def _decide(self) -> Verdict:
-        """Whether a step is to be taken: the step's one host read, or none; see [Note: sums read late]."""
+        """The decision to take a step or not: the step's one host read, or none; see [Note: sums read late]."""
         self.outcome.wait(stepping=True)
         return self.boundary.verdict(late=self._update.may_leave_out)
 
@@ -358,6 +363,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """
         self.engine.require_idle("load_state_dict")
         self.engine.agreement.require_same_call("load_state_dict() of the ZeroOptimizer")
+        # Saved states have none, and torch counts the parameters of each group.
         with self.slices.without_markers():
             check_state(self.engine, state_dict, self.inner, self.apply_requires_grad)
             saved = state_dict["zeropp"]
@@ -408,6 +414,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """Show gradients in the groups."""
         self.boundary.invalidate()
         self.outcome.step_was_taken = False
+        # Nothing was reduced, so the shards have nothing new to show.
         if self.engine.reductions.holding:
             return
         shown = self.slices.show_arrived()

@@ -214,6 +214,11 @@ class Reductions:
         vain = self._doubtful.difference(fires)
         return tuple((unit, place) for unit, place in self._done.items() if unit not in vain), fires
 
+    def may_bring_more(self, order: CollectiveOrder) -> bool:
+        """Whether there are trained parameters that had no gradient in this kind of backward, and may have one now."""
+        fires = ((trained, order.fires.get(index, (0,) * len(trained))) for index, trained in enumerate(self._trained))
+        return any(t and not f for trained, fired in fires for t, f in zip(trained, fired, strict=True))
+
     def has_stray(self) -> bool:
         """Whether this rank has gradients that nothing in this phase will send."""
         return any(gradient.has_stray() for unit in self.units for gradient in unit.gradients)

@@ -22,8 +22,10 @@ all ranks learned it. A rank counts: plus the calls of each use that it passes, 
 It lets a unit go only where that count is not above zero. So whenever it does not have a unit, the uses that are left
 serve at least as many calls as it may still make, and the next call finds one. A module that is mostly run inside
 another one of its unit is not counted then; where a rank runs it outside, it keeps the unit until the phase ends. The
-calls that a backward is going to come to are not counted, either: autograd tells them. A rank that alone runs a module
-more often than any rank ever did is an error.
+calls that a backward is going to come to are not counted, either: autograd tells them. Where such a backward has left
+out one of several forwards before it, ranks listen at the end of the next ones, which may come to it and bring more
+gradients. A rank that alone runs a module more often than any rank ever did is an error; but if ranks have branched in
+forwards of the same module in another mode, as in evaluation, the most that any rank ran there is listened for, too.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ class Schedule:
         self._called: Counter[str] = Counter()  # how many calls of each module those were
         self._nested = False  # whether this rank has run a module inside another one that uses its unit
         self._novel = False  # whether this rank has called one that the order does not have
+        # Whether any rank has edited gradients before a step: what is sent after an edit would miss it.
+        self.edits = False
         self._partial = False  # whether the running backward leaves out one of the forwards before it
         self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
@@ -302,6 +306,8 @@ class Schedule:
         """Whether a rank may ask for more at the end of the order that is followed."""
         if self._order is None or self.static or self.silent:
             return False
+        if self.edits and self.key[0] == "backward" and self.reductions.may_bring_more(self._order):
+            return True
         return self.known.may_vary(self.key, self._order)
 
     def note_passed_over(self, anywhere: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a rank holds of a model: units of flat buffers, their gradients, and the guard on released parameters.
+"""One rank's parts of a model: units of flat buffers, their gradients, and the guard on released parameters.
 
 Knows how a unit is gathered, released and reduced; not when.
 Start with `unit`, then `flat_buffer`: from the cut of a model on only it allocates, empties and swaps a parameter's

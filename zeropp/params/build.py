@@ -1,4 +1,4 @@
-"""Which flat buffers a unit has, and how each is put together: dtypes, layout, paths."""
+"""The flat buffers of a unit, and how each is put together: dtypes, layout, paths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BufferKey:
-    """What the parameters of one flat buffer have in common."""
+    """The properties that the parameters of one flat buffer have in common."""
 
     dtype: torch.dtype  # gathered
     trainable: bool
@@ -43,7 +43,7 @@ class BufferKey:
     wire_dtype: torch.dtype  # of gradient messages
 
     def shares(self, mode: Mode) -> bool:
-        """Whether main weights are whole and in the dtype the model computes in, so that one copy serves both.
+        """True if main weights are whole and in the dtype the model computes in, so that one copy serves both.
 
         Not where trained ones have replicas: a module's edit through ``.data`` leaves no trace, and would part them.
         """
@@ -195,7 +195,7 @@ class BufferMaker:
 
 
 def _is_coded(key: BufferKey, encoding: Encoding) -> bool:
-    """Whether a buffer's shard is codes."""
+    """Tell whether a buffer's shard is codes."""
     # Codes of weights that change would lose every step that is smaller than a code; frozen ones lose once.
     return encoding.frozen is not None and not key.trainable
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's parameters carry, by its names: scripts decide by them what to gather."""
+"""DeepSpeed's attributes of parameters, by which scripts decide what to gather."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CarriedPart(ABC):
     @property
     @abstractmethod
     def ds_numel(self) -> int:
-        """How many elements."""
+        """The number of elements."""
 
     @abstractmethod
     def values(self) -> Tensor:

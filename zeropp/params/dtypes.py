@@ -1,4 +1,4 @@
-"""Which dtype each parameter is gathered in and computed with."""
+"""The dtype that each parameter is gathered in and computed with."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def computed_with(model: nn.Module, config: Config) -> ComputedWith:
 
 
 def keeps_float32(part: str, name: str) -> bool:
-    """Whether ``part`` is among the parts of a parameter's name, one or several in a row."""
+    """Tell whether ``part`` is among the parts of a parameter's name, one or several in a row."""
     return f".{part}." in f".{name}."
 
 

@@ -1,4 +1,4 @@
-"""Whether values have been edited, told without keeping them."""
+"""Fingerprints of values, which show edits without a copy."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ __all__ = ["FlatBuffer", "WeightPaths", "make_source"]
 
 @dataclass(frozen=True)
 class WeightPaths:
-    """How weights travel.
+    """The paths by which weights travel.
 
     Attributes:
         main: from the states' level to whole buffers, for state dicts.
@@ -49,12 +49,12 @@ class WeightPaths:
 
     @property
     def shared(self) -> bool:
-        """Whether the shard is what the model computes with: whole, in its dtype."""
+        """True if the shard is what the model computes with: whole, in its dtype."""
         return self.refresh is None and self.fetch is None
 
     @property
     def counts_escapes(self) -> bool:
-        """Whether ranks have to agree on the size of a message of differences."""
+        """True if ranks have to agree on the size of a message of differences."""
         return self.differences is not None and self.differences.counted is not None
 
 
@@ -154,7 +154,7 @@ class FlatBuffer:
 
     @property
     def home(self) -> Home:
-        """Where the shard is: with the optimizer's states if it is stepped, which frozen weights are not."""
+        """The place of the shard: with the optimizer's states if it is stepped, which frozen weights are not."""
         return self.homes.of(self.trainable)
 
     def _keep(self, values: Tensor, *, copy: bool = False) -> Row:
@@ -218,17 +218,17 @@ class FlatBuffer:
 
     @property
     def stale(self) -> bool:
-        """Whether weights that are cached between uses are of an older version."""
+        """True if weights that are cached between uses are of an older version."""
         return self.paths.refresh is not None and self.cached_version != self.version
 
     @property
     def base(self) -> Tensor | None:
-        """What is cached between uses, where it is renewed by differences to it."""
+        """The weights that are cached between uses, where they are renewed by differences to them."""
         return self._difference_places[-1] if self.paths.differences is not None else None
 
     @property
     def has_base(self) -> bool:
-        """Whether what is cached is what other ranks cache, so that differences to it will do."""
+        """True if all ranks cache the same weights, so that differences to them will do."""
         # Not after a load or an edit: ranks agree on when those happened, so they agree on this, too.
         return self.paths.differences is not None and self.cached_version >= 0
 
@@ -243,7 +243,7 @@ class FlatBuffer:
 
     @property
     def edited(self) -> bool:
-        """Whether main weights were written to since the engine last heard of a change, seen by their version."""
+        """True if main weights were written to since the engine last heard of a change, seen by their version."""
         return self.main.tensor._version != self._main_version
 
     def accept_edits(self) -> None:
@@ -251,16 +251,16 @@ class FlatBuffer:
         self._main_version = self.main.tensor._version
 
     def invalidate_cache(self) -> None:
-        """What is cached is to be renewed from main weights alone."""
+        """Let cached weights be renewed from main weights alone."""
         self.cached_version = -1
 
     def cache_restored(self) -> None:
-        """What is cached was restored with the main weights, by all ranks that cache it."""
+        """Note that cached weights were restored with the main weights, by all ranks that cache them."""
         self.cached_version = self.version
 
     @property
     def counts_escapes(self) -> bool:
-        """Whether ranks have to agree on the size of a message of differences."""
+        """True if ranks have to agree on the size of a message of differences."""
         return self.paths.counts_escapes
 
     def count_escapes(self) -> Tensor:
@@ -400,7 +400,7 @@ class FlatBuffer:
 def make_source(
     main: Row, paths: WeightPaths, homes: Homes, device: torch.device, *, trainable: bool, coded: bool
 ) -> Source | None:
-    """What gathers and refreshes begin with; it has no values yet. None where that is the shard itself.
+    """The offloaded copy that gathers and refreshes start from, without values yet; None if that is the shard.
 
     Args:
         main: this rank's shard.

@@ -25,7 +25,7 @@ __all__ = ["Gradient", "GradientPaths"]
 
 @dataclass(frozen=True)
 class GradientPaths:
-    """How a gradient travels.
+    """The paths by which a gradient travels.
 
     Attributes:
         to_held: from whole gradients to the level at which those of several backwards are summed before they go on.
@@ -177,7 +177,7 @@ class Gradient:
     # From messages to a sum; on the lanes of reductions.
 
     def prepare_reduce(self, message: Tensor, scale: float, *, hold: bool) -> Work:
-        """What is to be queued: every rank's message, and what is held, summed into the shard; or into what is held."""
+        """The work to queue: every rank's message, and what is held, summed into the shard; or into what is held."""
         # By the flag, on the caller's thread: the lane may not have come to what was queued before.
         straight = not hold and not self._partly_held
         self._partly_held = hold and self.paths.held_level != 1  # whole gradients are held by ``pack``
@@ -313,12 +313,12 @@ class Gradient:
 
     @property
     def edited(self) -> bool:
-        """Whether the shard was written to since the report, seen by its version."""
+        """True if the shard was written to since the report, seen by its version."""
         return self.shard._version != self._reported
 
     @property
     def doubted(self) -> bool:
-        """Whether the report may be of another state of the shard."""
+        """True if the report may be of another state of the shard."""
         return self._doubted or self.edited
 
     def doubt(self) -> None:
@@ -347,11 +347,11 @@ class Gradient:
     # What is there, and forgetting it.
 
     def has_unsent(self) -> bool:
-        """Whether this rank holds gradients that no reduction has brought to the shards."""
+        """True if this rank holds gradients that no reduction has brought to the shards."""
         return self.held is not None or self.has_stray()
 
     def has_stray(self) -> bool:
-        """Whether ``.grad`` has gradients that no message has taken."""
+        """True if ``.grad`` has gradients that no message has taken."""
         with unguarded():
             return any(parameter.grad is not None for parameter in self.parameters)
 
@@ -393,7 +393,7 @@ class Gradient:
             parameter.grad = None
 
     def _find_padding(self) -> list[tuple[int, int]]:
-        """Where the shard holds no parameter."""
+        """The ranges of the shard that hold no parameter."""
         ends = [0]
         starts = []
         for fragment in self._fragments(self.placement.mode.states):

@@ -1,4 +1,4 @@
-"""What a parameter is while its values are elsewhere.
+"""The guard on a parameter whose values are elsewhere.
 
 A released parameter keeps its identity, shape and dtype, but it has no values. So it takes on a cached subclass of its
 own class whose ``__torch_function__`` answers metadata, fetches the unit when the model is running, and otherwise
@@ -83,11 +83,11 @@ class Resting(Protocol):
         ...
 
     def has(self, parameter: nn.Parameter) -> bool:
-        """Whether they are there."""
+        """Tell whether the parameter's values are there."""
         ...
 
     def edits(self, parameter: nn.Parameter) -> Edits | None:
-        """Where edits of them go; None if they are to be read alone."""
+        """The places that edits of the values go to; None if they are to be read alone."""
         ...
 
 
@@ -109,7 +109,7 @@ class GuardHandler(Protocol):
         return
 
     def has_pending_gradients(self) -> bool:
-        """Whether gradients wait for the optimizer."""
+        """True if gradients wait for the optimizer."""
         ...
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
@@ -191,7 +191,7 @@ def handler_of(parameter: torch.Tensor) -> GuardHandler | None:
 
 
 def is_managed(parameter: torch.Tensor) -> bool:
-    """Whether an engine manages a parameter, or did until it was dropped or closed."""
+    """Tell whether an engine manages a parameter, or did until it was dropped or closed."""
     return "_zeropp_tag" in parameter.__dict__
 
 
@@ -210,7 +210,7 @@ def unguard(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_guarded(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's values are elsewhere."""
+    """Tell whether a parameter's values are elsewhere."""
     return hasattr(type(parameter), "_zeropp_own_class")
 
 

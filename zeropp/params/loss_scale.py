@@ -224,7 +224,7 @@ class LossScale:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """What to go on from."""
+        """The numbers from which a loss scale goes on."""
         return {
             "value": self.value,
             "iterations": self.iterations,

@@ -32,7 +32,7 @@ class Fetcher(Protocol):
 
 
 class Piece(GuardHandler):
-    """What a rank has of one parameter, and who answers for it.
+    """This rank's piece of one parameter, and the object that gathers it.
 
     See :class:`zeropp.params.guard.GuardHandler`.
 
@@ -163,7 +163,7 @@ class LocalPiece(CarriedPart):
 
 
 def piece_of(parameter: Tensor) -> Piece | None:
-    """What there is of a parameter that no engine manages yet and that was built to be partitioned."""
+    """The piece of a parameter that was built to be partitioned and that no engine manages yet."""
     return parameter.__dict__.get("_zeropp_piece")
 
 

@@ -27,7 +27,7 @@ _UNTRACKED = (torch.Tensor.data.__get__, torch.Tensor.detach)  # type: ignore[at
 
 @dataclass(frozen=True)
 class Edits:
-    """Where edits go: rows of the same elements in one order.
+    """The place that edits go to: rows of the same elements in one order.
 
     Attributes:
         cached: that is shown, [n].
@@ -99,7 +99,7 @@ class _LookedAt(torch.autograd.Function):
 
 
 def is_read(func: Callable[..., Any]) -> bool:
-    """Whether a function of a released parameter, as ``__torch_function__`` is given it, does not write to it."""
+    """Tell whether a function of a released parameter, as ``__torch_function__`` is given it, does not write to it."""
     return not _writes(func)
 
 

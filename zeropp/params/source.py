@@ -1,4 +1,4 @@
-"""What gathers and refreshes of a buffer begin with on one rank, where that is not its shard in the device's memory.
+"""The offloaded copy that gathers and refreshes start from when the shard is not on the device.
 
 It is a second copy, in the form in which it travels: values in the dtype that is computed with, or a message of codes.
 Where each use gathers from it, it is kept between uses, in a home of its own. Where weights are only sent on after a
@@ -55,12 +55,12 @@ class Source:
 
     @property
     def follows(self) -> bool:
-        """Whether it has to be told of new main weights: it is not these."""
+        """True if the source has to be told of new main weights, since it is another copy of them."""
         return self.row is not self._main
 
     @property
     def encodes(self) -> bool:
-        """Whether what is kept is a message of codes."""
+        """True if a message of codes is kept in place of values."""
         return self._codec is not None
 
     @property
@@ -69,7 +69,7 @@ class Source:
         return 0 if self._new is None else self._new.untyped_storage().nbytes()
 
     def begin(self, after: Event | None) -> Tensor | Arriving | Straight:
-        """What each gather begins with; reading begins now, or when weights are stepped ``after`` an event."""
+        """The tensor that each gather starts from; it is read now, or when weights are stepped ``after`` an event."""
         assert self.row is not None
         return self.row.tensor if self._reader is None else self._reader.begin(self.row, after)
 

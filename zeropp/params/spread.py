@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 def _can_be_cut(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has values that can be cut, and is nobody's yet."""
+    """Tell whether a parameter has values that can be cut, and is nobody's yet."""
     return (
         # First: a model that was wrapped in the block may be made a part of another, and must not be read.
         not is_managed(parameter)
@@ -182,7 +182,7 @@ class Spread:
             self.end()
 
     def complete(self) -> None:
-        """What there is so far is built: what is whole is cut, and small parameters are the same on every rank."""
+        """End the building of what is there: whole parameters are cut, small ones made equal on every rank."""
         try:
             self._end_begun()
             self.broadcast(list(self._small.values()))
@@ -208,7 +208,7 @@ class Spread:
                 self.carrier.exchange(Failure(f"{type(error).__name__}: {error}"), "building the model")
 
     def agree(self, doing: str, parameters: Sequence[nn.Parameter], account: _T) -> list[_T]:
-        """What every rank says, before they do something with the same parameters.
+        """Every rank's account, before all do something with the same parameters.
 
         Raises:
             RuntimeError: another rank failed, or is not there.
@@ -329,7 +329,7 @@ class Spread:
 
 
 def is_whole(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has its values, and not a piece of them, or none until they are loaded."""
+    """Tell whether a parameter has its values, and not a piece of them, or none until they are loaded."""
     piece = piece_of(parameter)
     return piece is None or (piece.row is None and not piece.awaited)
 
@@ -363,7 +363,7 @@ def _piece(parameter: nn.Parameter) -> Piece:
 
 
 def _describe(parameters: Sequence[nn.Parameter]) -> str:
-    """Which parameters: short, and another text where they are others."""
+    """A short name of the parameters, and another text where they are others."""
     rows = [f"{_piece(p).name} {tuple(p.shape)} {p.dtype}" for p in parameters]
     digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()[:8]
     return f"{len(rows)} parameters from {rows[0]} on ({digest})" if rows else "no parameters"

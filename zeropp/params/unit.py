@@ -20,11 +20,11 @@ TERMS = (
     "main_weights", "gradients", "gradient_norms", "frozen_weights", "wire_weights", "secondary_weights",
     "persistent_weights", "feedback",
 )  # fmt: skip
-"""What a unit owns at all times."""
+"""The kinds of memory that a unit owns at all times."""
 
 
 class UnitState(Enum):
-    """Where a unit's values are."""
+    """The state of a unit's values."""
 
     SHARDED = "sharded"  # only pieces; parameters guarded, storage empty
     HIDDEN = "hidden"  # memory allocated, values there or on their way; parameters guarded
@@ -64,7 +64,7 @@ class Unit:
 
     @property
     def trained(self) -> tuple[bool, ...]:
-        """Whether each parameter of a trainable buffer is trained."""
+        """For each parameter of a trainable buffer, true if it is trained."""
         return tuple(trained for gradient in self.gradients for trained in gradient.trained)
 
     def replace(self, buffer: FlatBuffer, parts: Sequence[FlatBuffer]) -> None:
@@ -77,7 +77,7 @@ class Unit:
 
     @property
     def _resting(self) -> UnitState:
-        """Where values are between passes; whole ones that are cached are only guarded."""
+        """The state of values between passes; whole ones that are cached are only guarded."""
         return UnitState.HIDDEN if self.persistent else UnitState.SHARDED
 
     @property
@@ -175,7 +175,7 @@ class Unit:
 
     @property
     def stale(self) -> bool:
-        """Whether weights that are cached between uses are of an older version."""
+        """True if weights that are cached between uses are of an older version."""
         return any(buffer.stale for buffer in self.buffers)
 
     def _check_cached(self) -> None:
@@ -235,7 +235,7 @@ class Unit:
 
     @property
     def refreshing(self) -> bool:
-        """Whether a refresh was queued and not waited for."""
+        """True if a refresh was queued and not waited for."""
         return self._refreshed is not None
 
     def wait_stepped(self, timeout: float) -> bool:

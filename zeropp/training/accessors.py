@@ -1,4 +1,4 @@
-"""What a configuration says, by the names of calls that scripts ask DeepSpeed's engine with."""
+"""Values of the configuration, by the names of calls that scripts ask DeepSpeed's engine with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABSENT = {
     **dict.fromkeys(("mpu", "data_parallel_group", "seq_data_parallel_group", "mp_world_size"), _GROUPS),
     **dict.fromkeys(("train_batch", "eval_batch", "set_dataloader"), _PIPELINE),
 }
-"""What DeepSpeed's engines have beside this one, and why this one has not; a model may have it by the same name."""
+"""Names that DeepSpeed's engines have and this one has not, and why; a model may have some of the same name."""
 
 # Call -> place of its answer in the configuration.
 _PLACES = {
@@ -74,19 +74,19 @@ class Accessors:
     loaded_config: Config
 
     def zero_optimization(self) -> bool:
-        """Whether anything is partitioned: stage 1 or more."""
+        """Tell whether anything is partitioned: stage 1 or more."""
         return self.loaded_config.zero.stage > 0
 
     def zero_optimization_partition_gradients(self) -> bool:
-        """Whether gradients are: stage 2 or 3."""
+        """Tell whether gradients are partitioned: stage 2 or 3."""
         return self.loaded_config.zero.stage >= 2
 
     def zero_optimization_partition_weights(self) -> bool:
-        """Whether weights are: stage 3."""
+        """Tell whether weights are partitioned: stage 3."""
         return self.loaded_config.zero.stage == 3
 
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale of float16 moves."""
+        """Tell whether the loss scale of float16 is dynamic."""
         return self.loaded_config.fp16.loss_scale == 0
 
 

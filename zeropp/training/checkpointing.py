@@ -36,7 +36,7 @@ _log = logging.getLogger("zeropp")
 
 
 class _Process:
-    """What this process has configured.
+    """The settings that this process has configured.
 
     Attributes:
         block: as :func:`configure` was told; the defaults before.
@@ -109,7 +109,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Whether :func:`configure` was called."""
+    """Tell whether :func:`configure` was called."""
     return _process.configured
 
 

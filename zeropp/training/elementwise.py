@@ -35,7 +35,7 @@ class Lion(Optimizer):
         weight_decay: decoupled.
 
     Raises:
-        ValueError: a number that is no use.
+        ValueError: a number is out of range.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class UncorrectedAdam(Optimizer):
                 if group["decoupled"]:
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 else:
+                    # Not in place: the user may look at gradients after the step.
                     gradient = gradient.add(parameter, alpha=group["weight_decay"])
                 average, square = state["exp_avg"], state["exp_avg_sq"]
                 average.lerp_(gradient, 1 - beta1)

@@ -26,7 +26,7 @@ __all__ = ["Engine"]
 
 
 class Engine(Saving, Accessors, nn.Module):
-    """What ``zeropp.initialize`` returns first: forward, ``backward(loss)``, ``step()``, and all that is asked of it.
+    """The first result of ``zeropp.initialize``: forward, ``backward(loss)``, ``step()``, and all that is asked of it.
 
     A window is ``gradient_accumulation_steps`` calls of ``step()``: all but the last do nothing but count, and the last
     steps the optimizer, forgets gradients, and steps the scheduler unless the step was skipped. Attributes that it has
@@ -200,7 +200,7 @@ class Engine(Saving, Accessors, nn.Module):
         return self.loaded_config.managed_gradient_accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the ``step()`` that follows steps the optimizer."""
+        """Tell whether the ``step()`` that follows steps the optimizer."""
         return self._managed and self.core.window.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
@@ -211,7 +211,7 @@ class Engine(Saving, Accessors, nn.Module):
         """
         if not self._managed:
             raise RuntimeError(
-                "set_gradient_accumulation_boundary() says nothing with managed_gradient_accumulation false, where "
+                "set_gradient_accumulation_boundary() has no effect with managed_gradient_accumulation false, where "
                 "every step() is a boundary; set it to true, or leave the call out"
             )
         # Until the caller takes it back, which DeepSpeed's does not offer, either.
@@ -235,7 +235,7 @@ class Engine(Saving, Accessors, nn.Module):
             yield
 
     def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed weights: at a boundary, and not skipped."""
+        """Tell whether the last ``step()`` changed weights: at a boundary, and not skipped."""
         return self._applied
 
     # Sizes of batches, and what steps have come to.
@@ -385,7 +385,7 @@ class Engine(Saving, Accessors, nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model is compiled in place, by :meth:`compile` or otherwise."""
+        """True if the model is compiled in place, by :meth:`compile` or otherwise."""
         return is_compiled(self.module)
 
     def destroy(self) -> None:

@@ -1,4 +1,4 @@
-"""Where the inputs of checkpointed segments lie between their forward and their recomputation."""
+"""Memory for the inputs of checkpointed segments between their forward and their recomputation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class InputStore:
         self._free: list[Tensor] = []
 
     def hooks(self, inputs: Iterable[object]) -> saved_tensors_hooks:
-        """What moves the inputs of a segment, entered around the call that saves them."""
+        """The context that moves the inputs of a segment, entered around the call that saves them."""
         moved = [value for value in inputs if isinstance(value, Tensor) and self._moves(value)]
         # Hooks are given another object with the same values; where they lie is what both have.
         keys = {_key(value) for value in moved}

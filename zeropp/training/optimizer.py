@@ -1,4 +1,4 @@
-"""What ``initialize`` returns second: a `ZeroOptimizer` that answers what scripts ask DeepSpeed's optimizers."""
+"""The second result of ``initialize``: a `ZeroOptimizer` that answers what scripts ask DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ class LossScaler:
     @property
     def cur_iter(self) -> int:
         """Steps that a dynamic scale has seen, skipped ones included."""
+        # The last step may not be decided yet, and then it is not counted.
         self._optimizer.outcome.wait()
         return self._optimizer.engine.reductions.loss_scale.iterations
 
     @property
     def dynamic(self) -> bool:
-        """Whether it moves."""
+        """True if the loss scale is dynamic."""
         return self._optimizer.engine.reductions.loss_scale.dynamic
 
     @property
@@ -80,7 +81,7 @@ class TrainingOptimizer(ZeroOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves."""
+        """True if the loss scale is dynamic."""
         return self.loss_scaler.dynamic
 
     @property

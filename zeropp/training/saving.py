@@ -1,4 +1,4 @@
-"""What a training engine saves and loads: DeepSpeed's calls over zeropp's checkpoints."""
+"""Saving and loading by a training engine: DeepSpeed's calls over zeropp's checkpoints."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class Saving:
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: str | os.PathLike[str], tag: str, expp_rank: int = 0) -> str:
-        """Where the optimizer's states of a checkpoint are; by DeepSpeed's name, which subclasses look at.
+        """The place of the optimizer's states of a checkpoint; by DeepSpeed's name, which subclasses look at.
 
         There is no file of one rank's states alone: it is the checkpoint's directory.
         """
@@ -302,7 +302,7 @@ class Saving:
         text = f"ranks gave save_checkpoint() different tags: rank 0 {names[0]!r}, and rank {other} {names[other]!r}"
         how = self.loaded_config.checkpoint.tag_validation
         if how == "FAIL":
-            raise TagError(f"{text}; give the same one on every rank, as one that has a time of day is not")
+            raise TagError(f"{text}; give the same one on every rank, without the time of day in it")
         # One warning is enough; a rank of many would say it of names that nobody sees any more.
         if how == "WARN" and engine.comm.rank == 0:
             notify(f"{text}; the checkpoint is saved under the first rank's")

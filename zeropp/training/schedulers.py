@@ -76,7 +76,7 @@ class LRRangeTest(_Schedule):
         last_batch_iteration: to go on from; -1 begins.
 
     Raises:
-        ValueError: a number that is no use, or not as many as groups.
+        ValueError: a number is out of range, or a list is not as long as that of the groups.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class OneCycle(_Schedule):
         last_batch_iteration: to go on from; -1 begins.
 
     Raises:
-        ValueError: a number that is no use, or not as many as groups.
+        ValueError: a number is out of range, or a list is not as long as that of the groups.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class OneCycle(_Schedule):
         return (iteration - self.total_size + 1) / self.decay_size if self.decay_size else 0.0
 
     def _height(self, iteration: int) -> float:
-        """How far up the cycle is, from 0 to 1."""
+        """The height in the cycle, from 0 to 1."""
         # The step before the first one, -1, is at the bottom.
         done = (iteration + 1) % self.total_size
         rises = done <= self.first_size
@@ -214,7 +214,7 @@ class WarmupLR(_Schedule):
         last_batch_iteration: to go on from; -1 begins.
 
     Raises:
-        ValueError: a number that is no use, or not as many as groups; another type.
+        ValueError: a number is out of range, a list is not as long as that of the groups, or the type is unknown.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: to go on from; -1 begins.
 
     Raises:
-        ValueError: a number that is no use, or not as many as groups; another type.
+        ValueError: a number is out of range, a list is not as long as that of the groups, or the type is unknown.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class WarmupCosineLR(_Schedule):
         last_batch_iteration: to go on from; -1 begins.
 
     Raises:
-        ValueError: a number that is no use; another type.
+        ValueError: a number is out of range, or the type is unknown.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter's values are."""
+    """The place of a parameter's values."""
 
     engine: Engine
     buffer: FlatBuffer
@@ -45,7 +45,7 @@ class _Place:
 
     @property
     def slices(self) -> list[Slice]:
-        """What the optimizer steps of it on this rank; two where the device steps one and the host the other."""
+        """The parameter's slices on this rank; two where the device steps one and the host the other."""
         if self.optimizer is None:
             return []
         parts = [part for part in self.optimizer.slices.cut if part.buffer is self.buffer and part.name == self.name]
@@ -192,7 +192,7 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 
 
 def _begin(param: nn.Parameter, what: str) -> _Place | None:
-    """Where a parameter is, once every rank asks for it; None if nobody manages it."""
+    """A parameter's place, once every rank asks for it; None if nobody manages it."""
     engine = handler_of(param)
     if not isinstance(engine, Engine) or id(param) not in engine.unit_of:
         return None
@@ -233,7 +233,7 @@ def _begin_to_set(param: nn.Parameter, value: Tensor, what: str, *, alike: bool 
 
 
 def _has_gradient(place: _Place) -> bool:
-    """Whether any rank has one; complete afterwards."""
+    """Tell whether any rank has a gradient of the parameter; complete afterwards."""
     if place.optimizer is None or not place.buffer.trainable:
         return False
     if place.engine.window.unfinished:
