@@ -54,6 +54,7 @@ __all__ = [
     "sends_from_host",
     "sharing_versions",
     "storage_id",
+    "storage_uses",
     "uncompiled",
     "unguarded",
     "will_execute",
@@ -72,10 +73,15 @@ def storage_id(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def storage_uses(tensor: Tensor) -> int:
+    """The number of references to a tensor's memory: its own, and those of views, ``.data`` and arrays of NumPy."""
+    # One more is that of the object which is asked here.
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) - 1
+
+
 def is_aliased(tensor: Tensor) -> bool:
-    """Tell whether anything but this tensor refers to its memory: a view, ``.data``, an array of NumPy."""
-    # One reference is the tensor's, one that of the object which is asked here.
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)) > 2
+    """Tell whether anything but this tensor refers to its memory."""
+    return storage_uses(tensor) > 1
 
 
 # torch 2.13 renamed both and warns at each use of the old names.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from zeropp.params import spread
 
-__all__ = ["Odd", "limits", "nothing_aliased", "same_as", "seeded"]
+__all__ = ["Odd", "limits", "same_as", "seeded"]
 
 
 class Base(nn.Module):
@@ -115,11 +114,6 @@ def limits(nbytes: int, small: int) -> Iterator[None]:
     """Other sizes from which parameters are cut; the models here are small."""
     with mock.patch.object(spread, "LIMIT_NBYTES", nbytes), mock.patch.object(spread, "SMALL", small):
         yield
-
-
-def nothing_aliased() -> Any:
-    """What has just been gathered may still be held by the backend, for a moment; counts must not depend on it."""
-    return mock.patch.object(spread, "is_aliased", lambda parameter: False)
 
 
 def seeded(build: Callable[[], nn.Module], seed: int = 3) -> nn.Module:

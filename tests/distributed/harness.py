@@ -207,7 +207,7 @@ class _Run:
 
     def collect(self) -> None:
         """Wait until every rank has a result or a failure."""
-        deadline = time.monotonic() + self.timeout
+        deadline = time.monotonic() + SPAWN_SECONDS + self.timeout
         while len(self.results) + len(self.failures) < len(self.workers):
             open_ranks = self.open_ranks()
             pipes = [self.workers[rank].pipe for rank in open_ranks]
@@ -218,6 +218,11 @@ class _Run:
                 if self.workers[rank].pipe not in ready:
                     continue
                 kind, value = self.answer(rank)
+                if kind == "begun":
+                    # A new rank imports the test's modules first, for a minute where many processes share few cores.
+                    if self.catch or not self.failures:
+                        deadline = time.monotonic() + self.timeout
+                    continue
                 if kind == "ok":
                     self.results[rank] = value
                     continue
@@ -310,8 +315,8 @@ def run_ranks(
 
     Args:
         local_world_size: ranks per (pretended) node; `world` by default. It must divide `world`.
-        timeout: seconds from the start of the call, spawning not included. Then all Python stacks are dumped, the ranks
-            are killed, and `RankTimeout` is raised.
+        timeout: seconds for the call, without spawning and without what ranks import for it. Then all Python stacks
+            are dumped, the ranks are killed, and `RankTimeout` is raised.
         env: further environment variables for the time of the call.
         catch: return a `RankFailure` in place of the result of a rank that raised, instead of raising.
         init: False leaves the process group to `fn`; `init_process_group("gloo")` finds a working `env://`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -167,6 +168,35 @@ def test_edits_are_computed_with(world: int, name: str) -> None:
         for position, (own, expected) in enumerate(zip(found, outputs, strict=True)):
             assert apart(own, expected) < bound, position
         assert worst(state, weights) < bound
+
+
+def slowly_agreed(settings: dict[str, Any]) -> list[float]:
+    """Differences to what the weights are, when they are edited while ranks agree on the sizes of messages."""
+    model, optimizer = make_sharded(settings)
+    twin, off = make_model(), []
+    comm = optimizer.engine.comm
+    largest = comm.largest
+
+    def slow(tensor: Tensor, kind: str) -> None:
+        largest(tensor, kind)
+        time.sleep(0.3)
+
+    comm.largest = slow  # type: ignore[method-assign]
+    for step in range(3):
+        model(batch(step)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (scale if step % 2 else scale_foreach)(optimizer)
+        out = model(batch(step)).detach()
+        twin.load_state_dict(zeropp.full_state(model))
+        off.append(apart(out, twin(batch(step)).detach()))
+    return off
+
+
+def test_edits_wait_until_the_sizes_of_messages_are_no_longer_needed() -> None:
+    settings = {"stage": 2, "bf16": {"enabled": True}, "weight_codec": "lossless"}
+    settings = {"stage": 2, "overlap_comm": True, "bf16": {"enabled": True}, "weight_codec": "lossless"}
+    assert max(max(off) for off in run_ranks(2, slowly_agreed, settings)) < 2e-2
 
 
 def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]]:

@@ -86,7 +86,7 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
     train(model, optimizer, 0)
     optimizer.engine.refresh.wait()
     optimizer.engine.schedule.live_units.release_planned()
-    return owned_bytes(optimizer.engine.units), plan.terms
+    return owned_bytes(optimizer), plan.terms
 
 
 @pytest.mark.every(4)

@@ -13,6 +13,7 @@ import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.pair import Pair
 from tests.distributed.shapes import Routed, chain, make_config, worst
+from tests.distributed.twins import PLACES, placed
 
 EACH_ITS_OWN = [
     [chain(4), chain(4)],
@@ -22,23 +23,15 @@ EACH_ITS_OWN = [
     [chain(2), chain(2)],
 ]
 SETTINGS: dict[str, dict[str, Any]] = {
-    "stage 0": {"stage": 0},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "stage 3": {},
+    **{name: PLACES[name] for name in ("stage 0", "stage 1", "stage 2", "stage 3", "hpz", "offloaded", "in files")},
     "persistent biases": {"persist": 9},
     "one unit": {"unit_min_blocks": 128},
     "clipped": {"gradient_clipping": 0.05},
-    "hpZ": {"zero_hpz_partition_size": 2},
-    "on the host": {"offload_optimizer": {"device": "cpu"}},
-    "on a disk": {"offload_optimizer": {"device": "nvme"}},
 }
 
 
 def zeroed(settings: dict[str, Any], folder: str) -> None:
-    if settings.get("offload_optimizer", {}).get("device") == "nvme":
-        settings = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
-    pair = Pair(Routed(), make_config(**settings))
+    pair = Pair(Routed(), placed(settings, folder))
     bound = settings.get("gradient_clipping")
     for number, routes in enumerate(EACH_ITS_OWN):
         pair.backward(*routes)

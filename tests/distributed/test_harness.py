@@ -170,6 +170,21 @@ def test_assertion_shows_values() -> None:
         run_ranks(1, failing_assert)
 
 
+class SlowToImport:
+    """An argument that takes five seconds to unpickle, as a module does on a busy machine."""
+
+    def __reduce__(self) -> object:
+        return time.sleep, (5.0,)
+
+
+def ignore(argument: object) -> None:
+    pass
+
+
+def test_what_ranks_import_is_no_part_of_the_limit() -> None:
+    assert run_ranks(2, ignore, SlowToImport(), timeout=4) == [None, None]
+
+
 def test_timeout_kills_and_recovers() -> None:
     before = run_ranks(2, sleep_on, 0, 0.0)
     processes = processes_of(before)

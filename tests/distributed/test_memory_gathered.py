@@ -168,7 +168,7 @@ def released_by(make: Callable[[], nn.Module]) -> int:
         model(torch.randn(2, 8)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return owned_bytes(optimizer.engine.units)["gathered"]
+    return owned_bytes(optimizer)["gathered"]
 
 
 def test_nothing_is_gathered_between_steps() -> None:

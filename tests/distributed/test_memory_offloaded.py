@@ -105,7 +105,7 @@ def differences(plan: zeropp.plan.MemoryPlan, optimizer: zeropp.ZeroOptimizer, *
     if stepped and not any(states.values()):
         wrong.append("nothing has states after a step")
     for place in PLACES:
-        found = Counter(owned_bytes(optimizer.engine.units, place))
+        found = Counter(owned_bytes(optimizer, place))
         expected = Counter(planned[place])
         own = expected.pop("optimizer_states", 0)
         if place == "host":
@@ -274,7 +274,7 @@ def passing(config: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str,
         optimizer = zeropp.ZeroOptimizer(inner, model, config)
 
         def new_nbytes() -> int:
-            return owned_bytes(optimizer.engine.units).get("new_weights", 0)
+            return owned_bytes(optimizer).get("new_weights", 0)
 
         optimizer.engine.refresh.wait()
         stepped = True

@@ -60,9 +60,9 @@ SHARDS = "shards"  # the name of which slices are, whichever it is
 
 def owned(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
     """Bytes of what units own on the device, and of states; what is on the host, together."""
-    found = owned_bytes(optimizer.engine.units)
+    found = owned_bytes(optimizer)
     del found["gradient_norms"]  # a few numbers for each block, which stay
-    found["host"] = sum(sum(owned_bytes(optimizer.engine.units, place).values()) for place in ("host", "disk"))
+    found["host"] = sum(sum(owned_bytes(optimizer, place).values()) for place in ("host", "disk"))
     found["states"] = 0
     for part in optimizer.slices.cut:
         states = optimizer.inner.state.get(part.parameter, {}).values()
@@ -230,7 +230,7 @@ USES: dict[str, tuple[Callable[[nn.Module, Any], object], set[str]]] = {
     "printed": (lambda m, o: f"{own_slice(o)} {own_slice(o).shape}", set()),
     "no_sync": (lambda m, o: o.no_sync().__enter__(), set()),
     "grad_norm": (lambda m, o: (o.grad_norm, o.skipped_steps), set()),
-    "reports": (lambda m, o: (zeropp.comm_report(o), owned_bytes(o.engine.units)), set()),
+    "reports": (lambda m, o: (zeropp.comm_report(o), owned_bytes(o)), set()),
     "requires_grad": (unfrozen, ALL),  # last: it goes on to change what is trained
 }
 

@@ -47,7 +47,7 @@ def asleep(settings: dict[str, Any]) -> list[str]:
     with torch.no_grad():
         before = model(rows()).clone()
     weights, saved = zeropp.full_state(model), {name: value.clone() for name, value in model.state_dict().items()}
-    before_bytes = owned_bytes(optimizer.engine.units)
+    before_bytes = owned_bytes(optimizer)
     optimizer.offload_states(include=ASLEEP, device=Place.cpu, pin_memory=True, non_blocking=True)
     optimizer.empty_partition_cache()
     wrong = [] if optimizer.engine.parking.kinds <= {"optim_states", "hp_params"} else ["more is away"]
@@ -60,7 +60,7 @@ def asleep(settings: dict[str, Any]) -> list[str]:
     optimizer.offload_states()
     optimizer.reload_states(non_blocking=True)
     optimizer.reload_states()
-    after = owned_bytes(optimizer.engine.units)
+    after = owned_bytes(optimizer)
     return wrong + ([] if after == {**before_bytes, "gathered": 0} else [f"{after}, before {before_bytes}"])
 
 

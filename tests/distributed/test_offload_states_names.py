@@ -73,10 +73,10 @@ def left_gathered(name: str) -> tuple[int, int, list[str]]:
             optimizer.zero_grad()
             loss = model(rows(step)).square().mean()
             if called:
-                before = owned_bytes(optimizer.engine.units)["gathered"]
+                before = owned_bytes(optimizer)["gathered"]
                 call = getattr(optimizer, name)
                 call("lp_params") if name == "offload_states" else call()
-                after = owned_bytes(optimizer.engine.units)["gathered"]
+                after = owned_bytes(optimizer)["gathered"]
                 optimizer.reload_states()
             loss.backward()
             optimizer.step()

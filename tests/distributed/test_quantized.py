@@ -218,7 +218,7 @@ def owned(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int]]:
         optimizer.step()
     optimizer.engine.refresh.wait()
     optimizer.engine.schedule.live_units.release_planned()
-    return owned_bytes(optimizer.engine.units), plan.terms
+    return owned_bytes(optimizer), plan.terms
 
 
 OWNED: list[dict[str, object]] = [

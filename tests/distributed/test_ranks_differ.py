@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -84,6 +85,30 @@ def test_late_gradient_on_one_rank(known: str) -> None:
     """Whole weights need no gather, so one rank may use them first; its gradient is found at the boundary."""
     steps = [[KNOWN[known]]] * 3 + [[KNOWN[known], ALL]] * 2 + [[ALL]]
     run_ranks(2, follow, steps, {"persist": 1000})
+
+
+def forward_fails(settings: dict[str, object], steps: list[list[Route]]) -> bool:
+    """A forward fails after each backward, and the step takes the gradients; whether one ever was late on this rank."""
+    pair, late = Pair(Routed(), make_config(**settings)), False
+    for routes in steps:
+        pair.zero_grad()
+        with pair.optimizer.no_sync() if settings.get("stage") == 2 else contextlib.nullcontext():
+            pair.backward(*routes)
+        late |= any(gradient.has_stray() for unit in pair.optimizer.engine.units for gradient in unit.gradients)
+        with pytest.raises(RuntimeError, match="shapes"):
+            pair.model(pair.batch(pair.rank)[:, :3], routes[0])
+        pair.step()
+        pair.check()
+    return late
+
+
+def test_a_forward_fails_while_a_late_gradient_waits_for_the_boundary() -> None:
+    steps = [[KNOWN["last"]]] * 3 + [[KNOWN["last"], ALL]] * 2 + [[ALL]]
+    assert any(run_ranks(2, forward_fails, {"persist": 1000}, steps))
+
+
+def test_a_forward_fails_while_gradients_are_held_by_no_sync() -> None:
+    run_ranks(2, forward_fails, {"stage": 2}, [[ALL], [chain(0, 1), ALL]])
 
 
 class Detached(Routed):

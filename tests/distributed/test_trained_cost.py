@@ -24,12 +24,12 @@ def sizes(settings: dict[str, object]) -> tuple[dict[str, int], dict[str, int], 
             model.blocks[3].requires_grad_(True)
         optimizer = wrap(model, **settings)
         train(model, optimizer, 2)
-        owned.append(owned_bytes(optimizer.engine.units))
+        owned.append(owned_bytes(optimizer))
         if late:
             model.blocks[3].requires_grad_(True)
             train(model, optimizer, 2)
             optimizer.engine.refresh.wait()
-            owned.append(owned_bytes(optimizer.engine.units))
+            owned.append(owned_bytes(optimizer))
     return owned[0], owned[1], owned[2]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-import zeropp
 from tests.distributed.lent import Stack, data
+from tests.distributed.pair import Pair
 from tests.distributed.shapes import make_config
 
-__all__ = ["PLACES", "TOLERANCE", "Both", "far", "trained"]
+__all__ = ["PLACES", "TOLERANCE", "Both", "far", "placed", "trained"]
 
 TOLERANCE = 1e-9  # sums of two ranks in float64
 OFFLOAD = {"device": "cpu"}
@@ -36,32 +35,33 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.is_floating_point()], lr=0.05, fused=True)
 
 
-class Both:
-    """A partitioned model and its plain twin."""
+def placed(settings: dict[str, Any], folder: str) -> dict[str, object]:
+    """A configuration; what it keeps in files is kept below the folder."""
+    blocks = {key: {**value, "nvme_path": folder} for key, value in settings.items() if isinstance(value, dict)}
+    return make_config(**{**settings, **blocks})
+
+
+class Both(Pair):
+    """A partitioned model and its plain twin; a backward has as many micro-batches as the settings ask for."""
 
     def __init__(self, settings: dict[str, Any], folder: str) -> None:
-        blocks = {key: {**value, "nvme_path": folder} for key, value in settings.items() if isinstance(value, dict)}
-        self.micro = settings.get("gradient_accumulation_steps", 1)
-        self.plain, self.model = Stack().double(), Stack().double()
-        self.plain_optimizer = optimizer_of(self.plain)
-        config = make_config(**{**settings, **blocks})
-        self.optimizer = zeropp.ZeroOptimizer(optimizer_of(self.model), self.model, config)
-        self.count = 0
+        self.micros = micros = settings.get("gradient_accumulation_steps", 1)
 
-    def backward(self) -> None:
-        world, rank = dist.get_world_size(), dist.get_rank()
-        for _ in range(self.micro):
-            self.optimizer.backward(self.model(data(self.count, rank)).square().mean())
-            for other in range(world):
-                (self.plain(data(self.count, other)).square().mean() / world / self.micro).backward()
+        def batch(step: int, micro: int, rank: int) -> Tensor:
+            return data(step * micros + micro, rank)
+
+        super().__init__(Stack(), placed(settings, folder), optimizer=optimizer_of, batch=batch, micros=micros)
+
+    def backward(self, *routes: object) -> float:
+        for _ in range(self.micros):
+            loss = super().backward(*routes)
             if self.optimizer.engine.window.unfinished:
                 self.optimizer.step()
-            self.count += 1
+        return loss
 
     def step(self) -> None:
-        for optimizer in (self.optimizer, self.plain_optimizer):
-            optimizer.step()
-            optimizer.zero_grad()
+        super().step()
+        self.zero_grad()
 
     def pairs(self) -> list[tuple[str, nn.Parameter, nn.Parameter]]:
         named = zip(self.model.named_parameters(), self.plain.parameters(), strict=True)

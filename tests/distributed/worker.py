@@ -1,9 +1,9 @@
 """The process behind one rank of the pool: waits for a call, runs it under its own process group, reports.
 
-Messages are pickles on one duplex pipe. Per call: a `Call` comes in; `ok` or `fail` goes out; `release` comes in (the
-parent has heard from everyone, or this rank failed); the group is destroyed; `idle` goes out, with the number of
-threads that are left. So no rank closes its sockets while another still needs them, and a failed rank closes them at
-once, which wakes peers that wait for it.
+Messages are pickles on one duplex pipe. Per call: a `Call` comes in; `begun` goes out when all that the call needs is
+imported; `ok` or `fail` goes out; `release` comes in (the parent has heard from everyone, or this rank failed); the
+group is destroyed; `idle` goes out, with the number of threads that are left. So no rank closes its sockets while
+another still needs them, and a failed rank closes them at once, which wakes peers that wait for it.
 """
 
 from __future__ import annotations
@@ -174,6 +174,7 @@ def _run(call: Call, pipe: Connection) -> None:
             if call.init:
                 # A new rank has imported the test's modules just now, which is no part of what a test's limits are for.
                 dist.barrier()
+            pipe.send_bytes(pickle.dumps(("begun", None)))
             result = fn(*args, **kwargs)
             try:
                 # Plain pickle copies tensor bytes; torch's own pipes would pass file descriptors.

@@ -9,6 +9,7 @@ import torch
 
 from zeropp.comm.accounts import Account, explain, likely_cause, name_ranks, what_ended
 from zeropp.comm.groups import gather_rows
+from zeropp.comm.streams import ThreadStream
 from zeropp.order.known_orders import describe_phase
 
 FORWARD, EVALUATION = "a forward with gradients", "a forward without gradients, in eval mode"
@@ -139,6 +140,17 @@ def test_the_reason_of_an_error_of_a_collective(error: Exception, reason: str | 
 def test_an_error_of_other_code_has_no_such_reason(error: Exception) -> None:
     with pytest.raises(RuntimeError) as caught:
         raise error
+    assert what_ended(caught.value) is None
+
+
+def test_an_error_of_other_code_on_a_lane_has_no_such_reason() -> None:
+    def work() -> None:
+        raise RuntimeError(LATE)
+
+    lane = ThreadStream("test")
+    with pytest.raises(RuntimeError, match="Timed out") as caught:
+        lane.run(work).wait(60)
+    lane.close()
     assert what_ended(caught.value) is None
 
 

@@ -162,7 +162,7 @@ def test_an_engine_owns_it(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def noted(unit: Unit, event: object) -> None:
         note(unit, event)
-        gathered.append(owned_bytes(optimizer.engine.units)["gathered"])
+        gathered.append(owned_bytes(optimizer)["gathered"])
 
     monkeypatch.setattr(Unit, "note_gather", noted)
     for _ in range(3):
@@ -174,7 +174,7 @@ def test_an_engine_owns_it(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     states = sum(
         value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1
     )  # fmt: skip
-    owned = sum(owned_bytes(optimizer.engine.units).values()) + states
+    owned = sum(owned_bytes(optimizer).values()) + states
     if stage == 2:
         estimate = TWO(total, **PLAIN)[1]
     else:

@@ -31,6 +31,9 @@ def padded(numels: list[int], world: int) -> int:
     return max(math.ceil(blocks / world), 1) * world * BLOCK
 
 
+MARKERS = 2 * 2 * 4  # bytes of one parameter group's: two of one element, and their gradients
+
+
 def two_layers() -> nn.Sequential:
     """Two units of 30 x 20 weights and 20 biases, 600 + 20 elements: 3 blocks + 1 block each."""
     return nn.Sequential(nn.Linear(30, 20), nn.Linear(30, 20))
@@ -43,12 +46,13 @@ def test_fp32_by_hand(world: int, numel: int) -> None:
     assert plan.terms == {
         "main_weights": shard, "gradients": shard, "gradient_norms": 2 * (numel // world // BLOCK * 4 + 4),
         "frozen_weights": 0, "wire_weights": 0, "secondary_weights": 0, "persistent_weights": 0, "feedback": 0,
+        "edit_markers": MARKERS,
     }  # fmt: skip
     assert [(u.name, u.persistent, u.gathered, u.message) for u in plan.units] == [
         ("0", False, numel * 4, numel * 4),
         ("1", False, numel * 4, numel * 4),
     ]
-    assert (plan.total, plan.largest_unit) == (2 * shard + plan.terms["gradient_norms"], numel * 4)
+    assert (plan.total, plan.largest_unit) == (2 * shard + plan.terms["gradient_norms"] + MARKERS, numel * 4)
 
 
 def test_gradients_are_held_only_where_they_are_summed_before_they_go_on() -> None:
@@ -99,7 +103,7 @@ def test_all_frozen() -> None:
     plan = memory(two_layers().requires_grad_(False), config(), 4)
     assert plan.terms == {
         "main_weights": 0, "gradients": 0, "gradient_norms": 0, "frozen_weights": 2 * 1024, "wire_weights": 0,
-        "secondary_weights": 0, "persistent_weights": 0, "feedback": 0,
+        "secondary_weights": 0, "persistent_weights": 0, "feedback": 0, "edit_markers": MARKERS,
     }  # fmt: skip
     assert all(unit.message == 0 for unit in plan.units)
 
@@ -156,6 +160,7 @@ def test_meta_models_of_any_size() -> None:
         "secondary_weights": 0,
         "persistent_weights": 0,
         "feedback": 0,
+        "edit_markers": MARKERS,
     }
     assert plan.largest_unit == 8192**2 * 2
 
@@ -186,7 +191,8 @@ def test_printed() -> None:
         ("secondary weights", "0 bytes"),
         ("persistent weights", "0 bytes"),
         ("feedback", "0 bytes"),
-        ("total between steps", "8,216 bytes"),
+        ("edit markers", "16 bytes"),
+        ("total between steps", "8,232 bytes"),
         ("largest unit, gathered", "4,096 bytes"),
     ]
 
@@ -208,7 +214,7 @@ PAGE = 4096
 
 def test_states_on_the_host_leave_what_gathers_begin_with() -> None:
     plan = memory(two_layers(), offloaded("cpu"), 2)
-    assert +Counter(plan.terms) == {"gradient_norms": 2 * 12, "wire_weights": ROW * 2}
+    assert +Counter(plan.terms) == {"gradient_norms": 2 * 12, "wire_weights": ROW * 2, "edit_markers": MARKERS}
     ring = 4 * 5 * PAGE  # four buffers, each large enough for five of the eighteen parts of three tiles
     assert plan.host == {
         "gradients": ROW * 4,
@@ -217,13 +223,13 @@ def test_states_on_the_host_leave_what_gathers_begin_with() -> None:
         "step_staging": ring,
     }
     assert (plan.disk, plan.device_states) == ({}, 0)
-    assert plan.host_total == ROW * 16 + ring and plan.total == 24 + ROW * 2
+    assert plan.host_total == ROW * 16 + ring and plan.total == 24 + MARKERS + ROW * 2
     assert [unit.arriving for unit in plan.units] == [512 * 4] * 2
 
 
 def test_weights_on_the_host_leave_nothing() -> None:
     plan = memory(two_layers(), offloaded("cpu", "cpu", buffer_count=3, buffer_size=100), 2)
-    assert plan.total == 24 and plan.host["wire_weights"] == ROW * 2
+    assert plan.total == 24 + MARKERS and plan.host["wire_weights"] == ROW * 2
     assert plan.host["gather_staging"] == 3 * PAGE
     assert plan.pinned == 0 and plan.device_states == 0
 
@@ -406,5 +412,7 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
         for (size, main, _), numels in whole.items()
         if world > 1 or size != main  # else the model sees the main weights
     )
+    # As large as the first of what is trained.
+    expected["edit_markers"] = 4 * next(main for _, main, frozen, _ in buffers if not frozen)
     assert plan.terms == expected
     assert plan.largest_unit == max(size * numel for size, _, _, numel in alone)

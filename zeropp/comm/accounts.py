@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-__all__ = ["Account", "explain", "likely_cause", "name_ranks", "what_ended"]
+__all__ = ["Account", "CollectiveError", "explain", "likely_cause", "name_ranks", "what_ended"]
 
-# Modules that call collectives of a backend, and do little else.
-_CALL_COLLECTIVES = {
-    "torch.distributed.distributed_c10d", "zeropp.comm.hops", "zeropp.comm.groups", "zeropp.comm.carrier",
-    "zeropp.comm.streams", "zeropp.comm.events", "zeropp.fsdp2.gather", "zeropp.fsdp2.reduce", "zeropp.fsdp2.overlap",
-}  # fmt: skip
 _TIMED_OUT = "timed? ?out"  # in the words of backends
 _CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"
 
@@ -56,25 +50,25 @@ class Account:
         return Account(**json.loads(text))
 
 
+class CollectiveError(RuntimeError):
+    """An error of a collective over gloo, which raises plain RuntimeErrors; other backends have types of their own."""
+
+    @staticmethod
+    def of(error: RuntimeError) -> RuntimeError:
+        """The error to raise for one that the backend's call has raised; the same if it has a type, or a cause."""
+        return CollectiveError(str(error)) if type(error) is RuntimeError and error.__cause__ is None else error
+
+
 def what_ended(error: BaseException) -> str | None:
     """The reason why a collective ended: "time ran out", "a connection to another rank was closed", or None.
 
     None, too, for an error that is not a collective's, whatever its message says.
     """
-    if not isinstance(error, dist.DistError) and not _is_gloo_s(error):
+    if not isinstance(error, (CollectiveError, dist.DistError)):
         return None
     if re.search(_TIMED_OUT, str(error), re.IGNORECASE):  # the backend's own words say less
         return "time ran out"
     return "a connection to another rank was closed" if re.search(_CLOSED, str(error), re.IGNORECASE) else None
-
-
-def _is_gloo_s(error: BaseException) -> bool:
-    """Tell whether an error comes out of a collective over gloo, whose errors have no type of their own."""
-    # Errors of other code have a class of their own, as Dynamo's do; or a cause, as those that are raised here.
-    if type(error) is not RuntimeError or error.__cause__ is not None:
-        return False
-    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_globals.get("__name__") in _CALL_COLLECTIVES for frame in frames)
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

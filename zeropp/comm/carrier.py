@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from typing import TypeVar
 
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import all_gather_single, backends
+from zeropp._compat import all_gather_single, backends, storage_uses
+from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.collective import exchange, naming_absence
 from zeropp.comm.groups import HOST, host_group
 from zeropp.comm.members import Group, group_size, to_process_group
@@ -19,6 +21,7 @@ __all__ = ["Carrier"]
 
 _T = TypeVar("_T")
 _SILENCE = 30.0  # seconds to wait silently for other ranks
+_LETTING_GO = 1.0  # seconds to wait for threads that have nothing left to do
 
 
 class Carrier:
@@ -89,9 +92,18 @@ class Carrier:
         if self.world == 1:
             out.copy_(own)
             return
+        uses = storage_uses(out)
         with naming_absence(doing):
             self._wait(all_gather_single(out, own, group=self._process_group, async_op=True))
+        # A thread of gloo lets go of the tensors a little later, when it gets the interpreter's lock. Until then they
+        # seem to be aliased, and would stay whole for that: see [Note: building in pieces].
+        until = time.monotonic() + _LETTING_GO
+        while self.device == HOST and storage_uses(out) > uses and time.monotonic() < until:
+            time.sleep(1e-4)
 
     def _wait(self, work: dist.Work | None) -> None:
         assert work is not None  # None is for those who are not in the group
-        work.wait(timedelta(seconds=self._seconds))
+        try:
+            work.wait(timedelta(seconds=self._seconds))
+        except RuntimeError as error:
+            raise CollectiveError.of(error) from error.__cause__

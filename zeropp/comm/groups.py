@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import is_registered, new_group, sends_from_host
-from zeropp.comm.accounts import name_ranks
+from zeropp.comm.accounts import CollectiveError, name_ranks
 from zeropp.comm.watch import warn_of_waiting
 from zeropp.comm.within import within
 
@@ -121,9 +121,12 @@ def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Te
         more = min(known, world - known)
         # The group's own calls, which work while somebody holds it: a thread may still write a checkpoint when the user
         # has ended torch.distributed.
-        received = group.recv([rows[known : known + more]], (rank + known) % world, _TAG)
-        sent = group.send([rows[:more]], (rank - known) % world, _TAG)
-        sent.wait(timeout)
-        received.wait(timeout)
+        try:
+            received = group.recv([rows[known : known + more]], (rank + known) % world, _TAG)
+            sent = group.send([rows[:more]], (rank - known) % world, _TAG)
+            sent.wait(timeout)
+            received.wait(timeout)
+        except RuntimeError as error:
+            raise CollectiveError.of(error) from error.__cause__
         known += more
     return rows.roll(rank, 0)

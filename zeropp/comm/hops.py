@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zeropp._compat import all_gather_single, backends, is_registered, reduce_scatter_single
+from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.groups import HOST, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects, gather_sized
@@ -62,8 +63,7 @@ class Hop:
         self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * own.nbytes)
         if self.pairwise:
             # This rank's row of ``out`` is neither sent nor received: it is there.
-            swap = self._swap(list(out.view(self.size, -1).unbind()), [own] * self.size)
-            _finish(dist.batch_isend_irecv(swap))
+            self._exchange(list(out.view(self.size, -1).unbind()), [own] * self.size)
         else:
             all_gather_single(out, own, group=self.group)
 
@@ -83,14 +83,14 @@ class Hop:
             received = [torch.empty_like(part) for part in parts]
             # Not copied: the sum reads it where it lies, in the message, which the caller keeps until then.
             received[self.index] = parts[self.index]
-            _finish(dist.batch_isend_irecv(self._swap(received, parts)))
+            self._exchange(received, parts)
             return received
         # For kernels that want all parts in one stretch, this rank's own among them, and for all_to_all_single.
         whole = torch.empty_like(message)
         received = list(whole.view(self.size, -1).unbind())
         if self.pairwise:
             received[self.index].copy_(parts[self.index])
-            _finish(dist.batch_isend_irecv(self._swap(received, parts)))
+            self._exchange(received, parts)
         else:
             dist.all_to_all_single(whole, message, group=self.group)
         return received
@@ -107,15 +107,18 @@ class Hop:
         # gloo sums whole messages in a ring, everywhere, of which each rank then keeps its part.
         times = 2 if self.pairwise else 1
         self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, times * part.nbytes * (self.size - 1))
-        reduce_scatter_single(part, message, group=self.group)
+        try:
+            reduce_scatter_single(part, message, group=self.group)
+        except RuntimeError as error:
+            raise CollectiveError.of(error) from error.__cause__
         return part
 
     def _note(self, direction: str, unit: str, codec: str, nbytes: int) -> None:
         # Counted before the call, so that a report after a failure has what was under way.
         self.ledger.add(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
-    def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
-        """What sends ``out_of[i]`` to member i and receives ``into[i]`` from it; this rank's own entries stay as is."""
+    def _exchange(self, into: list[Tensor], out_of: list[Tensor]) -> None:
+        """Send ``out_of[i]`` to member i, and receive ``into[i]`` from it; nothing is done for this rank itself."""
         swap = []
         # In each step a rank sends to another member, so that no rank is the first target of all. Receives first: a
         # send then finds its memory waiting.
@@ -123,7 +126,11 @@ class Hop:
             source, target = (self.index - step) % self.size, (self.index + step) % self.size
             swap.append(dist.P2POp(dist.irecv, into[source], group=self.group, group_peer=source))
             swap.append(dist.P2POp(dist.isend, out_of[target], group=self.group, group_peer=target))
-        return swap
+        try:
+            for work in dist.batch_isend_irecv(swap):
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError.of(error) from error.__cause__
 
 
 class Groups(Protocol):
@@ -141,11 +148,6 @@ class Groups(Protocol):
     def all_ranks(self, kind: str) -> object:
         """The group of all ranks for a kind of work."""
         ...
-
-
-def _finish(works: list[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 class Comm:
@@ -211,21 +213,31 @@ class Comm:
             sends = self.ranks[self.rank] == source
             self._note_control("<broadcast>", (self.world - 1) * tensor.nbytes if sends else 0)
             # The source is a global rank, as torch wants it, whatever group carries it.
-            dist.broadcast(tensor, source, group=self.world_group)
+            try:
+                dist.broadcast(tensor, source, group=self.world_group)
+            except RuntimeError as error:
+                raise CollectiveError.of(error) from error.__cause__
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""
         if self.world > 1:
-            # As a ring sends it, gloo's too: n-1 parts of n while they are summed, and n-1 while sums are handed on.
-            self._note_control("<boundary>", 2 * (self.world - 1) * tensor.nbytes // self.world)
-            dist.all_reduce(tensor, group=self.world_group)
+            self._all_reduce(tensor, dist.ReduceOp.SUM, self.world_group, "<boundary>")
 
     def largest(self, tensor: Tensor, kind: str) -> None:
         """Take the maximum over all ranks, element by element and in place, on a group of one kind of work."""
         if self.world > 1:
-            # As in ``sum``.
-            self._note_control(f"<{kind}>", 2 * (self.world - 1) * tensor.nbytes // self.world)
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.all_ranks(kind))
+            self._all_reduce(tensor, dist.ReduceOp.MAX, self.all_ranks(kind), f"<{kind}>")
+
+    def _all_reduce(
+        self, tensor: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None, unit: str
+    ) -> None:
+        # As a ring sends it, gloo's too: n-1 parts of n while they are summed, and n-1 while sums are handed on.
+        nbytes = 2 * (self.world - 1) * tensor.nbytes // self.world
+        self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
+        try:
+            dist.all_reduce(tensor, op, group=group)
+        except RuntimeError as error:
+            raise CollectiveError.of(error) from error.__cause__
 
     def all_ranks(self, kind: str) -> dist.ProcessGroup:
         """The group of all ranks for a kind of work. Collective over the members when first asked for."""

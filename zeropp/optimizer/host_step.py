@@ -28,9 +28,10 @@ from zeropp.optimizer.cores import Cores, SliceStep, spare_cores, step_slices
 from zeropp.optimizer.fused import Rule, Settings, rule_of
 from zeropp.optimizer.slices import Slice, Slices
 from zeropp.optimizer.tiles import BufferStep, Tiles
+from zeropp.order.refresh import Refresh
 from zeropp.params.flat_buffer import FlatBuffer
 
-__all__ = ["HostStep", "waits_for_host_step"]
+__all__ = ["HostStep", "waits_for_main_weights"]
 
 
 class HostStep:
@@ -47,7 +48,7 @@ class HostStep:
         self._states: dict[FlatBuffer, dict[str, home.Row]] = {}
         engine.agreement.on_loss(self._stream.abandon)
         # Somebody may ask the wrapped optimizer itself for its states.
-        waits = partial(_wait_stepped, weakref.ref(engine))
+        waits = partial(_wait, weakref.ref(engine), Refresh.wait_stepped)
         optimizer.register_state_dict_pre_hook(waits)
         optimizer.register_load_state_dict_pre_hook(waits)
         # Not methods of this object, by which the engine would hold itself.
@@ -175,14 +176,21 @@ class HostStep:
         return rows
 
 
-def waits_for_host_step(engine: Engine) -> Callable[[], None] | None:
-    """Waits until no step of the host is under way; None where the host takes none."""
-    return partial(_wait_stepped, weakref.ref(engine)) if engine.maker.config.steps_on_host else None
+def waits_for_main_weights(engine: Engine) -> Callable[[], None] | None:
+    """Waits until nothing is under way that keeps the caller from main weights; None where nothing ever does.
+
+    These are steps of the host, and refreshes by messages whose size depends on the weights: those that are counted
+    must be those that are sent. Other refreshes may read a weight while the caller edits it. Nobody sees the result,
+    since an edit that is noticed makes another refresh, and one that is not is refused.
+    """
+    counted = any(buffer.counts_escapes for unit in engine.units for buffer in unit.buffers)
+    wait = Refresh.wait if counted else Refresh.wait_stepped if engine.maker.config.steps_on_host else None
+    return wait and partial(_wait, weakref.ref(engine), wait)
 
 
-def _wait_stepped(ref: weakref.ref[Engine], *_: object) -> None:
+def _wait(ref: weakref.ref[Engine], wait: Callable[[Refresh], None], *_: object) -> None:
     if (engine := ref()) is not None and not engine.closed:
-        engine.refresh.wait_stepped()
+        wait(engine.refresh)
 
 
 def _ranks_on_the_same_cores(engine: Engine) -> int:

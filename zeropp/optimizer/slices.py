@@ -116,7 +116,7 @@ class Slices:
     def __init__(
         self, optimizer: Optimizer, units: tuple[Unit, ...], device: torch.device, wait: Callable[[], None] | None
     ) -> None:
-        """Put slices into the groups; ``wait`` until the host has stepped them, where it does, before they are used."""
+        """Put slices into the groups; ``wait``, where it is given, before they are taken out by the user."""
         self._optimizer = optimizer
         self._wait = wait
         self._units = units
@@ -431,7 +431,7 @@ class Slices:
 
 
 class _Listed(list[Any]):
-    """The ``params`` of a group; whoever takes tensors out of it waits for the host's step, which may be under way.
+    """The ``params`` of a group; whoever takes tensors out of it waits, where a step or a refresh may need them as is.
 
     Learning rates, which schedulers set right after a step, are elsewhere in the group and wait for nothing.
     """
@@ -598,7 +598,7 @@ class _Marker(nn.Parameter):
 
 
 class _AwaitedMarker(_Marker):
-    """One that waits for the host's step, too, where torch's code takes a group's tensors without asking its list."""
+    """One that waits as its list does, where torch's code takes a group's tensors without asking that."""
 
     wait: Callable[[], None]
 

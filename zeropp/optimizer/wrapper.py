@@ -38,7 +38,7 @@ from zeropp.optimizer.checks import (
 from zeropp.optimizer.elementwise import check_elementwise, count_states
 from zeropp.optimizer.feedback import CarriedErrors
 from zeropp.optimizer.groups import add_group, load_optimizer
-from zeropp.optimizer.host_step import waits_for_host_step
+from zeropp.optimizer.host_step import waits_for_main_weights
 from zeropp.optimizer.losses import TakesLosses
 from zeropp.optimizer.modes import switch_mode, take_weight_edits
 from zeropp.optimizer.norms import gradient_norms, scale_gradients
@@ -119,7 +119,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         )
         self.boundary = Boundary(self.engine, GroupSettings(lambda: optimizer.param_groups, self.engine.agreement))
         self.defaults = optimizer.defaults
-        self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_host_step(self.engine))
+        self.slices = Slices(optimizer, self.engine.units, self.engine.device, waits_for_main_weights(self.engine))
         self._update = Update(self.engine, optimizer, self.slices)
         self._trainability = Trainability(self.engine, model)
         loco = self.config.zero.zeropp_loco_param

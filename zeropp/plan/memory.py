@@ -25,6 +25,7 @@ from zeropp.wire.report import report_nbytes
 
 __all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
 
+_MARKERS = 2  # of each parameter group, as in zeropp.optimizer.slices
 COMMUNICATOR_NBYTES = 688 * 2**20
 """What one NCCL communicator takes on a card, estimated: 544 MiB for two ranks and 688 for more were seen on four A100
 with NVLink (NVIDIA/nccl issue 964). It is proportional to the channels and to NCCL_BUFFSIZE, and so less on slow links.
@@ -62,7 +63,9 @@ class MemoryPlan:
             ``frozen_weights`` (shards in their own dtype, or in codes), ``wire_weights`` (what gathers begin with, in
             the compute dtype or in codes, where main weights are elsewhere), ``secondary_weights`` (what hpZ caches, in
             the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where the main weights
-            are that), ``feedback`` (errors of quantized gradients). The optimizer's states are not among them.
+            are that), ``feedback`` (errors of quantized gradients), ``edit_markers`` (two tensors of one element in
+            each parameter group, by which edits of weights are noticed, and their gradients). The optimizer's states
+            are not among them.
         units: what comes on top while a unit is gathered, or its gradients are on their way.
         communicators: process groups that carry weights and gradients, and one for what is small and for all, on a
             card one NCCL communicator each. Their memory is none that torch allocates, and in no other number here.
@@ -181,6 +184,7 @@ def memory(
     *,
     device: torch.device | str = "cuda",
     states: int = 2,
+    groups: int = 1,
 ) -> MemoryPlan:
     """Predict what the engine will own, on each of ``world`` ranks.
 
@@ -192,6 +196,7 @@ def memory(
         device: that trains. It need not be here; what is offloaded to the host of a "cpu" stays where it is.
         states: of one value an element that the wrapped optimizer keeps: 2 for Adam and AdamW, 3 with ``amsgrad``, 1
             for Adagrad and for SGD with momentum.
+        groups: parameter groups of the wrapped optimizer.
 
     Raises:
         ValueError: ``world`` is not positive, or the groups that the configuration asks for do not fit it.
@@ -203,7 +208,7 @@ def memory(
     rings = tally.staging(model)
     staging = {name: ring.total for name, ring in rings.items()}
     return MemoryPlan(
-        {term: tally.terms["device"][term] for term in TERMS},
+        {**{term: tally.terms["device"][term] for term in TERMS}, "edit_markers": groups * _markers_nbytes(cut)},
         units,
         len(cut.groups(world)) + (world > 1),
         {**tally.terms["host"], **staging},
@@ -216,6 +221,13 @@ def memory(
         kind.type == "cpu",
         cut.settings,
     )
+
+
+def _markers_nbytes(cut: Outline) -> int:
+    """Bytes of one parameter group's markers: see [Note: edits of slices]."""
+    trained = (key.main_dtype for unit in cut.units for key, _ in unit.buffers if key.trainable)
+    # Each has a gradient.
+    return _MARKERS * 2 * next(trained, torch.float32).itemsize
 
 
 class _Tally:

@@ -12,6 +12,17 @@ from torch.optim import Optimizer
 __all__ = ["Lion", "UncorrectedAdam"]
 
 
+def _check(name: str, betas: tuple[float, float], **others: float) -> None:
+    """Refuse settings out of range; ``others`` are to be at least 0."""
+    if min(others.values()) < 0 or not all(0 <= beta < 1 for beta in betas):
+        given = ", ".join(f"{key} {value}" for key, value in others.items())
+        *most, last = others
+        raise ValueError(
+            f"{name} got {given} and betas {betas}; expected {', '.join(most)} and {last} of at least 0, and betas "
+            "from 0 to below 1"
+        )
+
+
 class Lion(Optimizer):
     """Steps each weight by the learning rate, up or down, by the sign of an average of gradients.
 
@@ -34,11 +45,7 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"Lion got lr {lr}, betas {betas} and weight_decay {weight_decay}; expected lr and weight_decay of at "
-                "least 0, and betas from 0 to below 1"
-            )
+        _check("Lion", betas, lr=lr, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -91,11 +98,7 @@ class UncorrectedAdam(Optimizer):
         *,
         decoupled: bool = True,
     ) -> None:
-        if min(lr, eps, weight_decay) < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"Adam got lr {lr}, betas {betas}, eps {eps} and weight_decay {weight_decay}; expected lr, eps and "
-                "weight_decay of at least 0, and betas from 0 to below 1"
-            )
+        _check("Adam", betas, lr=lr, eps=eps, weight_decay=weight_decay)
         settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": decoupled}
         super().__init__(params, settings)
 
