@@ -54,7 +54,8 @@ WAITING = Account("waiting for the gather of unit 'blocks.0'", where=FORWARD)
         (
             {0: WAITING, 1: Account("asking for unit 'head'", where=FORWARD, beyond="runs a module more often")},
             2,
-            "rank 1 alone runs a module more often; the other ranks cannot know of it, and do not wait there",
+            "rank 1 alone runs a module more often; the other ranks cannot know of it, and do not wait there. "
+            "If all ranks have done so in one pass, as in a first step, each of them may do so alone",
         ),
         (
             {0: WAITING, 1: WAITING},

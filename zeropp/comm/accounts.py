@@ -101,7 +101,8 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
     beyond = _by({rank: account.beyond for rank, account in accounts.items() if account.beyond})
     if beyond:
         parts = " and ".join(f"{name_ranks(ranks)} alone {text}" for text, ranks in beyond.items())
-        return f"{parts}; the other ranks cannot know of it, and do not wait there"
+        once = "If all ranks have done so in one pass, as in a first step, each of them may do so alone"
+        return f"{parts}; the other ranks cannot know of it, and do not wait there. {once}"
     silent = _silent(accounts, world)
     calls = _by({rank: account.call for rank, account in accounts.items() if account.call})
     if len(calls) > 1:
