@@ -28,6 +28,11 @@ class BackwardUses:
     A unit is done with when its gradients have come and, if some of it is frozen, the inputs of every call theirs. The
     call may still read weights after their last gradient: those that its forward detached, or those that checkpointing
     inside the module computes with once more. So the unit stays until backward comes to a module outside of this one.
+
+    Attributes:
+        complete: units in use whose gradients have come.
+        fresh: for each unit, calls that checkpointing has made in this backward, and that it has not come to yet.
+        last_gradient: of the parameter that had a gradient last, its unit and its position among the trainable ones.
     """
 
     def __init__(self, units: Sequence[Unit], schedule: Schedule, reductions: Reductions) -> None:
@@ -37,15 +42,15 @@ class BackwardUses:
         # Unit in use -> calls of frozen modules that backward has reached and not left. Zero is an entry, too: the unit
         # stays until its gradients have come.
         self._calls: dict[int, int] = {}
-        self._inside: dict[int, str] = {}  # of each, what paths begin with inside the module that backward is in
-        self.complete: list[Unit] = []  # those whose gradients have come
+        # Unit in use -> how paths begin inside the module whose call backward has reached; "" inside the root.
+        self._inside: dict[int, str] = {}
+        self.complete: list[Unit] = []
         self._whole: dict[int, None] = {}
         self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # of each unit, calls that a backward may come to
-        self.fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}  # made in this backward, and not come to yet
+        self.fresh: dict[int, weakref.WeakSet[BackwardCall]] = {}
         # The last call of each forward since the last backward; None if its calls were not noted.
         self._forwards: deque[weakref.ref[BackwardCall] | None] = deque(maxlen=TOLD_APART)
         self._last_call: weakref.ref[BackwardCall] | None = None
-        # Unit, and position among its trainable parameters, of the one that had a gradient last.
         self.last_gradient = 0, 0
 
     def accumulates(self) -> bool:
@@ -85,7 +90,7 @@ class BackwardUses:
         self._last_call = None
 
     def _is_partial(self) -> bool:
-        """Whether the running backward may leave out one of several forwards before it."""
+        """Tell whether the running backward may leave out one of several forwards before it."""
         if len(self._forwards) < 2:
             return False
         calls = [ref() if ref is not None else None for ref in self._forwards]
@@ -138,7 +143,8 @@ class BackwardUses:
             unit.users += 1
             self._schedule.use(unit)
         self._calls[unit.index] += lasting
-        if not path.startswith(self._inside.get(unit.index, ".")):  # no path begins so
+        # A module inside of another one of the same unit leaves the outer one's path; no path begins with a dot.
+        if not path.startswith(self._inside.get(unit.index, ".")):
             self._inside[unit.index] = path and f"{path}."
 
     def call_ended(self, unit: Unit) -> None:
@@ -149,7 +155,7 @@ class BackwardUses:
         self.end(unit)
 
     def come_to(self, path: str) -> None:
-        """Backward comes to a module: calls of others that are not around it are over."""
+        """Backward comes to a module: calls of modules that are not around it are over, and their units are let go."""
         if self.complete:
             complete, self.complete = self.complete, []
             for unit in complete:
