@@ -109,8 +109,9 @@ class Schedule:
         self._called: Counter[str] = Counter()  # how many calls of each module those were
         self._nested = False  # whether this rank has run a module inside another one that uses its unit
         self._novel = False  # whether this rank has called one that the order does not have
-        # Whether any rank has edited gradients before a step: what is sent after an edit would miss it.
-        self.edits = False
+        # Whether any rank has edited gradients before a step: what is sent after an edit would miss it. If so, whether
+        # the running backward may bring a parameter its first gradient.
+        self.edits = self._brings_more = False
         self._partial = False  # whether the running backward leaves out one of the forwards before it
         self.repeats = False  # whether a backward may come to several calls of a unit; for good, once it may
         self._new_fork: tuple[int, ...] | None = None  # uses up to a fork to remember in place of what is being learned
@@ -311,9 +312,7 @@ class Schedule:
         """Whether a rank may ask for more at the end of the order that is followed."""
         if self._order is None or self.static or self.silent:
             return False
-        if self.edits and self.key[0] == "backward" and self.reductions.may_bring_more(self._order):
-            return True
-        return self.known.may_vary(self.key, self._order)
+        return self._brings_more or self.known.may_vary(self.key, self._order)
 
     def note_passed_over(self, anywhere: bool) -> None:
         """At the boundary: whether any rank has passed over units since the last one."""
@@ -395,6 +394,7 @@ class Schedule:
         self._order, self._plan = order, self._plans[key]
         self._base = self._position = position
         self._left = _NONE
+        self._brings_more = self.edits and self.key[0] == "backward" and self.reductions.may_bring_more(order)
         self._counted = position == 0 and len(order.calls) == len(order.uses) and not self._may_be_asked()
         self.reductions.after_use(position)
 
