@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.fsdp2_oracle import Net, tokens
+from zeropp.fsdp2.shards import parameter_groups
 
 PLAIN: dict[str, Any] = {"weights": None, "gradient_bits": None}
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,14 +34,14 @@ def units(model: nn.Module) -> dict[str, list[str]]:
     found: dict[int, tuple[str, list[str]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            (group,) = module._get_fsdp_state()._fsdp_param_groups
+            (group,) = parameter_groups(module._get_fsdp_state())
             found.setdefault(id(group), (name or "(root)", [names[each.sharded_param] for each in group.fsdp_params]))
     return dict(found.values())
 
 
 def hooks(module: Any) -> tuple[Any, Any, dist.ProcessGroup]:
     """The hooks and the group of a module; of the first mesh, where parameters lie on several."""
-    group, *_ = module._get_fsdp_state()._fsdp_param_groups
+    group, *_ = parameter_groups(module._get_fsdp_state())
     ranks = getattr(group.mesh_info, "shard_process_group", dist.group.WORLD)
     return group._all_gather_comm, group._reduce_scatter_comm, ranks
 

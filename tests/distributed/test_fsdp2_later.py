@@ -18,6 +18,7 @@ from tests.distributed.fsdp2_models import gradients, hooks, sharded
 from tests.distributed.fsdp2_oracle import Net, tokens
 from tests.distributed.harness import run_ranks
 from zeropp import fsdp2
+from zeropp.fsdp2.shards import parameter_groups
 
 
 def kinds(model: Any) -> list[tuple[str, str]]:
@@ -115,7 +116,7 @@ def hooks_of_others() -> list[str]:
         wrong.append(str(kinds(model)))
     if hooks(first)[0] is not gather or hooks(second)[1] is not reduce:
         wrong.append("hooks of the same types")
-    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, first, second)]
+    groups = [parameter_groups(module._get_fsdp_state())[0] for module in (model, first, second)]
     if [group._all_reduce_hook for group in groups] != [None, None, hook]:
         wrong.append("all-reduce hooks")
     # A second call takes nothing either.

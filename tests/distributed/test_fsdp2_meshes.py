@@ -22,6 +22,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import apart
 from zeropp import fsdp2
 from zeropp.fsdp2 import routes
+from zeropp.fsdp2.shards import parameter_groups
 
 
 def hybrid(replicas: int, dtype: str = "fp32", reshard: bool | int = True) -> Any:
@@ -173,7 +174,7 @@ def expert_gradients(how: str, settings: dict[str, Any] | None) -> tuple[dict[st
         return found, []
     rows = [(row.unit, row.kind, row.ranks) for row in adapter.ledger.rows]
     adapter.remove()
-    groups = model.blocks[0]._get_fsdp_state()._fsdp_param_groups
+    groups = parameter_groups(model.blocks[0]._get_fsdp_state())
     assert all(type(group._all_gather_comm).__name__ == "DefaultAllGather" for group in groups)
     return found, sorted(set(rows))
 

@@ -21,6 +21,7 @@ from tests.distributed.fsdp2_oracle import tokens
 from tests.distributed.harness import run_ranks
 from zeropp import fsdp2
 from zeropp.comm.hops import Hop
+from zeropp.fsdp2.shards import parameter_groups
 from zeropp.wire import paths
 
 PATIENCE = 8.0  # seconds for a hop that never begins where nothing overlaps
@@ -328,7 +329,7 @@ def with_a_hook(when: str) -> list[str]:
                 adapter = fsdp2.apply(model)
         model(tokens(0, dist.get_rank())).backward()
         adapter.remove()
-        left = hooks(model)[1].__class__.__name__, model._get_fsdp_state()._fsdp_param_groups[0]._all_reduce_hook
+        left = hooks(model)[1].__class__.__name__, parameter_groups(model._get_fsdp_state())[0]._all_reduce_hook
         assert left[0] == "DefaultReduceScatter" and (left[1] is not None) == own and len(sums) == 3 * own
         found.append(gradients(model))
     return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]

@@ -21,6 +21,7 @@ from tests.distributed.fsdp2_oracle import Net, tokens
 from tests.distributed.harness import run_ranks
 from zeropp import fsdp2
 from zeropp.fsdp2.options import Options
+from zeropp.fsdp2.shards import parameter_groups
 
 
 def refused(case: str) -> str:
@@ -77,7 +78,7 @@ def applied() -> nn.Module:
 
 def extended() -> nn.Module:
     model = sharded()
-    param = model.blocks[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0]
+    param = parameter_groups(model.blocks[0]._get_fsdp_state())[0].fsdp_params[0]
     param._sharded_local_tensor.fsdp_pre_all_gather = lambda *_: None
     return model
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from tests.distributed.fsdp2_models import DTYPES, gradients, hooks
 from tests.distributed.harness import run_ranks
 from zeropp import fsdp2
+from zeropp.fsdp2.shards import parameter_groups
 
 WIDTH = 2.0**-7  # largest relative error of a sum of values that bfloat16 rounds on each of two hops
 
@@ -263,7 +264,7 @@ def unwatched() -> list[bool]:
     for settings in ({}, {"vector_bits": None}, {"gradient_bits": None}, {"vector_bits": None, "feedback": "cross"}):
         model = stack()
         adapter = fsdp2.apply(model, **settings)
-        group = model.blocks[0]._get_fsdp_state()._fsdp_param_groups[0]
+        group = parameter_groups(model.blocks[0]._get_fsdp_state())[0]
         found.append("post_backward" in vars(group))
         adapter.remove()
         assert "post_backward" not in vars(group) and type(hooks(model.blocks[0])[1]).__name__ == "DefaultReduceScatter"

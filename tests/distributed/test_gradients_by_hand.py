@@ -273,6 +273,35 @@ def edited_after_a_look(look: str, edit: Callable[[Tensor], None], stage: int) -
     return pair.optimizer.skipped_steps
 
 
+def edited_between_looks(again: bool, edit: Callable[[Tensor], None], stage: int) -> tuple[float, float]:
+    """Tensors taken at the start are edited after a look at norms, perhaps before another one; (norm, its error)."""
+    pair = Pair(Routed(3), make_config(stage=stage, gradient_clipping=0.05))
+    taken = [parameter for group in pair.optimizer.param_groups for parameter in group["params"]]
+    pair.backward(ALL[:3])
+    pair.optimizer.grad_norms()
+    for parameter in [*taken, *pair.plain.parameters()]:
+        edit(parameter.grad)
+    norm = nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05).item()
+    if again:
+        found = math.hypot(*pair.optimizer.grad_norms().values())
+        assert found == pytest.approx(norm, nan_ok=True)
+    if math.isfinite(norm):
+        pair.step()
+        pair.check()
+    else:
+        pair.optimizer.step()
+        assert pair.optimizer.step_was_skipped
+    return norm, abs(pair.optimizer.grad_norm - norm)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("edit", [scale_down, scale_down_unseen, make_nan])
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_edited_between_looks_at_their_norms(again: bool, edit: Callable[[Tensor], None], stage: int) -> None:
+    for norm, error in run_ranks(2, edited_between_looks, again, edit, stage):
+        assert math.isnan(norm) or error < 1e-9 * norm
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
     ("look", "edit"),

@@ -101,7 +101,7 @@ def test_each_parameter_group_has_markers(dtype: torch.dtype) -> None:
     inner = torch.optim.SGD([{"params": list(layer.parameters())} for layer in model], lr=0.1)
     optimizer = zeropp.ZeroOptimizer(inner, model, make_config())
     assert owned_bytes(optimizer) == {**plan.terms, "held_gradients": 0, "gathered": 0}
-    assert plan.terms["edit_markers"] == 3 * 2 * 2 * dtype.itemsize
+    assert plan.terms["edit_markers"] == 3 * 2 * 2 * 2 * dtype.itemsize
 
 
 def held(settings: dict[str, object], micro: int) -> tuple[list[int], int, int]:

@@ -31,7 +31,7 @@ def padded(numels: list[int], world: int) -> int:
     return max(math.ceil(blocks / world), 1) * world * BLOCK
 
 
-MARKERS = 2 * 2 * 4  # bytes of one parameter group's: two of one element, and their gradients
+MARKERS = 2 * 2 * 2 * 4  # bytes of one parameter group's: two of two elements, and their gradients
 
 
 def two_layers() -> nn.Sequential:
@@ -191,8 +191,8 @@ def test_printed() -> None:
         ("secondary weights", "0 bytes"),
         ("persistent weights", "0 bytes"),
         ("feedback", "0 bytes"),
-        ("edit markers", "16 bytes"),
-        ("total between steps", "8,232 bytes"),
+        ("edit markers", "32 bytes"),
+        ("total between steps", "8,248 bytes"),
         ("largest unit, gathered", "4,096 bytes"),
     ]
 
@@ -413,6 +413,6 @@ def test_formula(layers: list[tuple[int, bool, bool]], world: int, bf16: bool, p
         if world > 1 or size != main  # else the model sees the main weights
     )
     # As large as the first of what is trained.
-    expected["edit_markers"] = 4 * next(main for _, main, frozen, _ in buffers if not frozen)
+    expected["edit_markers"] = 8 * next(main for _, main, frozen, _ in buffers if not frozen)
     assert plan.terms == expected
     assert plan.largest_unit == max(size * numel for size, _, _, numel in alone)

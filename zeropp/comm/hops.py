@@ -63,7 +63,12 @@ class Hop:
         self._note(f"{self.spec.outer}->{self.spec.inner}", unit, codec, (self.size - 1) * own.nbytes)
         if self.pairwise:
             # This rank's row of ``out`` is neither sent nor received: it is there.
-            self._exchange(list(out.view(self.size, -1).unbind()), [own] * self.size)
+            swap = self._swap(list(out.view(self.size, -1).unbind()), [own] * self.size)
+            try:
+                for work in dist.batch_isend_irecv(swap):
+                    work.wait()
+            except RuntimeError as error:
+                raise CollectiveError.of(error) from error.__cause__
         else:
             all_gather_single(out, own, group=self.group)
 
@@ -83,16 +88,19 @@ class Hop:
             received = [torch.empty_like(part) for part in parts]
             # Not copied: the sum reads it where it lies, in the message, which the caller keeps until then.
             received[self.index] = parts[self.index]
-            self._exchange(received, parts)
-            return received
-        # For kernels that want all parts in one stretch, this rank's own among them, and for all_to_all_single.
-        whole = torch.empty_like(message)
-        received = list(whole.view(self.size, -1).unbind())
-        if self.pairwise:
-            received[self.index].copy_(parts[self.index])
-            self._exchange(received, parts)
         else:
-            dist.all_to_all_single(whole, message, group=self.group)
+            # For kernels that want all parts in one stretch, this rank's own among them, and for all_to_all_single.
+            whole = torch.empty_like(message)
+            received = list(whole.view(self.size, -1).unbind())
+            if not self.pairwise:
+                dist.all_to_all_single(whole, message, group=self.group)
+                return received
+            received[self.index].copy_(parts[self.index])
+        try:
+            for work in dist.batch_isend_irecv(self._swap(received, parts)):
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError.of(error) from error.__cause__
         return received
 
     def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
@@ -117,8 +125,8 @@ class Hop:
         # Counted before the call, so that a report after a failure has what was under way.
         self.ledger.add(TrafficKey(unit, self.kind, direction, self.spec.link, self.size, codec), nbytes)
 
-    def _exchange(self, into: list[Tensor], out_of: list[Tensor]) -> None:
-        """Send ``out_of[i]`` to member i, and receive ``into[i]`` from it; nothing is done for this rank itself."""
+    def _swap(self, into: list[Tensor], out_of: list[Tensor]) -> list[dist.P2POp]:
+        """Messages that send ``out_of[i]`` to member i and receive ``into[i]`` from it; none for this rank itself."""
         swap = []
         # In each step a rank sends to another member, so that no rank is the first target of all. Receives first: a
         # send then finds its memory waiting.
@@ -126,11 +134,7 @@ class Hop:
             source, target = (self.index - step) % self.size, (self.index + step) % self.size
             swap.append(dist.P2POp(dist.irecv, into[source], group=self.group, group_peer=source))
             swap.append(dist.P2POp(dist.isend, out_of[target], group=self.group, group_peer=target))
-        try:
-            for work in dist.batch_isend_irecv(swap):
-                work.wait()
-        except RuntimeError as error:
-            raise CollectiveError.of(error) from error.__cause__
+        return swap
 
 
 class Groups(Protocol):

@@ -81,6 +81,7 @@ class Boundary:
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
         self._doubts = False  # all gradients that have arrived are in doubt
+        self._kept = False  # the verdict was asked for before the step, and the user may have edited gradients since
         # Of the gradients that have arrived, as the verdict knows them; None unless it is to last until the step.
         self._versions: list[int] | None = None
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
@@ -94,7 +95,7 @@ class Boundary:
     def invalidate(self) -> None:
         """Forget; gradients have changed."""
         self._vector, self._verdict, self._versions = None, None, None
-        self._doubts = False
+        self._doubts = self._kept = False
 
     def doubt(self) -> None:
         """Somebody has been given the groups, and with them gradients to write to: torch's GradScaler, or the user."""
@@ -173,8 +174,10 @@ class Boundary:
 
     def keep_verdict(self) -> Verdict:
         """The result, which lasts until the step unless gradients are edited before; see :meth:`recheck`."""
+        self.recheck()  # it may have been kept before
         verdict = self.verdict()
         self._note_versions()
+        self._kept = True
         return verdict
 
     def _note_versions(self) -> None:
@@ -278,8 +281,10 @@ class Boundary:
         """
         if self._verdict is None:
             return  # the sum that is to come carries the settings, and no message of their own is needed
-        # Edits through ``.data`` raise no version; so gradients that the user could reach since are measured again.
-        edited = self._doubts or self._versions != self._arrived_versions()
+        # Edits through ``.data`` raise no version, and tensors of the groups may have been taken before.
+        edited = (
+            self._doubts or self._versions != self._arrived_versions() or (self._kept and self._measures_otherwise())
+        )
         doing = "comparing the settings of parameter groups"
         rows = self.engine.agreement.exchange(SETTINGS, [int(self._settings.code()) << 1 | edited], doing)
         codes = [row[0] for row in rows]
@@ -288,6 +293,18 @@ class Boundary:
         if any(code & 1 for code in codes):
             self.invalidate()
             self.doubt()  # clipping has changed gradients that nobody has edited, too
+
+    def _measures_otherwise(self) -> bool:
+        """Measure gradients again; returns whether their squares or flags are others than before."""
+        gradients = self._arrived()
+        reports = [gradient.report for gradient in gradients]
+        before = Report.total(reports, self.engine.device)
+        for gradient in gradients:
+            gradient.doubt()
+            gradient.measure()
+        # NaN is no number, so it is never within the bound.
+        same = (Report.total(reports, self.engine.device) - before).abs() <= _ROUNDING * before
+        return not bool(same.all())
 
     def _renew_differing_caches(self, values: list[float]) -> None:
         """Renew what is cached, from main weights alone, if ranks that cache the same weights have other bits."""

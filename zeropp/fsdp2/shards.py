@@ -19,7 +19,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 __all__ = [
-    "AllGather", "Parts", "ReduceOp", "ReduceScatter", "ShardedUnit", "factor_of", "find_units", "sharded_since",
+    "AllGather", "Parts", "ReduceOp", "ReduceScatter", "ShardedUnit", "factor_of", "find_units", "parameter_groups",
+    "sharded_since",
 ]  # fmt: skip
 
 ReduceOp = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -195,7 +196,7 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
     names = {parameter: name for name, parameter in model.named_parameters()}
     units: list[ShardedUnit] = []
     for state, name in states:
-        groups = _groups(state)
+        groups = parameter_groups(state)
         for number, group in enumerate(groups, 1):
             several = f" ({number} of {len(groups)})" if len(groups) > 1 else ""
             units.append(_unit(name + several, group, names))
@@ -205,7 +206,7 @@ def find_units(model: nn.Module) -> list[ShardedUnit]:
 def sharded_since(model: nn.Module, units: Sequence[ShardedUnit]) -> list[str]:
     """Names of the modules below a model whose parameters ``fully_shard`` has sharded since these units were found."""
     known = {id(unit.param_group) for unit in units}
-    return [name for state, name in _states(model) if any(id(group) not in known for group in _groups(state))]
+    return [name for state, name in _states(model) if any(id(group) not in known for group in parameter_groups(state))]
 
 
 def _states(model: nn.Module) -> list[tuple[Any, str]]:
@@ -221,7 +222,7 @@ def _states(model: nn.Module) -> list[tuple[Any, str]]:
     return [(state, ", ".join(owners[key])) for key, state in states.items()]
 
 
-def _groups(state: Any) -> list[Any]:
+def parameter_groups(state: Any) -> list[Any]:
     """FSDP2's parameter groups; torch 2.11 has one at most."""
     # A list in later versions, empty where the call found no parameters of its own.
     several = getattr(state, "_fsdp_param_groups", None)

@@ -1,8 +1,9 @@
 """Gradients as the user finds them in ``optimizer.param_groups``: parts of the model's, whose norm says little.
 
-Trainers clip and log by ``torch.nn.utils.clip_grad_norm_`` over the tensors of the groups. On a rank that holds a part
-of each gradient this would be the norm of the parts, another one on each rank. So the gradients are of a subclass that
-refuses norms. Everything else works, and what is computed from a part is one, too.
+Trainers clip and log by ``torch.nn.utils.clip_grad_norm_`` over the tensors of the groups, or by sums of squares. On a
+rank that holds a part of each gradient this would be the norm of the parts, another one on each rank. So the gradients
+are of a subclass that refuses norms, and whatever else makes one number of a gradient. Everything else works, and what
+is computed from a part is one, too. Reading single elements and tests such as ``isfinite().all()`` are not refused.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from zeropp._compat import unguarded
 
 __all__ = ["as_partial"]
 
-# Functions that torch's clip_grad_norm_ is made of, and those that loops call to log or normalize gradients.
+# Functions that torch's clip_grad_norm_ is made of, and those that loops call to normalize gradients: some of them
+# return lists of numbers, or tensors.
 _NORMS = frozenset(
     (
         torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm,
         torch.functional.norm, torch._foreach_norm, torch.nn.functional.normalize, torch.renorm, Tensor.renorm,
     )
 )  # fmt: skip
+_ELEMENTS = frozenset((Tensor.__getitem__, Tensor.select, torch.select))
 
 
 class PartialGradient(Tensor):
@@ -34,24 +37,18 @@ class PartialGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse norms, compute everything else, and mark results of the same size as parts."""
+        """Refuse norms and other single numbers, compute everything else, and mark what is computed as parts."""
         if func in _NORMS:
-            name = func.__name__.removeprefix("linalg_")
-            raise RuntimeError(
-                f"{name} of a gradient in optimizer.param_groups: each rank has only a part of every gradient there, "
-                "so the norm would be another one on each rank. Use optimizer.clip_grad_norm_(max_norm) or "
-                '{"gradient_clipping": max_norm} to clip, optimizer.grad_norm for the norm over the whole model, and '
-                "optimizer.grad_norms() for the norm of each parameter"
-            )
+            raise _refused(func)
         # Without it ``func`` would lead back to this method.
         with unguarded():
             found = func(*args, **(kwargs or {}))
-            # Results alone: an operation in place returns what it was given.
-            if type(found) is Tensor and all(found is not each for each in args):
-                # A gradient that was cast or scaled is a part still. A mask of it, or its sum, is another thing.
-                numels = [each.numel() for each in args if isinstance(each, PartialGradient)]
-                if found.numel() in numels and found.is_floating_point():
+            # Results alone: an operation in place returns what it was given. A mask is another thing than a gradient.
+            if type(found) is Tensor and found.is_floating_point() and all(found is not each for each in args):
+                if found.ndim:
                     return found.as_subclass(PartialGradient)
+                if func not in _ELEMENTS:
+                    raise _refused(func)
         return found
 
     # A copy or a file has no part in training.
@@ -61,6 +58,17 @@ class PartialGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
+
+
+def _refused(func: Callable[..., Any]) -> RuntimeError:
+    name = func.__name__.removeprefix("linalg_")
+    return RuntimeError(
+        f"{name} of a gradient in optimizer.param_groups: each rank has only a part of every gradient there, so the "
+        "result would be another one on each rank. Use optimizer.clip_grad_norm_(max_norm) or "
+        '{"gradient_clipping": max_norm} to clip, optimizer.grad_norm for the norm over the whole model, and '
+        "optimizer.grad_norms() for the norm of each parameter; torch.distributed.all_reduce adds up other numbers, of "
+        "gradient.as_subclass(torch.Tensor)"
+    )
 
 
 class _SliceGradient(PartialGradient):

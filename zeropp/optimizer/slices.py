@@ -3,7 +3,7 @@
 [Note: edits of slices] Users edit weights between steps in the tensors of ``optimizer.param_groups``, as SAM, weight
 noise and shrink-and-perturb do. These are the main weights. What is cached of them must be renewed before the next
 forward, and a renewal is collective; but a rank sees edits of its own slices only, and may have no slice of what was
-edited. Therefore each group ends with two markers on every rank: tensors of one zero, which are part of no weight and
+edited. Therefore each group ends with two markers on every rank: tensors of two zeros, which are part of no weight and
 are never stepped. A loop over all tensors of a group edits the markers, too, so every rank knows of it, and all of them
 renew what they cache. Markers also notice edits by ``.data``, of which the version of a slice says nothing. An edit of
 some tensors leaves the markers alone. If a forward then computes with what is cached, the next step is refused on every
@@ -37,6 +37,7 @@ __all__ = ["Slice", "SliceStates", "Slices"]
 
 _NOTHING = "<nothing>"  # the name of what is no part of a parameter
 _MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
+_MARKER_NUMEL = 2  # a loop that leaves out tensors of one element edits markers, too
 
 
 # Compared by identity, since == on tensors compares elements.
@@ -193,7 +194,7 @@ class Slices:
             buffers = [buffer for unit in self._units for buffer in unit.trainable_buffers]
             dtype = buffers[0].main_dtype if buffers else torch.float32
             kind = _Marker if self._wait is None else _AwaitedMarker
-            marks = [_stand_in(self._device, dtype, kind) for _ in range(_MARKERS)]
+            marks = [_stand_in(self._device, dtype, kind, _MARKER_NUMEL) for _ in range(_MARKERS)]
             for marker in marks if self._wait is not None else ():
                 marker.parameter.wait = self._wait  # type: ignore[attr-defined]
             if self.divided:
@@ -204,6 +205,14 @@ class Slices:
             group["params"] += [marker.parameter for marker in marks]
             if "param_names" in group:
                 group["param_names"] += [marker.name for marker in marks]
+
+    def marker_state(self, marker: nn.Parameter) -> dict[str, Tensor]:
+        """A state for loops over all tensors of a group: zeros, under the keys that slices have after a step."""
+        for group, marks in zip(self._optimizer.param_groups, self._marks, strict=False):
+            if any(marker is each.parameter for each in marks):
+                made = trial_states(self._optimizer, group, marker.dtype)
+                return {key: torch.zeros_like(marker if value.ndim else value) for key, value in made.items()}
+        return {}
 
     @contextlib.contextmanager
     def without_markers(self) -> Iterator[None]:
@@ -470,6 +479,9 @@ class SliceStates(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         _refuse_of_model(key)
+        if isinstance(key, _Marker):  # not kept: it is no state
+            owner = None if self.slices is None else self.slices()
+            return {} if owner is None else owner.marker_state(key)
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -478,6 +490,9 @@ class SliceStates(defaultdict[Any, Any]):
 
     def __delitem__(self, key: Any) -> None:
         owner = None if self.slices is None else self.slices()
+        if isinstance(key, _Marker):
+            super().pop(key, None)
+            return
         if owner is None or not _is_of_model(key):
             super().__delitem__(key)
             return
@@ -555,9 +570,9 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     return Slice(slot.name, *place, parameter, values, seen, gradient)
 
 
-def _stand_in(device: torch.device, dtype: torch.dtype, kind: type[nn.Parameter]) -> Slice:
+def _stand_in(device: torch.device, dtype: torch.dtype, kind: type[nn.Parameter], numel: int = 1) -> Slice:
     """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
-    parameter, gradient = (torch.zeros(1, dtype=dtype, device=device) for _ in range(2))
+    parameter, gradient = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(2))
     return Slice(_NOTHING, -1, 0, None, 0, 0, (), kind(parameter), gradient, gradient, None)
 
 

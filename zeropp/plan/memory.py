@@ -25,7 +25,7 @@ from zeropp.wire.report import report_nbytes
 
 __all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
 
-_MARKERS = 2  # of each parameter group, as in zeropp.optimizer.slices
+_MARKERS = 2 * 2  # elements of each parameter group's, as in zeropp.optimizer.slices
 COMMUNICATOR_NBYTES = 688 * 2**20
 """What one NCCL communicator takes on a card, estimated: 544 MiB for two ranks and 688 for more were seen on four A100
 with NVLink (NVIDIA/nccl issue 964). It is proportional to the channels and to NCCL_BUFFSIZE, and so less on slow links.
@@ -63,7 +63,7 @@ class MemoryPlan:
             ``frozen_weights`` (shards in their own dtype, or in codes), ``wire_weights`` (what gathers begin with, in
             the compute dtype or in codes, where main weights are elsewhere), ``secondary_weights`` (what hpZ caches, in
             the compute dtype or in codes), ``persistent_weights`` (whole, compute dtype; none where the main weights
-            are that), ``feedback`` (errors of quantized gradients), ``edit_markers`` (two tensors of one element in
+            are that), ``feedback`` (errors of quantized gradients), ``edit_markers`` (two tensors of two elements in
             each parameter group, by which edits of weights are noticed, and their gradients). The optimizer's states
             are not among them.
         units: what comes on top while a unit is gathered, or its gradients are on their way.
