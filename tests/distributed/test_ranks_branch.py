@@ -215,6 +215,33 @@ def test_ranks_branch(name: str, settings: str) -> None:
     assert run_ranks(2, branching, name, LIMITS[settings]) == [rounds, rounds]
 
 
+class Borrowing(nn.Module):
+    """A block's weight is used once more, outside of the block, for some data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        x = torch.tanh(self.blocks[1](torch.tanh(self.blocks[0](x))))
+        if "borrow" in way:
+            x = x + torch.tanh(nn.functional.linear(x, self.blocks[0].weight))
+        return self.blocks[2](x)
+
+
+def borrows(settings: dict[str, object]) -> None:
+    """A rank uses a weight whose unit stays gathered, since another rank has used it there before."""
+    pair = Pair(Borrowing(), make_config(**settings), loss=one_forward)
+    for ways in (["borrow", ""], ["", "borrow"], ["", ""], ["borrow", "borrow"]):
+        pair.train(*ways)
+        pair.check()
+
+
+@pytest.mark.parametrize("settings", LIMITS)
+def test_a_weight_is_used_outside_its_module_while_its_unit_stays_gathered(settings: str) -> None:
+    run_ranks(2, borrows, LIMITS[settings])
+
+
 class Loop(nn.Module):
     """A block that is run as often as the way has letters, and another one."""
 

@@ -106,6 +106,9 @@ class _Unit:
         assert self.state is not UnitState.SHARDED, f"{self.name} is used and was not gathered"
         self.state = UnitState.EXPOSED
 
+    def hide(self) -> None:
+        self.state = UnitState.HIDDEN
+
     def release(self, lanes: Lanes) -> None:
         assert self._event is None, f"{self.name} is released while it is on its way"
         self.state = UnitState.SHARDED

@@ -65,13 +65,16 @@ class LiveUnits:
             self.release_if_unused(self._units[other])
 
     def release_if_unused(self, unit: Unit) -> None:
-        """Release a unit that nothing needs any more."""
+        """Release a unit that nothing needs any more; hide one that is to stay and that no module uses now."""
         index = unit.index
         needed = index in self.planned or index in self.retained or unit.users > 0 or unit.persistent
         if not (needed or self.owed[index] > 0 or self.due.get(index, 0) > 0) and unit.state is not UnitState.SHARDED:
             # A gather that is still under way would write to memory that is no longer there.
             self._agreement.wait(unit.wait_gathered, f"releasing unit {unit.name!r}")
             unit.release(self._lanes)
+        elif unit.users == 0 and unit.state is UnitState.EXPOSED and not unit.persistent:
+            # Or nobody would notice that code outside of its module uses a weight, which backward then has to fetch.
+            unit.hide()
 
     def drop(self, indices: Iterable[int]) -> None:
         """The plan wants these no longer."""
