@@ -256,8 +256,10 @@ class Schedule:
         if self._counted and self._order is not None:
             often, known = self._called[call or ""], self._order.called[call or ""]
             if call and often > known:
-                what = f"runs module {call!r}, of unit {unit.name!r}, {often} times"
-                self.agreement.beyond = f"{what} in {self.agreement.where}; no rank ever ran it more than {known}"
+                what = f"runs module {call!r}, of unit {unit.name!r}, {often} time{'s' * (often > 1)}"
+                by_itself = "" if known else "; not counting what modules around it run"
+                often = f"no rank ever ran it more than {known}{by_itself}"
+                self.agreement.beyond = f"{what} in {self.agreement.where}; {often}"
             else:
                 more = f"more often in {self.agreement.where} than any rank ever did"
                 self.agreement.beyond = f"needs weights of unit {unit.name!r} {more}"
