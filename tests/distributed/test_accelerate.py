@@ -177,6 +177,7 @@ def refusals() -> list[str]:
         inner = torch.optim.AdamW(model.parameters())
         for more in ({"gradient_accumulation_steps": 4}, {"gradient_clipping": 1.0}):
             refused(ConfigError, lambda more=more: prepare(accelerator, model, inner, config={**CONFIG, **more}))
+        refused(TypeError, lambda: prepare(accelerator, model, inner, CONFIG))
         model, *_ = prepare(accelerator, model, inner, config=CONFIG)
         refused(ValueError, lambda: accelerator.clip_grad_norm_(model.head.parameters(), 1.0))
         refused(ValueError, lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1))
@@ -189,6 +190,6 @@ def refusals() -> list[str]:
 def test_what_would_be_done_twice_is_refused() -> None:
     for said in run_ranks(2, refusals):
         for text, part in zip(
-            said, ["leave them", "leave them", "2 of the", "norm_type 1", "value", "FSDP"], strict=True
+            said, ["leave them", "leave them", "config=", "2 of the", "norm_type 1", "value", "FSDP"], strict=True
         ):
             assert part in text, said

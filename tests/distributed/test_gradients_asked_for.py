@@ -155,3 +155,55 @@ def test_refusals(stage: int) -> None:
         assert "create_graph=True" in graph
         assert "'blocks.1.0.weight', which does not require grad" in frozen
         assert "not have been used in the graph" in unused
+
+
+def with_inputs(settings: dict[str, object]) -> float:
+    """How far training is off plain torch's after backwards to parameters alone, each of which was refused."""
+    model, plain, optimizer = made(settings)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    rank = torch.distributed.get_rank()
+    for step in range(2):
+        x = inputs(step, rank)
+        loss = sum(output.square().mean() for output in model(x))
+        calls: list[Callable[[], object]] = [
+            lambda loss=loss: loss.backward(inputs=[model.last.weight]),
+            lambda loss=loss: loss.backward(inputs=model.last.weight, retain_graph=True),
+            lambda loss=loss, x=x: loss.backward(None, True, False, [x, model.last.weight]),
+            lambda loss=loss: torch.autograd.backward([loss], inputs=(model.last.weight, model.first.weight)),
+        ]
+        for call in calls:
+            with pytest.raises(RuntimeError, match=r"backward\(inputs=...\) was given parameter 'last\.weight'"):
+                call()
+        loss.backward(inputs=[x], retain_graph=True)
+        loss.backward()
+        for each in range(2):
+            (sum(output.square().mean() for output in plain(inputs(step, each))) / 2).backward()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    return worst(zeropp.full_state(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("settings", SETTINGS[2:5], ids=str)
+def test_a_backward_to_parameters_alone_is_refused(settings: dict[str, object]) -> None:
+    assert max(run_ranks(2, with_inputs, settings)) < 1e-12
+
+
+def called_alone(settings: dict[str, object]) -> str:
+    """The error of a module that is called outside the model's forward and fetches nothing; the one it names does."""
+    model, plain, _ = made(settings)
+    x = inputs(0, 0)
+    with pytest.raises(RuntimeError) as error:
+        model.blocks[2][0](x)
+    for name in ("blocks.2", "last"):
+        assert torch.allclose(model.get_submodule(name)(x), plain.get_submodule(name)(x))
+    with zeropp.zero.GatheredParameters(list(model.blocks[2].parameters())):
+        assert torch.allclose(model.blocks[2][0](x), plain.blocks[2][0](x))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("settings", [{"stage": 2}, {"stage": 3}, {"persist": 20}], ids=str)
+def test_a_module_inside_a_unit_that_is_called_alone(settings: dict[str, object]) -> None:
+    for said in run_ranks(2, called_alone, settings):
+        assert "call module 'blocks.2', which fetches it, or one around it" in said

@@ -155,3 +155,74 @@ def test_a_merge_by_one_rank_alone_is_not_mixed_with_others(name: str, tmp_path:
     for *collective, step in run_ranks(2, one_rank_alone, name, tmp_path):
         assert all("different edits of frozen weights, as by merge_and_unload()" in text for text in collective)
         assert "No weight was changed by this step" in step
+
+
+def plain_merge() -> dict[str, Tensor]:
+    """Two steps of plain torch on the batches of both ranks, and PEFT's merge."""
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(2):
+        for rank in range(dist.get_world_size()):
+            (model(input_ids=TOKENS + rank, labels=TOKENS).loss / dist.get_world_size()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, Tensor] = model.merge_and_unload().state_dict()
+    return found
+
+
+def merged_under_accelerate(stage: int) -> tuple[float, float, float]:
+    """Distances from plain torch: weights merged for a while, those merged for good, and what the model has of them."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from zeropp.integrations.accelerate import prepare
+
+    AcceleratorState._reset_state(True)
+    accelerator, model = Accelerator(cpu=True), adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    config = {"zero_optimization": {"stage": stage}}
+    model, optimizer = prepare(accelerator, model, optimizer, config=config)
+    for _ in range(2):
+        before = outputs(model)
+        model.merge_adapter()
+        between = worst({"": outputs(model)}, {"": before})
+        model.unmerge_adapter()
+        accelerator.backward(model(input_ids=TOKENS + dist.get_rank(), labels=TOKENS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = plain_merge()
+    found = accelerator.unwrap_model(model).merge_and_unload()
+    AcceleratorState._reset_state(True)
+    return between, worst(found.state_dict(), wanted), worst(zeropp.full_state(found), wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_accelerate_s_models_are_merged_as_in_plain_torch(stage: int) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    for distances in run_ranks(2, merged_under_accelerate, stage):
+        assert max(distances) < 1e-5
+
+
+def bare(stage: int) -> list[float]:
+    """Distances from plain torch of a bare optimizer's model, merged inside GatheredParameters."""
+    model = adapted()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    config = {"zero_optimization": {"stage": stage}}
+    optimizer = zeropp.ZeroOptimizer(torch.optim.AdamW(trained, lr=1e-2), model, config)
+    for _ in range(2):
+        optimizer.backward(model(input_ids=TOKENS + dist.get_rank(), labels=TOKENS).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"zeropp\.zero\.GatheredParameters"):
+        model.merge_adapter()
+    wanted = plain_merge()
+    with zeropp.zero.GatheredParameters(list(model.parameters())):
+        found = model.merge_and_unload()
+        inside = worst({key: value.clone() for key, value in found.state_dict().items()}, wanted)
+    return [inside, worst(zeropp.full_state(found), wanted)]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bare_optimizer_s_model_is_merged_while_it_is_gathered(stage: int) -> None:
+    for distances in run_ranks(2, bare, stage):
+        assert max(distances) < 1e-5

@@ -306,6 +306,10 @@ class Engine(GuardHandler):
         self._touched.use(self.unit_of[id(parameter)])
         return True
 
+    def fetched_by(self, parameter: nn.Parameter) -> list[str]:
+        """The modules to call for a parameter; see :class:`zeropp.params.guard.GuardHandler`."""
+        return self.hooks.fetching(parameter, self.unit_of[id(parameter)])
+
     def _expose(self, units: Iterable[Unit]) -> None:
         """Let the model see persistent weights."""
         for unit in units:

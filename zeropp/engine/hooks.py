@@ -341,6 +341,17 @@ class ModuleHooks:
             self._reach[start] = Reach(frozenset(units), frozenset(modules))
         return self._reach[start]
 
+    def fetching(self, parameter: nn.Parameter, unit: Unit) -> list[str]:
+        """The paths of the innermost modules that have a parameter, and whose forward fetches its unit."""
+        found = [
+            hooked.path
+            for module, hooked in self._modules.items()
+            # Small parameters are shown in any pass, and a pass begins at any hooked module.
+            if (unit in hooked.units or not unit.announced) and any(each is parameter for each in module.parameters())
+        ]
+        around = {path for path in found for other in found if other != path and f"{other}.".startswith(f"{path}.")}
+        return sorted(path for path in found if path not in around and (path or len(found) == 1))
+
     @property
     def root(self) -> nn.Module | None:
         """The module whose hooks these are, unless it is gone."""

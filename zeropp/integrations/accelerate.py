@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp import checkpoint
+from zeropp.access.resting import RestingWeights
 from zeropp.config import Config, ConfigError, ConfigSource, load_config
 from zeropp.optimizer.checks import weakly
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -75,7 +76,14 @@ def prepare(
             f"the accelerator is for {accelerator.distributed_type.value}, which prepares models in its own way; make "
             "an Accelerator() without a plugin, or, for DeepSpeed's, run under python -m zeropp.compat.deepspeed"
         )
+    for each in schedulers:
+        if not hasattr(each, "step"):
+            raise TypeError(
+                f"a scheduler has a step(), and a {type(each).__name__} was given; name the configuration: config=..."
+            )
     wrapped = ZeroOptimizer(optimizer, model, _fitting(accelerator, config), device=accelerator.device)
+    # Scripts of Accelerate's DeepSpeed plugin read weights, and merge adapters, between steps of stages 0 to 2.
+    wrapped.engine.resting = RestingWeights(wrapped.engine)
     # So Accelerate, and whoever prepares everything once more, leaves both as they are.
     model._is_accelerate_prepared = True  # type: ignore[assignment]  # torch's modules take anything
     # It looks for this in accumulate(), and takes models without it for ones that need none.

@@ -12,7 +12,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -107,6 +107,10 @@ class GuardHandler(Protocol):
     def use_ended(self) -> None:
         """The operation is done that touched parameters. Nothing to do for who keeps their values for longer."""
         return
+
+    def fetched_by(self, parameter: nn.Parameter) -> Collection[str]:
+        """The paths of modules whose forward fetches a parameter when they are called alone; "" is the model."""
+        return ()
 
     def has_pending_gradients(self) -> bool:
         """True if gradients wait for the optimizer."""
@@ -277,8 +281,9 @@ def _intercept(
     kwargs = kwargs or {}
     if func is torch.autograd.grad and not any(_released(args[:1])):
         return _gradients(*args, **kwargs)
-    # What runs below sees plain tensors, and does not come back here.
-    with unguarded():
+    if func is torch.autograd.backward:
+        _refuse_inputs(kwargs.get("inputs") or ())
+    with unguarded():  # what runs below sees plain tensors, and does not come back here
         # ``type()`` names a type; with an argument it would convert values.
         if func in METADATA or (func is torch.Tensor.type and len(args) == 1 and not kwargs):
             return func(*args, **kwargs)
@@ -355,6 +360,22 @@ def _gradients(
     return tuple(torch.zeros_like(i) if g is None else g for i, g in zip(inputs, found, strict=True))
 
 
+def _refuse_inputs(inputs: Iterable[object]) -> None:
+    """Refuse parameters as ``inputs`` of a backward.
+
+    Raises:
+        RuntimeError: a parameter is among them.
+    """
+    for parameter in _released(inputs):
+        name = parameter.__dict__["_zeropp_tag"].name
+        raise RuntimeError(
+            f"backward(inputs=...) was given parameter {name!r}, which is managed by zeropp. Its gradient is reduced "
+            "over ranks in a backward of the whole graph: call backward() without inputs, and before the forward "
+            "requires_grad_(False) on parameters that are to get no gradient. torch.autograd.grad(loss, [parameter]) "
+            "gives this rank's own gradient, in every stage, and leaves the optimizer's as they are"
+        )
+
+
 def _edge_of(parameter: nn.Parameter) -> GradientEdge:
     """The end of the graph at a parameter.
 
@@ -384,7 +405,7 @@ def _resting_values(
         values = handler.resting(parameter) if edits is not None or is_read(func) else None
     if values is None:
         # Outside a pass no other rank knows of this use, and a gather would wait for them.
-        raise _refusal(func, name, parameter)
+        raise _refusal(func, name, parameter, handler.fetched_by(parameter))
     assert handler.resting is not None  # it has given values
     return shown(values, func, parameter.requires_grad, edits)
 
@@ -432,14 +453,16 @@ def _gradient_access(
     return func(*args, **kwargs)
 
 
-def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter) -> RuntimeError:
+def _refusal(func: Callable[..., Any], name: str, parameter: nn.Parameter, fetched_by: Collection[str]) -> RuntimeError:
     what = getattr(func, "__name__", str(func))
     if what in ("__get__", "__set__"):
         what = f".{getattr(getattr(func, '__self__', None), '__name__', what)}"
+    names = " or ".join(f"module {path!r}" if path else "the model" for path in fetched_by) or "the model"
+    around = ", or one around it" if fetched_by and "" not in fetched_by else ""
     return RuntimeError(
         f"{what} on parameter {name!r}: zeropp keeps its values elsewhere between passes, shape "
         f"{tuple(parameter.shape)}. Outside forward and backward only its shape, dtype and the like can be read. To "
-        "compute with it call a module, model(...), that uses it; to read or edit values use, on every rank, "
-        "zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a rank), model.state_dict(), "
-        "zeropp.full_state(model) or model.load_state_dict(...)"
+        f"compute with it call {names}, which fetches it{around}; a module inside it, called alone, does not. To read "
+        "or edit values use, on every rank, zeropp.zero.GatheredParameters(parameters, modifier_rank=None or a "
+        "rank), model.state_dict(), zeropp.full_state(model) or model.load_state_dict(...)"
     )
