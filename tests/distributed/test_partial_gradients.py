@@ -31,6 +31,10 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "data": lambda ps: [p.grad.data.norm(2) for p in ps if p.grad is not None],
     "detached": lambda ps: [torch.norm(p.grad.detach().float(), 2) for p in ps if p.grad is not None],
     "scaled": lambda ps: [torch.linalg.norm(2.0 * p.grad) for p in ps if p.grad is not None],
+    "joined": lambda ps: torch.cat([p.grad.flatten() for p in ps if p.grad is not None]).norm(),
+    "squares": lambda ps: sum(p.grad.square().sum() for p in ps if p.grad is not None),
+    "product": lambda ps: [torch.dot(p.grad, p.grad) for p in ps if p.grad is not None],
+    "largest": lambda ps: [p.grad.abs().max() for p in ps if p.grad is not None],
     "normalized": lambda ps: [nn.functional.normalize(p.grad, dim=0) for p in ps if p.grad is not None],
 }
 

@@ -44,6 +44,31 @@ def test_states_of_named_parameters_are_forgotten(name: str, tmp_path: Path) -> 
     assert max(run_ranks(4, forgotten, PLACES[name], str(tmp_path), local_world_size=2)) < TOLERANCE
 
 
+def looped(settings: dict[str, Any], folder: str) -> float:
+    """Loops over all tensors of the groups set a state to zero, and later forget states."""
+    both = Both(settings, folder)
+    optimizers = (both.optimizer, both.plain_optimizer)
+    for number in range(3):
+        both.backward()
+        both.step()
+        for optimizer in optimizers:
+            every = [each for group in optimizer.param_groups for each in group["params"]]
+            for parameter in [each for each in every if each.requires_grad]:
+                if number == 0:
+                    optimizer.state[parameter]["exp_avg"].zero_()
+                else:
+                    del optimizer.state[parameter]
+    both.backward()
+    both.step()
+    return max(far(training.safe_get_full_fp32_param(mine), trained(plain)) for _, mine, plain in both.pairs())
+
+
+@pytest.mark.every(4)
+@pytest.mark.parametrize("name", PLACES)
+def test_loops_over_all_tensors_of_groups_reach_their_states(name: str, tmp_path: Path) -> None:
+    assert max(run_ranks(4, looped, PLACES[name], str(tmp_path), local_world_size=2)) < TOLERANCE
+
+
 def refill(state: State, parameter: nn.Parameter) -> None:
     state[parameter] = {}
 

@@ -258,8 +258,8 @@ class Schedule:
             if call and often > known:
                 what = f"runs module {call!r}, of unit {unit.name!r}, {often} time{'s' * (often > 1)}"
                 by_itself = "" if known else "; not counting what modules around it run"
-                often = f"no rank ever ran it more than {known}{by_itself}"
-                self.agreement.beyond = f"{what} in {self.agreement.where}; {often}"
+                most = f"no rank ever ran it more than {known}{by_itself}"
+                self.agreement.beyond = f"{what} in {self.agreement.where}; {most}"
             else:
                 more = f"more often in {self.agreement.where} than any rank ever did"
                 self.agreement.beyond = f"needs weights of unit {unit.name!r} {more}"
