@@ -35,7 +35,7 @@ def statuses(settings: dict[str, Any]) -> tuple[float, list[Any]]:
     found = {name: whole_of(parameter) for name, parameter in pair.model.named_parameters()}
     weight = pair.model.blocks[0].lin.weight
     seen = [weight.ds_status]
-    handle = pair.model.blocks[0].register_forward_hook(lambda *_: seen.append(weight.ds_status))
+    handle = pair.model.blocks[0].lin.register_forward_hook(lambda *_: seen.append(weight.ds_status))
     pair.model(data(0, 0))
     handle.remove()
     seen.append(weight.ds_status)

@@ -93,7 +93,7 @@ def test_what_would_not_load_is_not_saved(tmp_path: Path) -> None:
     for _ in range(200):
         deep = [deep]
     for value in ("\udcff", deep):
-        with pytest.raises(checkpoint.CheckpointError, match="cannot be read again"):
+        with pytest.raises(checkpoint.CheckpointError, match="could not be read again"):
             good.model_copy(update={"values": {"x": value}}).write(tmp_path / "here")
     checkpoint.load(tmp_path / "here", model, optimizer)
 

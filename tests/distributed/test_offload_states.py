@@ -61,7 +61,7 @@ SHARDS = "shards"  # the name of which slices are, whichever it is
 def owned(optimizer: zeropp.ZeroOptimizer) -> dict[str, int]:
     """Bytes of what units own on the device, and of states; what is on the host, together."""
     found = owned_bytes(optimizer)
-    del found["gradient_norms"]  # a few numbers for each block, which stay
+    del found["gradient_norms"], found["edit_markers"]  # a few numbers, which stay
     found["host"] = sum(sum(owned_bytes(optimizer, place).values()) for place in ("host", "disk"))
     found["states"] = 0
     for part in optimizer.slices.cut:

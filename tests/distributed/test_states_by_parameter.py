@@ -119,9 +119,9 @@ def used(stage: int, folder: Path) -> None:
         del optimizer.state[model[0].weight]
     # Twice, and by the wrapped optimizer: there is nothing any more, which no rank can tell of all of them.
     del inner.state[model[0].weight]
-    for group in optimizer.param_groups:
-        for part in group["params"]:
-            assert optimizer.state[part] is optimizer.state.get(part), "slices are keys as of any dict"
+    for part in optimizer.slices.stepped:
+        own = part.parameter
+        assert optimizer.state[own] is optimizer.state.get(own), "slices are keys as of any dict"
     other = nn.Parameter(torch.zeros(2))
     assert other not in optimizer.state
     with pytest.raises(KeyError):
