@@ -37,6 +37,7 @@ __all__ = [
     "fused_adam",
     "fused_adamw",
     "fused_sgd",
+    "goes_on",
     "group_timeout",
     "has_step_post_hooks",
     "is_aliased",
@@ -154,6 +155,16 @@ def will_execute(node: Node) -> bool:
     except RuntimeError:
         # There torch does not tell for leaves. Most often they are what the gradients are asked for.
         return True
+
+
+def goes_on() -> bool:
+    """Tell, in a tensor's hook, whether the running backward goes on into what made the tensor.
+
+    It does not where ``torch.autograd.grad`` was asked for the gradient of that very tensor. Leaves count as in
+    :func:`will_execute`.
+    """
+    node = cast("Node | None", torch._C._current_autograd_node())
+    return node is None or any(will_execute(each) for each, _ in node.next_functions if each is not None)
 
 
 def leaves_out(parameters: Iterable[Tensor]) -> bool:

@@ -136,6 +136,28 @@ class Readers(nn.Module):
         return self.blocks[3](self.blocks[2](self.blocks[1](x, way), way))
 
 
+class Asking(nn.Module):
+    """Its forward asks for gradients: one block for that of its input, or the model for that of all blocks' input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(WIDTH, WIDTH), nn.ModuleList([Gate(), Gate(), Gate(), Gate()])
+
+    def forward(self, x: Tensor, way: Way) -> Tensor:
+        before = x = torch.tanh(self.first(x))
+        for block in reversed(self.blocks) if "flip" in way else self.blocks:
+            y = block(x)
+            if "block" in way and block is self.blocks[2]:
+                y = y + asked(y, x)
+            x = y
+        return x + asked(x, before) if "model" in way else x
+
+
+def asked(y: Tensor, x: Tensor) -> Tensor:
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+    return gradient * 0.1
+
+
 def two_forwards(model: nn.Module, x: Tensor, way: Way) -> Tensor:
     """One loss of two forwards, or of the second alone."""
     ways = way.split("+")
@@ -184,6 +206,8 @@ CASES: dict[str, tuple[type[nn.Module], Loss, list[list[Way]]]] = {
         one_forward,
         [["again last"], ["again last"], ["again last", "again"], ["again"], ["anew again", "anew again last"]],
     ),
+    "a gradient asked for inside a block": (Asking, one_forward, [["block"], ["block"], ["block", "block flip"]]),
+    "a gradient asked for over all blocks": (Asking, one_forward, [["model"], ["model"], ["model", "model flip"]]),
     "a weight that all ranks touched": (
         Touching,
         one_forward,

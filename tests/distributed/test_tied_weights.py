@@ -19,7 +19,7 @@ from zeropp.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state
 
 
 class Tied(nn.Module):
-    """A head tied to its embedding, a block that stands under two names, and counts tied to other counts."""
+    """A head tied to its embedding, a block that stands under two names, and counts and a buffer tied to others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,6 +31,8 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
         self.count = nn.Parameter(torch.arange(4), requires_grad=False)
         self.head.register_parameter("count", self.count)
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.head.register_buffer("mask", self.mask)
 
     def forward(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.head(self.again(self.block(self.embed(tokens)))).square().mean()
@@ -80,6 +82,7 @@ def states_of(name: str) -> list[str]:
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, CONFIGS[name])
     wrong += differences(model.state_dict(), Tied().to(dtype), "state_dict")
     wrong += differences(model.head.state_dict(), Tied().to(dtype).head, "of a part")
+    wrong += differences(zeropp.full_state(model), Tied(), "full_state")
     with zeropp.zero.GatheredParameters(model):
         wrong += differences(model.state_dict(), Tied(), "gathered")
     optimizer.close()

@@ -251,6 +251,37 @@ def test_ranks_with_other_folders_use_that_of_rank_0(tmp_path: Path) -> None:
     assert there == [f"run-12.00.00/{name}" for name in names]
 
 
+def without_a_path(root: Path) -> list[str]:
+    engine = engine_of()
+    own = [root, None][dist.get_rank()]
+    calls: list[Callable[[], object]] = [
+        lambda: engine.save_checkpoint(own),
+        lambda: engine.load_checkpoint(own),
+        lambda: engine.save_16bit_model(own),
+        lambda: checkpoint.save(own, engine.module, engine.optimizer),
+        lambda: checkpoint.load(own, engine.module, engine.optimizer),
+        lambda: checkpoint.export(own, engine.module),
+    ]
+    said = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_rank_without_a_path_is_refused_on_every_rank(tmp_path: Path) -> None:
+    """The other ranks do not wait for it until ``hang_timeout``."""
+    first, second = run_ranks(2, without_a_path, tmp_path)
+    names = ["save_checkpoint", "load_checkpoint", "checkpoint.save_16bit_model"]
+    names += [f"checkpoint.{each}" for each in ("save", "load", "export")]
+    assert first == second
+    assert first == [
+        f"{each}() got an empty path, or none, on ranks [1]; give one that all ranks see" for each in names
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
 def halves(folder: Path) -> tuple[bool, bool, float]:
     engine = engine_of(zero={"stage": 3, "stage3_gather_16bit_weights_on_model_save": True})
     wrote = engine.save_16bit_model(folder)

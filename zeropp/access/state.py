@@ -97,7 +97,9 @@ def full_state(model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool 
         return {}
     state = {}
     for name, tensor in _named_state(model):
-        state[name] = values[id(tensor)] if id(tensor) in values else tensor.detach().to(device, copy=True)
+        if id(tensor) not in values:
+            values[id(tensor)] = tensor.detach().to(device, copy=True)
+        state[name] = values[id(tensor)]
     return state
 
 

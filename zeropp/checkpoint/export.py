@@ -65,7 +65,7 @@ def export(
     engine.require_idle("checkpoint.export()", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"checkpoint.export(..., dtype={dtype}, layout={layout!r})")
     # A link would be replaced itself.
-    target = Path(os.path.realpath(common_path(engine, Path(path).absolute(), "checkpoint.export()")))
+    target = Path(os.path.realpath(common_path(engine, path, "checkpoint.export()")))
     require_values(engine)
     doing, left = f"exporting to {str(target)!r}", Left("nothing was written, and what was there before is as it was")
     named, _ = model_names(model)

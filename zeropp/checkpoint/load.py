@@ -70,7 +70,7 @@ def load(
     engine.agreement.require_same_call(f"checkpoint.load(..., strict={strict}, only={kinds}, {verify!r})")
     # What was given: nodes may have other links to one disk. As save() has it, "a/../b" is b, whether or not there is
     # an a.
-    folder = Path(os.path.realpath(common_path(engine, Path(path).absolute(), "checkpoint.load()")))
+    folder = Path(os.path.realpath(common_path(engine, path, "checkpoint.load()")))
     wait_together(engine, "nothing was changed")
     unfreeze(engine, optimizer)
     shown = Progress(f"loading {folder.name}", progress and engine.comm.rank == 0)

@@ -21,7 +21,7 @@ from zeropp.checkpoint.contents import Contents, add_extra, contents
 from zeropp.checkpoint.errors import CheckpointError
 from zeropp.checkpoint.files import FILE_NBYTES, require_file_nbytes
 from zeropp.checkpoint.progress import Progress
-from zeropp.checkpoint.together import Tried, path_of_rank_0, together, tried, tried_in_rounds
+from zeropp.checkpoint.together import Tried, absolute, path_of_rank_0, together, tried, tried_in_rounds
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.state import layout_id
 from zeropp.optimizer.wrapper import ZeroOptimizer
@@ -85,13 +85,13 @@ def save(
         TypeError: the optimizer is none that zeropp has wrapped.
     """
     begin(
-        Path(path).absolute(), model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
+        path, model, optimizer, extra, asynchronous=asynchronous, busy=busy, file_nbytes=file_nbytes,
         trained_only=exclude_frozen_parameters, progress=progress,
     )  # fmt: skip
 
 
 def begin(
-    target: Path,
+    path: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Mapping[str, Any] | None,
@@ -119,7 +119,7 @@ def begin(
     engine.refresh.start_put_off()
     engine.refresh.wait()
     require_values(engine)
-    own = Checksums.best().name, background is not None and background.broken, str(target)
+    own = Checksums.best().name, background is not None and background.broken, absolute(path)
     told = engine.agreement.exchange_objects(own, "agreeing on checksums and the path of a checkpoint")
     names, broken, paths = zip(*told, strict=True)
     target = path_of_rank_0(engine, paths, "checkpoint.save()")

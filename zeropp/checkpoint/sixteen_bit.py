@@ -58,7 +58,7 @@ def save_16bit_model(
     engine = engine_of(model)
     engine.require_idle("checkpoint.save_16bit_model()", averaged=True, needs=NOTHING)
     engine.agreement.require_same_call(f"checkpoint.save_16bit_model(..., {exclude_frozen_parameters=})")
-    path = common_path(engine, Path(save_dir).absolute() / save_filename, "checkpoint.save_16bit_model()")
+    path = common_path(engine, save_dir, "checkpoint.save_16bit_model()") / save_filename
     # Also where nothing is going to be written: weights that are missing are worth a word whenever somebody saves.
     require_values(engine)
     zero = engine.maker.config.zero

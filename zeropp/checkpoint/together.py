@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +17,40 @@ from zeropp.comm.agreement import AT_WORK
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 
-__all__ = ["Left", "Tried", "common_path", "path_of_rank_0", "telling", "together", "tried", "tried_in_rounds"]
+__all__ = [
+    "Left",
+    "Tried",
+    "absolute",
+    "common_path",
+    "path_of_rank_0",
+    "telling",
+    "together",
+    "tried",
+    "tried_in_rounds",
+]
 
 _T = TypeVar("_T")
 Tried = tuple[_T | None, BaseException | None, str | None]
 """The end of some work: its result, its error, and the error in words, for ranks that are told of it."""
 
 
-def common_path(engine: Engine, own: Path, call: str) -> Path:
-    """The path that rank 0 was given, on every rank; with a warning where others were given another. Collective."""
-    return path_of_rank_0(engine, engine.agreement.exchange_objects(str(own), f"comparing paths at {call}"), call)
+def absolute(given: object) -> str:
+    """An absolute path; "" if nothing was given, or no path.
+
+    Ranks exchange it, and :func:`path_of_rank_0` refuses "" on every rank. A rank that raised alone would leave the
+    others waiting.
+    """
+    return str(Path(given).absolute()) if isinstance(given, (str, os.PathLike)) and os.fspath(given) else ""
+
+
+def common_path(engine: Engine, given: object, call: str) -> Path:
+    """The path that rank 0 was given, on every rank; with a warning where others were given another. Collective.
+
+    Raises:
+        ValueError: a rank was given none.
+    """
+    paths = engine.agreement.exchange_objects(absolute(given), f"comparing paths at {call}")
+    return path_of_rank_0(engine, paths, call)
 
 
 def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
@@ -33,7 +58,18 @@ def path_of_rank_0(engine: Engine, paths: Sequence[str], call: str) -> Path:
 
     A run that names its folder by the time of day has another name on each rank. It would be too late to refuse that:
     what was trained until now would be lost.
+
+    Args:
+        engine: whose ranks compare.
+        paths: of every rank, as :func:`absolute` has them.
+        call: the user's.
+
+    Raises:
+        ValueError: a rank was given none.
     """
+    without = [rank for rank, path in enumerate(paths) if not path]
+    if without:
+        raise ValueError(f"{call} got an empty path, or none, on ranks {without}; give one that all ranks see")
     other = next((rank for rank, path in enumerate(paths) if path != paths[0]), None)
     if other is not None and engine.comm.rank == 0:
         notify(

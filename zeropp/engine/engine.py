@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zeropp._compat import current_graph_task, queue_end_of_backward, uncompiled
+from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
 from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
@@ -220,8 +220,10 @@ class Engine(GuardHandler):
         """Backward arrives at a hooked module's outputs: fetch its units."""
         if call.reached == self._backwards:
             return  # by another of its outputs
-        call.reached = self._backwards
         self._begin_backward(by_output=True)
+        if (self.phase is Phase.FORWARD or not self._trains) and not goes_on():
+            return  # the gradient of this output is all that is asked for
+        call.reached = self._backwards
         self._backward.come_to(call.hooked.path)  # first: what it lets go, this call may be the last to keep
         if call.expected or self._backward.fresh:
             self._backward.note_reached(call)

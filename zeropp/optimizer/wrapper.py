@@ -338,7 +338,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """State of this rank alone: the wrapped optimizer's, its main weights, counters.
 
         Not collective, and not the whole state: every rank saves its own, in a file of its own, and loads that into the
-        ZeroOptimizer. Rank 0 warns if other ranks do not call it within two seconds.
+        ZeroOptimizer. A plain optimizer does not take it: its groups have this rank's slices in place of parameters.
+        Rank 0 warns if other ranks do not call it within two seconds.
         """
         refuse_retired(self.engine, "state_dict")
         self.engine.require_idle("state_dict")

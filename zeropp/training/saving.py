@@ -21,7 +21,7 @@ from zeropp.checkpoint.metadata import METADATA, write_synced
 from zeropp.checkpoint.save import begin
 from zeropp.checkpoint.sixteen_bit import gather_16bit
 from zeropp.checkpoint.to_fp32_command import make_executable, write_script
-from zeropp.checkpoint.together import path_of_rank_0
+from zeropp.checkpoint.together import absolute, path_of_rank_0
 from zeropp.config import Config
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine as Core
@@ -100,15 +100,12 @@ class Saving:
             True.
 
         Raises:
-            ValueError: ``save_dir`` is empty.
+            ValueError: ``save_dir`` is empty, on some rank.
             CheckpointError, RuntimeError: it cannot be saved, or ranks gave different tags where ``tag_validation`` is
                 "FAIL"; on every rank.
         """
-        # Path("") would be the working directory, which nobody means.
-        if not save_dir:
-            raise ValueError(f"save_checkpoint() got save_dir={save_dir!r}; give a directory that all ranks see")
         given = f"global_step{self.global_steps}" if tag is None else str(tag)
-        root, name = self._agreed_names(Path(save_dir).absolute(), given)
+        root, name = self._agreed_names(absolute(save_dir), given)
         # Three names of our own, so that a client's keys cannot be taken for counters.
         extra: dict[str, Any] = {"client_state": dict(client_state or {}), "engine": self._counts()}
         if self.lr_scheduler is not None and hasattr(self.lr_scheduler, "state_dict"):
@@ -170,7 +167,7 @@ class Saving:
                 "custom_load_fn copies a whole state dict into a whole module, and a rank has parts of both; load with "
                 "load_module_strict=False, or edit weights in zeropp.zero.GatheredParameters"
             )
-        path = self._checkpoint_path(Path(load_dir).absolute(), tag)
+        path = self._checkpoint_path(absolute(load_dir), tag)
         if path is None:
             return None, None
         optimizer = self.optimizer if load_optimizer_states and not load_module_only else None
@@ -289,11 +286,11 @@ class Saving:
         # Skipped steps are the optimizer's, which saves them itself.
         return {name: getattr(self, name) for name in _COUNTS}
 
-    def _agreed_names(self, own_root: Path, own_tag: str) -> tuple[Path, str]:
+    def _agreed_names(self, own_root: str, own_tag: str) -> tuple[Path, str]:
         """Directory and tag of the checkpoint that ranks are about to save, of those that each rank was given."""
         engine = engine_of(self.module)
         engine.require_idle("save_checkpoint()")
-        told = engine.agreement.exchange_objects((str(own_root), own_tag), "agreeing on the name of a checkpoint")
+        told = engine.agreement.exchange_objects((own_root, own_tag), "agreeing on the name of a checkpoint")
         root = path_of_rank_0(engine, [path for path, _ in told], "save_checkpoint()")
         names = [tag for _, tag in told]
         other = next((rank for rank, name in enumerate(names) if name != names[0]), None)
@@ -308,15 +305,15 @@ class Saving:
             notify(f"{text}; the checkpoint is saved under the first rank's")
         return root, names[0]
 
-    def _checkpoint_path(self, root: Path, tag: str | int | None) -> Path | None:
+    def _checkpoint_path(self, own_root: str, tag: str | int | None) -> Path | None:
         """Path of the checkpoint to load; the first rank's answer, on every rank."""
         engine = engine_of(self.module)
         # Other ranks may see an older state of a network's file system, and would load another checkpoint.
         own = str(tag) if tag is not None else None
-        latest = root / (_UNIVERSAL if self.loaded_config.checkpoint.load_universal else _LATEST)
+        latest = Path(own_root) / (_UNIVERSAL if self.loaded_config.checkpoint.load_universal else _LATEST)
         if tag is None and engine.comm.rank == 0 and latest.is_file():
             own = latest.read_text().strip()
-        told = engine.agreement.exchange_objects((str(root), own), "looking for the checkpoint to load")
+        told = engine.agreement.exchange_objects((own_root, own), "looking for the checkpoint to load")
         root, name = path_of_rank_0(engine, [path for path, _ in told], "load_checkpoint()"), told[0][1]
         if name is None:
             notify(f"{str(latest)!r} is not there, and no tag was given: nothing was loaded")
