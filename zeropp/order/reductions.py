@@ -111,7 +111,7 @@ class Reductions:
         for index, counts in enumerate(self._counts):
             expected = self._expect(index)
             # For each parameter alone: a second gradient of one does not make up for another's first.
-            self._missing[index] = sum(max(e - c, 0) for e, c in zip(expected, counts, strict=True))
+            self._missing[index] = sum([max(e - c, 0) for e, c in zip(expected, counts, strict=True)])
 
     def count(self, index: int, position: int) -> bool:
         """Note that a parameter received its gradient; True when that completes the unit."""
@@ -253,7 +253,7 @@ class Reductions:
 
     def _make_room(self) -> None:
         """Wait until one more message may be under way."""
-        while sum(sent.nbytes for sent in self._in_flight) > max(_SMALL, self._largest):
+        while sum([sent.nbytes for sent in self._in_flight]) > max(_SMALL, self._largest):
             # Not for its end, if it goes on over slow links: all of it but a part is free when it has been read.
             read = next((sent for sent in self._in_flight if sent.message is not None and sent.onward), None)
             if read is None:
