@@ -117,7 +117,9 @@ class Reader(nn.Module):
     def read(self, x: Tensor) -> Tensor:
         return x + torch.tanh(nn.functional.linear(x, self.weight.detach()))
 
-    def forward(self, x: Tensor, way: Way) -> Tensor:
+    def forward(self, x: Tensor, way: Way, other: nn.Module | None = None) -> Tensor:
+        if other is not None:
+            return nn.functional.linear(other(self.read(x)), self.weight)
         if "last" in way:
             x = nn.functional.linear(x, self.weight)
         x = checkpoint(self.read, x, use_reentrant="anew" not in way) if "again" in way else self.read(x)
@@ -133,6 +135,8 @@ class Readers(nn.Module):
 
     def forward(self, x: Tensor, way: Way) -> Tensor:
         x = self.blocks[0](x)
+        if "other" in way:
+            return self.blocks[1](self.blocks[2](x, way), way, self.blocks[3])
         return self.blocks[3](self.blocks[2](self.blocks[1](x, way), way))
 
 
@@ -208,6 +212,11 @@ CASES: dict[str, tuple[type[nn.Module], Loss, list[list[Way]]]] = {
     ),
     "a gradient asked for inside a block": (Asking, one_forward, [["block"], ["block"], ["block", "block flip"]]),
     "a gradient asked for over all blocks": (Asking, one_forward, [["model"], ["model"], ["model", "model flip"]]),
+    "a weight read after its gradient, and another module": (
+        Readers,
+        one_forward,
+        [["other"], ["other"], ["other", "other last"], ["other"], ["other last"]],
+    ),
     "a weight that all ranks touched": (
         Touching,
         one_forward,

@@ -99,14 +99,6 @@ class Model:
         return {path: unit for path, unit in self.modules.items() if all(self.modules[p] != unit for p in _above(path))}
 
 
-def _names(code: Code) -> Iterator[str]:
-    """Paths of the modules that are run in it, and inside those."""
-    for node in code:
-        if isinstance(node, Call):
-            yield node.module
-            yield from _names(node.inside)
-
-
 def _above(path: str) -> Iterator[str]:
     names = path.split(".")
     yield from (".".join(names[:count]) for count in range(1, len(names)))
@@ -292,6 +284,8 @@ class Branching:
         self.rank = Rank(world, number, [4] * model.units, case.limits, modules=model.outermost())
         self.touched = Touched(self.rank.units, self.rank.schedule)
         self.in_backward = False
+        self.running: list[str] = []  # paths of the modules whose forwards are running
+        self.run_by: dict[str, set[str]] = {path: set() for path in model.modules}
         self.counts: list[tuple[PhaseKey, Counter[str]]] = []  # of each phase, how often each module was run in it
         self.stepped = 0  # phases before the last step
         self.strays = False  # whether gradients were left to a step that a backward should have sent
@@ -322,10 +316,14 @@ class Branching:
         unit = self.rank.units[index]
         self.counts[-1][1][node.module] += 1
         if self.in_backward:
-            self.rank.backward_uses.come_to(node.module)
+            self.rank.backward_uses.come_to(node.module, self.run_by[node.module])
         self.rank.enter(index, node.module)
+        if self.running and not node.module.startswith(begins := f"{self.running[-1]}."):
+            self.run_by[node.module].add(begins)
+        self.running.append(node.module)
         inner = None if node.checkpoint == "reentrant" and not self.in_backward else executed
         inside = [self._run(each, inner, grad) for each in node.inside]
+        self.running.pop()
         call = None if inner is None else _Made(_Hooked([unit]), inner)
         made: Any = call
         if self.in_backward:
@@ -369,11 +367,12 @@ class Branching:
                 assert unit.state is UnitState.EXPOSED, f"{unit.name} is read without a gradient, and is {unit.state}"
             elif kind == "reach":
                 assert isinstance(entry.node, Call)
-                self.rank.backward_uses.come_to(entry.node.module)
+                path, run_by = entry.node.module, self.run_by[entry.node.module]
+                self.rank.backward_uses.come_to(path, run_by)
                 if entry.call is not None:
                     made: Any = entry.call
                     self.rank.backward_uses.note_reached(made)
-                self.rank.backward_uses.use(unit, entry.node.module)
+                self.rank.backward_uses.use(unit, path, run_by)
                 assert unit.state is UnitState.EXPOSED, f"{unit.name} was asked for, and is {unit.state}"
             elif kind == "again":
                 self._again(entry)
@@ -403,8 +402,7 @@ class Branching:
             if node.used:
                 yield "use", index, entry
             # What a forward reads first, backward reads last, perhaps without a gradient for it.
-            if all(name.startswith(f"{node.module}.") for name in _names(node.inside)):
-                yield "read", index, entry
+            yield "read", index, entry
 
     def step(self) -> None:
         self.strays |= any(unit.gradients[0].has_stray() for unit in self.rank.units)

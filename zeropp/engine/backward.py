@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import chain
 
 from torch import Tensor, nn
@@ -42,8 +42,9 @@ class BackwardUses:
         # Unit in use -> calls of frozen modules that backward has reached and not left. Zero is an entry, too: the unit
         # stays until its gradients have come.
         self._calls: dict[int, int] = {}
-        # Unit in use -> how paths begin inside the module whose call backward has reached; "" inside the root.
-        self._inside: dict[int, str] = {}
+        # Unit in use -> how paths begin inside the module whose call backward has reached, "" inside the root; and
+        # inside modules that this one runs.
+        self._inside: dict[int, tuple[str, ...]] = {}
         self.complete: list[Unit] = []
         self._whole: dict[int, None] = {}
         self._made: dict[int, list[weakref.ref[BackwardCall]]] = {}  # of each unit, calls that a backward may come to
@@ -128,12 +129,13 @@ class BackwardUses:
         for index in sorted(self._whole, reverse=True):
             self.use(self._units[index])
 
-    def use(self, unit: Unit, path: str = "", *, lasting: bool = False) -> None:
+    def use(self, unit: Unit, path: str = "", run_by: Set[str] = frozenset(), *, lasting: bool = False) -> None:
         """Have a unit for this backward.
 
         Args:
             unit: to have.
             path: of the module whose call needs it.
+            run_by: as in :meth:`come_to`, which is called first.
             lasting: the call needs it until the gradients of its inputs have come. If those need no gradient, nothing
                 signals that it is done before backward ends.
         """
@@ -143,9 +145,9 @@ class BackwardUses:
             unit.users += 1
             self._schedule.use(unit)
         self._calls[unit.index] += lasting
-        # A module inside of another one of the same unit leaves the outer one's path; no path begins with a dot.
-        if not path.startswith(self._inside.get(unit.index, ".")):
-            self._inside[unit.index] = path and f"{path}."
+        # A module inside of another one of the same unit leaves the outer one's path.
+        if not self._is_inside(unit, path, run_by):
+            self._inside[unit.index] = (path and f"{path}.",)
 
     def call_ended(self, unit: Unit) -> None:
         """The inputs of a call have their gradients."""
@@ -154,15 +156,29 @@ class BackwardUses:
             self._calls[unit.index] -= 1
         self.end(unit)
 
-    def come_to(self, path: str) -> None:
-        """Backward comes to a module: calls of modules that are not around it are over, and their units are let go."""
+    def come_to(self, path: str, run_by: Set[str] = frozenset()) -> None:
+        """Backward comes to a module: calls of modules that are not around it are over, and their units are let go.
+
+        Args:
+            path: of the module.
+            run_by: see :class:`zeropp.engine.hooks.HookedModule`.
+        """
         if self.complete:
             complete, self.complete = self.complete, []
             for unit in complete:
-                if path.startswith(self._inside.get(unit.index, ".")):
+                if self._is_inside(unit, path, run_by):
                     self.complete.append(unit)
                 else:
                     self.end(unit)
+        if run_by:
+            for index, around in self._inside.items():
+                if not run_by.isdisjoint(around) and f"{path}." not in around:
+                    self._inside[index] = (*around, f"{path}.")
+
+    def _is_inside(self, unit: Unit, path: str, run_by: Set[str]) -> bool:
+        """Tell whether a module is run inside the one whose call has a unit in use."""
+        around = self._inside.get(unit.index, (".",))  # no path begins with a dot
+        return path.startswith(around) or not run_by.isdisjoint(around)
 
     def end(self, unit: Unit) -> None:
         """Let go of a unit if this backward is done with it."""

@@ -143,7 +143,7 @@ class Engine(GuardHandler):
             if not running or (outermost and hooked.path == ""):  # run once more by checkpointing around it, too
                 changed = cast_inputs(args, kwargs, self.input_dtype)
             if self._backward.complete:
-                self._backward.come_to(hooked.path)  # checkpointing runs it once more
+                self._backward.come_to(hooked.path, hooked.run_by)  # checkpointing runs it once more
             for unit in hooked.units:
                 unit.users += 1
                 unit.entered += 1
@@ -224,11 +224,12 @@ class Engine(GuardHandler):
         if (self.phase is Phase.FORWARD or not self._trains) and not goes_on():
             return  # the gradient of this output is all that is asked for
         call.reached = self._backwards
-        self._backward.come_to(call.hooked.path)  # first: what it lets go, this call may be the last to keep
+        # First: what it lets go, this call may be the last to keep.
+        self._backward.come_to(call.hooked.path, call.hooked.run_by)
         if call.expected or self._backward.fresh:
             self._backward.note_reached(call)
         for unit in call.hooked.units:
-            self._backward.use(unit, call.hooked.path, lasting=unit.has_frozen)
+            self._backward.use(unit, call.hooked.path, call.hooked.run_by, lasting=unit.has_frozen)
 
     def call_made(self, call: BackwardCall, outputs: list[Tensor]) -> None:
         """A call has hooked outputs; see :class:`zeropp.engine.hooks.HookHandler`."""

@@ -67,6 +67,9 @@ class HookedModule:
         stored: tensors on the module that carry a hook already, of the call that made them.
         inside: modules inside it that may store such tensors, with their attributes: neither those that are hooked
             themselves nor torch's own. None until its first forward.
+        begins: how the paths of modules inside this one begin; "" if it is the root.
+        run_by: ``begins`` of the modules that have run this one in their forwards, though it is not inside them by its
+            path.
     """
 
     path: str
@@ -75,6 +78,11 @@ class HookedModule:
     stored: list[weakref.ref[Tensor]] = field(default_factory=list)
     # Weakly: the engine must not keep the modules that own it.
     inside: list[_Inner] | None = None
+    run_by: set[str] = field(default_factory=set)
+    begins: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begins = self.path and f"{self.path}."
 
     @property
     def with_frozen(self) -> tuple[Unit, ...]:
@@ -429,6 +437,8 @@ class ModuleHooks:
             # Before there is a frame: if it raises, the hook after the module finds none, and takes nothing back.
             changed = handler.enter(hooked, module.training, args, kwargs)
             call = BackwardCall(ref, hooked) if torch.is_grad_enabled() else None
+            if stack and not hooked.path.startswith(stack[-1].hooked.begins):
+                hooked.run_by.add(stack[-1].hooked.begins)
             # The error that is being handled belongs to the frame: a forward may run inside an except block, and is no
             # failure then.
             stack.append(_Frame(hooked, call, sys.exc_info()[1], module_call()))
