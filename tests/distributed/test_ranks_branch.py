@@ -288,15 +288,28 @@ class Loop(nn.Module):
         return self.blocks[1](x)
 
 
-def more_often_than_ever() -> None:
-    pair = Pair(Loop(), make_config(live=0, reuse=0, prefetch=0, hang_timeout=5), loss=one_forward)
-    for ways in (["xx"], ["xx"], ["xx", "xxx"]):
+MORE = {
+    "runs a module": (
+        Loop,
+        [["xx"], ["xx"], ["xx", "xxx"]],
+        r"runs module 'blocks.0', of unit .*, 3 times in a forward .*; no rank ever .* than 2",
+    ),
+    "uses a weight": (
+        Borrowing,
+        [[""], [""], ["", "borrow"]],
+        "needs weights of unit 'blocks.0', outside of their module, more often in a forward .* than any rank ever did",
+    ),
+}
+
+
+def more_often_than_ever(name: str) -> None:
+    model, steps, _ = MORE[name]
+    pair = Pair(model(), make_config(live=0, reuse=0, prefetch=0, hang_timeout=5), loss=one_forward)
+    for ways in steps:
         pair.train(*ways)
 
 
-def test_a_rank_that_alone_runs_a_module_more_often_than_ever_is_told_so() -> None:
-    with pytest.raises(
-        RankError,
-        match=r"rank 1 alone runs module 'blocks.0', of unit .*, 3 times in a forward .*; no rank ever .* than 2",
-    ):
-        run_ranks(2, more_often_than_ever)
+@pytest.mark.parametrize("name", MORE)
+def test_a_rank_that_alone_does_more_than_ever_is_told_so(name: str) -> None:
+    with pytest.raises(RankError, match=f"rank 1 alone {MORE[name][2]}"):
+        run_ranks(2, more_often_than_ever, name)

@@ -261,8 +261,8 @@ class Schedule:
                 most = f"no rank ever ran it more than {known}{by_itself}"
                 self.agreement.beyond = f"{what} in {self.agreement.where}; {most}"
             else:
-                more = f"more often in {self.agreement.where} than any rank ever did"
-                self.agreement.beyond = f"needs weights of unit {unit.name!r} {more}"
+                what = f"needs weights of unit {unit.name!r}{', outside of their module,' if call == '' else ''}"
+                self.agreement.beyond = f"{what} more often in {self.agreement.where} than any rank ever did"
 
     def _wait_and_expose(self, unit: Unit) -> None:
         with span("wait", unit.name):
