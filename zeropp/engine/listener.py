@@ -14,6 +14,14 @@ class Listener(Protocol):
         """A forward from outside is about to gather or to read weights."""
         ...
 
+    def weights_wanted(self) -> None:
+        """Main weights are about to be read or loaded, outside of a pass."""
+        ...
+
+    def weights_loaded(self) -> None:
+        """Main weights are new, and neither by a step nor by an edit of the user's."""
+        ...
+
     def graph_begins(self) -> None:
         """A forward from outside is about to record a graph."""
         ...

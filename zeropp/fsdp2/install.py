@@ -136,8 +136,9 @@ def apply(
         beta: share of the old error that is kept; 0.8 if not given.
         gather_hops: 2 for gathering between nodes, then inside them, where there are both; 1 for one all-gather over
             all ranks, for backends that cross each link once by themselves.
-        vector_bits: 16 (or more) for gradients of parameters of one dimension, such as biases and the weights of norms,
-            where others are codes; None for codes, whose scales they share with the parameters beside them.
+        vector_bits: 16 (or more) for gradients of parameters of one dimension, other than those of size 1, such as
+            biases, the weights of norms and class tokens, where others are codes; None for codes, whose scales they
+            share with the parameters beside them.
         local_world_size: ranks per node; None reads LOCAL_WORLD_SIZE, which torchrun sets, or takes a host for a node.
         hang_timeout: seconds that a collective on a process group made here may take.
 

@@ -47,7 +47,7 @@ class ShardedUnit:
         device: where gathered parameters live.
         parameters: their names, in FSDP2's order.
         sizes: elements of one rank's shard of each, with FSDP2's padding.
-        vectors: for each, whether it has one dimension, as a bias or the weight of a norm has.
+        vectors: for each, whether it has one dimension, other than those of size 1, as a bias or the weight of a norm.
         gathered: dtype that each parameter is gathered in, by name.
         extended: parameters with an all-gather extension of their own.
         reduced: dtypes in which gradients travel; none if nothing is trained.
@@ -286,7 +286,7 @@ def _unit(name: str, group: Any, names: dict[nn.Parameter, str]) -> ShardedUnit:
         parameters=tuple(params),
         # FSDP2 pads each parameter until all ranks have the same of it.
         sizes=tuple(param.padded_sharded_param_size.numel() for param in params.values()),
-        vectors=tuple(param.sharded_param.ndim == 1 for param in params.values()),
+        vectors=tuple(max(p.sharded_param.shape, default=1) == p.sharded_param.numel() for p in params.values()),
         gathered={key: _dtype(param, policy.param_dtype) for key, param in params.items()},
         # By the attribute that FSDP2 itself goes by.
         extended=tuple(key for key, p in params.items() if hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather")),

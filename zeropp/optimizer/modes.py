@@ -61,7 +61,7 @@ def take_weight_edits(engine: Engine, slices: Slices) -> list[str]:
         known = True
     elif by_groups or (edited and not slices.divided):
         engine.agreement.require_same_call("a forward after an edit of weights in optimizer.param_groups")
-        engine.weights_changed(engine.trainable_buffers)
+        engine.weights_changed(engine.trainable_buffers, edited=True)
         known = True
     else:
         known = False

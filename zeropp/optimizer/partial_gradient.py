@@ -43,12 +43,11 @@ class PartialGradient(Tensor):
         # Without it ``func`` would lead back to this method.
         with unguarded():
             found = func(*args, **(kwargs or {}))
-            # Results alone: an operation in place returns what it was given. A mask is another thing than a gradient.
-            if type(found) is Tensor and found.is_floating_point() and all(found is not each for each in args):
-                if found.ndim:
-                    return found.as_subclass(PartialGradient)
-                if func not in _ELEMENTS:
+            for each in found if isinstance(found, (tuple, list)) else (found,):
+                if _is_computed(each, args) and func not in _ELEMENTS and _is_number(each, args):
                     raise _refused(func)
+            if _is_computed(found, args) and found.ndim:
+                return found.as_subclass(PartialGradient)
         return found
 
     # A copy or a file has no part in training.
@@ -58,6 +57,19 @@ class PartialGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
+
+
+def _is_computed(found: object, args: tuple[Any, ...]) -> bool:
+    """Tell whether a result is one of numbers; operations in place return what they were given."""
+    # A mask is another thing than a gradient.
+    return type(found) is Tensor and found.is_floating_point() and all(found is not each for each in args)
+
+
+def _is_number(found: Tensor, args: tuple[Any, ...]) -> bool:
+    """Tell whether a result is one number that was made of several."""
+    if found.numel() != 1 or found._is_view():
+        return False
+    return found.ndim == 0 or any(isinstance(each, Tensor) and each.numel() > 1 for each in args)
 
 
 def _refused(func: Callable[..., Any]) -> RuntimeError:

@@ -59,6 +59,7 @@ class Slice:
         source: the gradient that it is a view of; None for a stand-in.
         shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
         removed: whether the user has taken it away since.
+        before: values that were in the shard when the user put a tensor in place of the slice; None if it is in place.
     """
 
     name: str
@@ -74,6 +75,13 @@ class Slice:
     source: Gradient | None
     shown: bool = False
     removed: bool = False
+    before: Tensor | None = None
+
+    @property
+    def own(self) -> Tensor:
+        """The slice's place in the main shard."""
+        assert self.buffer is not None
+        return self.buffer.shard[self.offset : self.offset + self.gradient.numel()]
 
     @property
     def on_host(self) -> bool:
@@ -93,9 +101,10 @@ class Slice:
             self.gradient.zero_()
             # The shard may hold a gradient still; without this note the step would show it again.
             self.shown, self.removed = False, True
-        elif found is not self.seen:
-            # Edits in place need no copy: the gradient that is shown is a view of the shard.
+        elif found is not self.seen or found.data_ptr() != self.gradient.data_ptr():
+            # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
             self.gradient.copy_(found)
+            self.seen.data = self.gradient
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
@@ -112,6 +121,8 @@ class Slices:
         buffers: that slices are parts of.
         divided: whether ranks have different slices.
         markers: the last two entries of each group: see [Note: edits of slices].
+        accumulated: names of slices to which autograd has brought gradients, as of a penalty that was computed with the
+            tensors of the groups; and whether they were added to gradients that are shown.
     """
 
     def __init__(
@@ -133,7 +144,8 @@ class Slices:
         # Else every rank has all slices, and sees every edit by itself.
         self.divided = any(b.placement.mode.states > 1 for unit in units for b in unit.buffers)
         self._marks: list[list[Slice]] = []  # of each group
-        self._hidden = self._kept_away = False
+        self.accumulated: list[tuple[str, bool]] = []
+        self._hidden = self._kept_away = self._replaced = False
         self.put()
         self._hook_state_dicts()
 
@@ -195,11 +207,15 @@ class Slices:
             dtype = buffers[0].main_dtype if buffers else torch.float32
             kind = _Marker if self._wait is None else _AwaitedMarker
             marks = [_stand_in(self._device, dtype, kind, _MARKER_NUMEL) for _ in range(_MARKERS)]
-            for marker in marks if self._wait is not None else ():
-                marker.parameter.wait = self._wait  # type: ignore[attr-defined]
+            for marker in marks:
+                marker.parameter.state = {}  # type: ignore[attr-defined]
+                if self._wait is not None:
+                    marker.parameter.wait = self._wait  # type: ignore[attr-defined]
             if self.divided:
                 # Norms are refused by them, too: a rank may have no slice in a group.
                 marks = [replace(marker, seen=as_partial(marker.gradient)) for marker in marks]
+            for marker in marks:  # a rank may have no slice in a group
+                self._watch(marker)
             self._marks.append(marks)
         for group, marks in zip(groups if not self._hidden else [], self._marks, strict=False):
             group["params"] += [marker.parameter for marker in marks]
@@ -232,7 +248,7 @@ class Slices:
             if "param_names" in group:
                 del group["param_names"][-len(marks) :]
             for marker in marks:
-                self._optimizer.state.pop(marker.parameter, None)
+                marker.parameter.state.update(self._optimizer.state.pop(marker.parameter, {}))  # type: ignore[attr-defined]
         self._hidden = True
 
     def _return_markers(self) -> None:
@@ -269,17 +285,43 @@ class Slices:
             marker.parameter.accept_edits()  # type: ignore[attr-defined]
 
     def take_replaced(self) -> None:
-        """Take over values that the user has put in place of slices, by ``parameter.data = values``."""
+        """Take over values that the user has put in place of slices, by ``parameter.data = values``.
+
+        The user's tensor stays in that place until weights are stepped or loaded. If the user puts back the tensor that
+        was there before, its values come back, too, as after an evaluation with averages.
+        """
         # Asked of markers, since looking at the address of every slice would cost host time at each forward.
-        if not any(marker.parameter.replaced for marker in self.markers):  # type: ignore[attr-defined]
+        markers: list[Any] = [marker.parameter for marker in self.markers]
+        if not any(marker.edited for marker in markers):
             return
+        self._replaced = False
         for part in self.stepped:
             if part.buffer is None:
                 continue
-            own = part.buffer.shard[part.offset : part.offset + part.parameter.numel()]
+            own = part.own
             if part.parameter.data_ptr() != own.data_ptr():
+                if part.before is None:
+                    part.before = own.clone()
                 own.copy_(part.parameter.detach())
+                self._replaced = True
+            elif part.before is not None:
+                own.copy_(part.before)
+                part.before = None
+
+    def put_back(self, *, values: bool) -> None:
+        """Put every slice back into its place, with its ``values`` or with those that are there."""
+        for part in self.stepped:
+            if part.buffer is not None and part.parameter.data_ptr() != (own := part.own).data_ptr():
+                if values:
+                    own.copy_(part.parameter.detach())
                 part.parameter.data = own
+            part.before = None
+        self._replaced = False
+
+    @property
+    def replaced(self) -> bool:
+        """True if tensors of the user are in the places of slices; :meth:`take_replaced` has their values."""
+        return self._replaced
 
     @property
     def cut(self) -> list[Slice]:
@@ -316,8 +358,9 @@ class Slices:
     def take_edits(self) -> bool:
         """Take over gradients that the user has replaced or removed since they were shown; whether all were removed."""
         shown = [part for part in self.stepped if part.shown]
-        for part in shown:
-            part.take_edit()
+        with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
+            for part in shown:
+                part.take_edit()
         return bool(shown) and all(part.removed for part in shown)
 
     def show_arrived(self) -> Slice:
@@ -378,8 +421,39 @@ class Slices:
                     self._cut[id(parameter)] = []
                 for fragment in _divided(buffer):
                     part = _cut(buffer, fragment, unit.index, position + fragment.slot)
+                    self._watch(part)
                     self._cut[id(buffer.parameters[fragment.slot])].append(part)
             position += len(buffer.parameters)
+
+    def _watch(self, part: Slice) -> None:
+        """Notice gradients that autograd brings to a slice."""
+        # Without a circle: the parameter holds the hook, and the part the parameter.
+        accumulated, name, seen = self.accumulated, part.name, weakref.ref(part.seen)
+
+        def note(parameter: Tensor) -> None:
+            accumulated.append((name, parameter.grad is seen()))
+
+        part.parameter.register_post_accumulate_grad_hook(note)
+
+    def refuse_accumulated(self, *, in_backward: bool) -> None:
+        """Refuse gradients of a loss that was computed with tensors of the groups.
+
+        Args:
+            in_backward: they came with those of the model, and are not in what ranks have sent.
+
+        Raises:
+            RuntimeError: there are such gradients, which would be lost.
+        """
+        lost = [name for name, shown in self.accumulated if in_backward or not shown]
+        self.accumulated.clear()
+        if lost:
+            raise RuntimeError(
+                f"backward came to tensors of optimizer.param_groups, {len(lost)} of them, of parameters such as "
+                f"{next((name for name in lost if name != _NOTHING), lost[0])!r}: the loss has a term that was computed "
+                "with them, as a penalty on weights. They are this rank's parts of the weights, and their gradients "
+                "would be lost. Compute the term in the model's forward, from its own parameters; set weight_decay; or "
+                "add the term's gradient to the .grad of these tensors between backward() and step()"
+            )
 
     def _add_stand_in(self) -> Slice:
         group = self._optimizer.param_groups[0]
@@ -479,9 +553,11 @@ class SliceStates(defaultdict[Any, Any]):
 
     def __missing__(self, key: Any) -> Any:
         _refuse_of_model(key)
-        if isinstance(key, _Marker):  # not kept: it is no state
+        if isinstance(key, _Marker):  # not in here: it is no state, and is not saved
             owner = None if self.slices is None else self.slices()
-            return {} if owner is None else owner.marker_state(key)
+            for name, value in ({} if owner is None else owner.marker_state(key)).items():
+                key.state.setdefault(name, value)
+            return key.state
         return super().__missing__(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -565,7 +641,7 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
     slot = buffer.layout.slots[fragment.slot]
     values = gradient.shard[fragment.offset : stop]
     # Where every rank has the whole gradient its norm is the same everywhere, and is not refused.
-    seen = as_partial(values) if buffer.placement.mode.states > 1 else values
+    seen = as_partial(values) if buffer.placement.mode.states > 1 else values.detach()
     place = (unit, position, buffer, fragment.offset, fragment.start, slot.strides)
     return Slice(slot.name, *place, parameter, values, seen, gradient)
 
@@ -581,9 +657,11 @@ class _Marker(nn.Parameter):
 
     Attributes:
         replaced: whether ``.data`` was set.
+        state: that the user keeps for it in ``optimizer.state``, as for all tensors of its group.
     """
 
     replaced = False
+    state: dict[str, Any]
     _reached: Tensor | None = None  # what ``.data`` has given
     _versions = (0, 0)
 

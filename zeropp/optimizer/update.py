@@ -88,6 +88,9 @@ class Update:
         apart = begin_momentum(self._optimizer, len(self._slices.markers))
         if not apart:
             step(self._optimizer)
+            # Optimizers of others may set ``parameter.data``, which takes slices out of their places.
+            if not step.__module__.startswith("torch."):
+                self._slices.put_back(values=True)
         for others in apart:
             with without_gradients(others):
                 step(self._optimizer)

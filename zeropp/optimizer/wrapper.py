@@ -150,11 +150,19 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
 
     @property
     @uncompiled
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         """The wrapped optimizer's state, for this rank's slices; not before a step that the host has begun is over."""
         self.engine.refresh.wait_stepped()
         self.engine.parking.require("optimizer.state", ["optim_states"])
         return not_for_torch_s_state_dict(self.inner).state
+
+    @state.setter
+    @uncompiled
+    def state(self, value: Any) -> None:
+        """Other states for this rank's slices, as ``optimizer.state = defaultdict(dict)`` for none."""
+        states, others = self.state, dict(value)
+        states.clear()
+        states.update(others)
 
     def __getattr__(self, name: str) -> Any:
         """The wrapped ``optimizer``, its public attributes to read; ``train`` and ``eval``, which change weights."""
@@ -276,8 +284,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
         self.engine.refresh.wait()
         self.engine.reductions.loss_scale.forget()
+        self.slices.refuse_accumulated(in_backward=False)
         # Weights that were set by ``.data`` since the last forward are in no shard yet.
         self.slices.take_replaced()
+        if self.slices.replaced:
+            self.slices.put_back(values=True)
         self._take_edits()
         self.boundary.recheck()
         verdict = self._decide()
@@ -396,6 +407,14 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         """Weights may have been edited through the groups."""
         self.boundary.missed += take_weight_edits(self.engine, self.slices)
 
+    def weights_wanted(self) -> None:
+        """Main weights are about to be read, or to be loaded."""
+        self.slices.take_replaced()
+
+    def weights_loaded(self) -> None:
+        """Main weights are new, and not by a step."""
+        self.slices.put_back(values=False)
+
     def graph_begins(self) -> None:
         """Other parameters may be trained from here on."""
         self.apply_requires_grad()
@@ -405,6 +424,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def backward_begins(self) -> None:
         """Gradients may have been edited since the last one."""
         refuse_retired(self.engine, "backward")
+        self.slices.refuse_accumulated(in_backward=False)
         window = self.engine.window
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         self._take_edits()
@@ -413,6 +433,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @torch.no_grad()
     def backward_ended(self) -> None:
         """Show gradients in the groups."""
+        self.slices.refuse_accumulated(in_backward=True)
         self.boundary.invalidate()
         self.outcome.step_was_taken = False
         # Nothing was reduced, so the shards have nothing new to show.

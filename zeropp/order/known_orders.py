@@ -243,7 +243,10 @@ class KnownOrders:
         """Whether nothing is gathered in this kind of phase: there is nothing to learn, and a rank may run it alone."""
         # A module's forward may also touch weights outside of it, which an order tells of, once there is one.
         known = self._known[key].known if key in self._known else []
-        if key[0] != "forward" or self._reach(key).units or any(order.uses for order in known):
+        # A backward that accumulates no gradients sends nothing, either; where it goes does not say what it may use.
+        within = key if key[0] == "forward" else ("forward", "")
+        sends = key[0] == "backward" and key[1] is not None
+        if sends or self._reach(within).units or any(order.uses for order in known):
             return False
         # Remembered as empty, it is followed from the first time on, and following says nothing.
         if key not in self._known:

@@ -28,6 +28,12 @@ class _Nobody:
     def forward_begins(self) -> None:
         """No optimizer shows weights to edit."""
 
+    def weights_wanted(self) -> None:
+        """Nor weights to put others in the place of."""
+
+    def weights_loaded(self) -> None:
+        """As above."""
+
     def graph_begins(self) -> None:
         """Nothing is trained."""
 
