@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,145 @@ def test_edits_are_computed_with(world: int, name: str) -> None:
         for position, (own, expected) in enumerate(zip(found, outputs, strict=True)):
             assert apart(own, expected) < bound, position
         assert worst(state, weights) < bound
+
+
+class Assigning(torch.optim.Optimizer):
+    """Plain descent that makes new tensors, as optimizers written by hand do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data = parameter.data - group["lr"] * parameter.grad
+
+
+def put(optimizer: Any, values: list[Tensor]) -> None:
+    for parameter, value in zip(tensors(optimizer), values, strict=True):
+        parameter.data = value
+
+
+def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Tensor]]) -> list[Tensor]:
+    """Weights go away and come back by reference, for evaluation, in steps of SAM, and around loads."""
+    start, found = whole(), []
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        kept = [parameter.data for parameter in tensors(optimizer)]
+        put(optimizer, [p.data if p.grad is None else p.data + 0.1 * p.grad for p in tensors(optimizer)])
+        optimizer.zero_grad()
+        model(batch(step)).square().mean().backward()
+        put(optimizer, kept)
+        optimizer.step()
+        optimizer.zero_grad()
+        kept, averages = [p.data for p in tensors(optimizer)], [p.detach() * 0.5 for p in tensors(optimizer)]
+        for _ in range(2):
+            put(optimizer, averages)
+            with torch.no_grad():
+                found += [model(batch(step)), *whole().values(), *(v.clone() for v in model.state_dict().values())]
+            put(optimizer, kept)
+            found += [*whole().values(), model(batch(step)).detach()]
+    put(optimizer, [p.data * 2 for p in tensors(optimizer)])
+    found += whole().values()
+    put(optimizer, [p.data * 2 for p in tensors(optimizer)])
+    model.load_state_dict(start)
+    return [*found, model(batch(9)).detach(), *whole().values()]
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    "own": lambda groups: Assigning(groups, 0.1),
+}
+EXCHANGED = [(2, "stage 0"), (2, "stage 2"), (2, "kept gathered"), (3, "stage 3"), (2, "offload 3"), (4, "hpz")]
+
+
+def exchanged_here(settings: dict[str, Any], name: str) -> list[Tensor]:
+    model = make_model()
+    optimizer = zeropp.ZeroOptimizer(OPTIMIZERS[name](groups_of(model)), model, make_config(**settings))
+    return exchanged(model, optimizer, lambda: zeropp.full_state(model))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("world", "name"), EXCHANGED)
+def test_tensors_in_the_place_of_weights(world: int, name: str, optimizer: str) -> None:
+    model = make_model()
+    wanted = exchanged(model, OPTIMIZERS[optimizer](groups_of(model)), lambda: copied(model.state_dict()))
+    nodes = 2 if world == 4 else None
+    for found in run_ranks(world, exchanged_here, SETTINGS[name], optimizer, local_world_size=nodes):
+        for position, (own, expected) in enumerate(zip(found, wanted, strict=True)):
+            assert apart(own, expected) < 1e-5, position
+
+
+def looked_ahead(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Lookahead with slow weights in ``optimizer.state``; then states that are begun anew."""
+    found = []
+    for step in range(6):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in tensors(optimizer):
+            state = optimizer.state[parameter]
+            if "slow" not in state:
+                state["slow"] = parameter.data.clone()
+            elif step % 2:
+                state["slow"].add_(parameter.data - state["slow"], alpha=0.5)
+                parameter.data.copy_(state["slow"])
+        found.append(model(batch(step)).detach())
+        if step == 3:
+            optimizer.state_dict()  # leaves what the user keeps
+        if step == 4:
+            optimizer.state = defaultdict(dict)
+    return found
+
+
+def looked_ahead_here(settings: dict[str, Any]) -> list[Tensor]:
+    model = make_model()
+    inner = OPTIMIZERS["momentum"](groups_of(model))
+    return looked_ahead(model, zeropp.ZeroOptimizer(inner, model, make_config(**settings)))
+
+
+@pytest.mark.parametrize(("world", "name"), [(2, "stage 0"), (3, "stage 2"), (2, "stage 3"), (2, "persistent")])
+def test_weights_that_the_user_keeps_in_the_state(world: int, name: str) -> None:
+    model = make_model()
+    wanted = looked_ahead(model, OPTIMIZERS["momentum"](groups_of(model)))
+    for found in run_ranks(world, looked_ahead_here, SETTINGS[name]):
+        assert [apart(own, expected) < 1e-5 for own, expected in zip(found, wanted, strict=True)] == [True] * 6
+
+
+def penalized(settings: dict[str, Any], when: str) -> tuple[str, float]:
+    """A penalty on the tensors of the groups: the error, or how far weights are from plain torch's."""
+    model, twin, said = make_model(), make_model(), ""
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(groups_of(model), lr=0.1), model, make_config(**settings))
+    for each, its in ((model, optimizer), (twin, torch.optim.SGD(groups_of(twin), lr=0.1))):
+        for step in range(2):
+            loss = each(batch(step)).square().mean()
+            penalty = sum(p.square().sum() for p in tensors(its))
+            try:
+                if when == "before":
+                    penalty.backward()
+                (loss + penalty if when == "in the loss" else loss).backward()
+                if when == "after":
+                    penalty.backward()
+            except RuntimeError as error:
+                said = str(error)
+                break
+            its.step()
+            its.zero_grad()
+    return said, worst(zeropp.full_state(model), twin.state_dict())
+
+
+@pytest.mark.parametrize("when", ["in the loss", "before", "after"])
+@pytest.mark.parametrize(("world", "name"), [(2, "stage 0"), (3, "stage 2"), (2, "stage 3")])
+def test_penalties_on_tensors_of_the_groups(world: int, name: str, when: str) -> None:
+    for said, off in run_ranks(world, penalized, SETTINGS[name], when):
+        assert ("the loss has a term that was computed with them" in said) == (when != "after")
+        assert when != "after" or off < 1e-5
 
 
 def slowly_agreed(settings: dict[str, Any]) -> list[float]:

@@ -22,7 +22,10 @@ WIDTH = 2.0**-7  # largest relative error of a sum of values that bfloat16 round
 
 
 class Attention(nn.Module):
-    """Norms and biases between matrices, as Qwen3 and Qwen2 have them; some have tiny gradients, some huge ones."""
+    """Norms and biases between matrices, as Qwen3 and Qwen2 have them; some have tiny gradients, some huge ones.
+
+    And vectors that are written with more dimensions, as RWKV and vision transformers have them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,10 +35,11 @@ class Attention(nn.Module):
         self.down = nn.Linear(72, 40)
         self.loud = nn.LayerNorm(40)
         self.spare = nn.Linear(40, 40)
+        self.mix, self.gain = nn.Parameter(torch.full((1, 1, 40), 1e-2)), nn.Parameter(torch.full((40, 1), 1e-2))
 
     def forward(self, x: Tensor, spare: bool = True) -> Tensor:
         y = self.up(x) + 1e-2 * self.quiet(x.repeat(1, 2)[:, :72])
-        y = self.down(y) + 30 * self.loud(x)
+        y = self.down(y) + 30 * self.loud(x) + (self.mix * self.gain.T).view(40) * x
         return x + y + self.spare(x) if spare else x + y
 
 
@@ -60,6 +64,10 @@ def stack(dtype: str = "fp32", reduce: str = "fp32") -> Any:
     return model
 
 
+def is_vector(value: Tensor) -> bool:
+    return max(value.shape) == value.numel()
+
+
 def batch(step: int = 0) -> Tensor:
     return torch.randn(6, 40, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
 
@@ -80,7 +88,7 @@ def compared(settings: dict[str, Any], *dtypes: str) -> tuple[float, float, set[
     assert found.keys() == wanted.keys()
     errors = {name: float((found[name] - wanted[name]).norm() / wanted[name].norm()) for name in wanted}
     assert all(bool(value.isfinite().all()) for value in found.values())
-    vectors, matrices = ([errors[name] for name in errors if (wanted[name].ndim == 1) == one] for one in (True, False))
+    vectors, matrices = ([errors[name] for name in errors if is_vector(wanted[name]) == one] for one in (True, False))
     return max(vectors), max(matrices), codecs
 
 
@@ -248,7 +256,7 @@ def bytes_sent() -> tuple[int, int, int, int]:
         rows = [row for row in adapter.ledger.rows if row.kind == "reduce"]
         sent.append(sum(row.bytes for row in rows))
         calls.append(sum(row.calls for row in rows))
-    vectors = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    vectors = sum(p.numel() for p in model.parameters() if is_vector(p))
     return *sent, vectors, calls[1] - calls[0]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zeropp
@@ -188,6 +189,30 @@ def with_inputs(settings: dict[str, object]) -> float:
 @pytest.mark.parametrize("settings", SETTINGS[2:5], ids=str)
 def test_a_backward_to_parameters_alone_is_refused(settings: dict[str, object]) -> None:
     assert max(run_ranks(2, with_inputs, settings)) < 1e-12
+
+
+def asked_on_one_rank(settings: dict[str, object]) -> float:
+    """Rank 0 alone asks for the gradient of its input, as for a log, before all train on."""
+    model, plain, optimizer = made(settings)
+    own = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4):
+        for each, ranks in ((plain, range(2)), (model, [dist.get_rank()])):
+            for rank in ranks:
+                x = inputs(step, rank)
+                loss = each(x)[0].square().mean() / len(ranks)
+                if rank == 0 and step > 1:
+                    (gradient,) = torch.autograd.grad(loss, x, retain_graph=True)
+                    assert gradient.shape == x.shape
+                loss.backward()
+        for each in (optimizer, own):
+            each.step()
+            each.zero_grad()
+    return worst(zeropp.full_state(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 1}, {"stage": 2}, {"persist": 1000}], ids=str)
+def test_one_rank_may_ask_alone_where_nothing_is_gathered(settings: dict[str, object]) -> None:
+    assert max(run_ranks(2, asked_on_one_rank, {**settings, "hang_timeout": 10})) < 1e-12
 
 
 def called_alone(settings: dict[str, object]) -> str:

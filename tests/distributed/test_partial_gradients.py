@@ -35,6 +35,11 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "squares": lambda ps: sum(p.grad.square().sum() for p in ps if p.grad is not None),
     "product": lambda ps: [torch.dot(p.grad, p.grad) for p in ps if p.grad is not None],
     "largest": lambda ps: [p.grad.abs().max() for p in ps if p.grad is not None],
+    "kept dimension": lambda ps: [p.grad.square().sum(0, keepdim=True) for p in ps if p.grad is not None],
+    "largest in a dimension": lambda ps: [p.grad.max(0) for p in ps if p.grad is not None],
+    "variance": lambda ps: [torch.var_mean(p.grad) for p in ps if p.grad is not None],
+    "foreach": lambda ps: torch._foreach_max([p.grad for p in ps if p.grad is not None]),
+    "matrix product": lambda ps: [p.grad.view(1, -1) @ p.grad.view(-1, 1) for p in ps if p.grad is not None],
     "normalized": lambda ps: [nn.functional.normalize(p.grad, dim=0) for p in ps if p.grad is not None],
 }
 
@@ -90,7 +95,7 @@ def test_norms_are_given_where_a_rank_has_all(name: str, world: int) -> None:
 
 
 def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
-    """Weights after steps whose gradients were clipped by value, scaled, replaced and read."""
+    """Weights after steps whose gradients were clipped by value, scaled and replaced."""
     if settings is None:
         model = make_model()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -103,6 +108,10 @@ def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
                 parameter.grad = parameter.grad + 0.01 * parameter.grad.sign()
+                parameter.grad.data = parameter.grad.data * 0.9
+        for parameter in tensors(optimizer) if step % 2 else ():
+            if parameter.grad is not None:
+                parameter.grad.set_(parameter.grad * 0.8)
         optimizer.step()
         optimizer.zero_grad()
     return model.state_dict() if settings is None else zeropp.full_state(model)

@@ -447,12 +447,12 @@ class Slices:
         lost = [name for name, shown in self.accumulated if in_backward or not shown]
         self.accumulated.clear()
         if lost:
+            of = next((f", as of {name!r}" for name in lost if name != _NOTHING), "")
             raise RuntimeError(
-                f"backward came to tensors of optimizer.param_groups, {len(lost)} of them, of parameters such as "
-                f"{next((name for name in lost if name != _NOTHING), lost[0])!r}: the loss has a term that was computed "
-                "with them, as a penalty on weights. They are this rank's parts of the weights, and their gradients "
-                "would be lost. Compute the term in the model's forward, from its own parameters; set weight_decay; or "
-                "add the term's gradient to the .grad of these tensors between backward() and step()"
+                f"backward came to tensors of optimizer.param_groups{of}: the loss has a term that was computed with "
+                "them, as a penalty on weights. They are this rank's parts of the weights, and their gradients would "
+                "be lost. Compute the term in the model's forward, from its own parameters; set weight_decay; or add "
+                "the term's gradient to the .grad of these tensors between backward() and step()"
             )
 
     def _add_stand_in(self) -> Slice:
