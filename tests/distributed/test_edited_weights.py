@@ -216,6 +216,24 @@ def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Te
     return [*found, model(batch(9)).detach(), *whole().values()]
 
 
+def put_back_too_late(settings: dict[str, Any]) -> str:
+    """The tensors of before come back after a step with others."""
+    model, optimizer = make_sharded(settings)
+    kept = [parameter.data for parameter in tensors(optimizer)]
+    put(optimizer, [parameter.data * 0.5 for parameter in tensors(optimizer)])
+    model(batch(0)).square().mean().backward()
+    optimizer.step()
+    put(optimizer, kept)
+    with pytest.raises(RuntimeError) as caught:
+        model(batch(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["stage 0", "stage 3", "offload"])
+def test_tensors_that_come_back_after_a_step_are_refused(name: str) -> None:
+    assert all("keep copies of weights" in said for said in run_ranks(2, put_back_too_late, SETTINGS[name]))
+
+
 def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 

@@ -60,6 +60,7 @@ class Slice:
         shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
         removed: whether the user has taken it away since.
         before: values that were in the shard when the user put a tensor in place of the slice; None if it is in place.
+        stepped_away: whether a step has taken over such a tensor, and what was there before is lost.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Slice:
     shown: bool = False
     removed: bool = False
     before: Tensor | None = None
+    stepped_away: bool = False
 
     @property
     def own(self) -> Tensor:
@@ -289,6 +291,9 @@ class Slices:
 
         The user's tensor stays in that place until weights are stepped or loaded. If the user puts back the tensor that
         was there before, its values come back, too, as after an evaluation with averages.
+
+        Raises:
+            RuntimeError: they do not, since a step has written over them.
         """
         # Asked of markers, since looking at the address of every slice would cost host time at each forward.
         markers: list[Any] = [marker.parameter for marker in self.markers]
@@ -306,7 +311,14 @@ class Slices:
                 self._replaced = True
             elif part.before is not None:
                 own.copy_(part.before)
-                part.before = None
+                part.before, part.stepped_away = None, False
+            elif part.stepped_away and any(marker.replaced for marker in markers):
+                part.stepped_away = False
+                raise RuntimeError(
+                    f"a tensor of optimizer.param_groups, of {part.name!r}, was given its former .data after a step "
+                    "with another one. That step has written over the former values: keep copies of weights that are "
+                    "to come back after a step, as by p.detach().clone()"
+                )
 
     def put_back(self, *, values: bool) -> None:
         """Put every slice back into its place, with its ``values`` or with those that are there."""
@@ -314,7 +326,7 @@ class Slices:
             if part.buffer is not None and part.parameter.data_ptr() != (own := part.own).data_ptr():
                 if values:
                     own.copy_(part.parameter.detach())
-                part.parameter.data = own
+                part.parameter.data, part.stepped_away = own, values
             part.before = None
         self._replaced = False
 
