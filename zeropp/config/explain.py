@@ -129,7 +129,7 @@ def _suggestion(path: Location, model: type[Block], given: Mapping[str, object])
     words = [str(part) for part in path]
     here = _block(path[:-1], model)
     if issubclass(here, NamedBlock):
-        return _completed(_beside_params(words, here, given.get(words[0]), model), words[-1], given)
+        return _completed(_beside_params(words, here, given, model), words[-1], given)
     told = (
         # First of all: no likeness of names finds a right key that stands in the wrong block.
         _not_taken(words, given)
@@ -311,10 +311,9 @@ def _arguments(kind: object) -> frozenset[str]:
     return ARGUMENTS.get(str(kind)) or ARGUMENTS.get(str(kind).lower()) or frozenset()
 
 
-def _beside_params(path: Sequence[str], here: type[Block], block: object, model: type[Block]) -> str:
+def _beside_params(path: Sequence[str], here: type[Block], given: Mapping[str, object], model: type[Block]) -> str:
     """A remedy for a key of the ``optimizer`` or ``scheduler`` block that is none of its own."""
     key, inside = path[-1], f"{path[0]}.params"
-    given = {path[0]: block}
     kind = _read(given, f"{path[0]}.type")
     listed = _arguments(kind)
     # Of another class any argument may be one.
