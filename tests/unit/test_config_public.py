@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
 from zeropp.config import Config, ConfigError, load_config, require_supported
 from zeropp.config.base import Block, spellings
-from zeropp.config.describe import blocks, bounds_text
+from zeropp.config.describe import blocks, bounds_text, nested_block
 from zeropp.config.foreign import FOREIGN, MOVED, REMOVED
 from zeropp.config.jsonc import parse
 from zeropp.config.runtime import NamedBlock
-from zeropp.config.support import is_accepted
+from zeropp.config.support import SUPPORT, is_accepted, is_recommended
 
 STAGE = {"zero_optimization": {"stage": 2}}
 
@@ -143,7 +143,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "zero_optimization.gradient_clipping": (zero(gradient_clipping=1), "it belongs to the top level"),
     "zero_optimization.bf16": (zero(bf16={"enabled": True}), "it belongs to the top level"),
     "fp16.fp16_master_weights_and_gradients": (
-        {"fp16": {"fp16_master_weights_and_gradients": True}}, "did you mean 'fp16_master_weights_and_grads'?",
+        {"fp16": {"fp16_master_weights_and_gradients": True}},
+        "did you mean 'fp16_master_weights_and_grads' (with fp16.enabled)?",
     ),
     "gradient_accumulation_dtype": (
         {"gradient_accumulation_dtype": "fp32"}, "set data_types.grad_accum_dtype instead",
@@ -182,7 +183,95 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         zero(offload_parameters={"device": "cpu"}), "set zero_optimization.offload_param instead",
     ),
     "zero_stage": ({"zero_stage": 3}, "set zero_optimization.stage instead"),
-    "allgather_bucket_sze": ({"allgather_bucket_sze": 3}, "did you mean 'zero_optimization.allgather_bucket_size'?"),
+    "prefetch_bucket_sze": ({"prefetch_bucket_sze": 3}, "did you mean 'zero_optimization.prefetch_bucket_size'?"),
+    "zero_optimization.allgather_bucket_sze": (
+        zero(allgather_bucket_sze=3), "remove it: it looks like allgather_bucket_size, which has no effect",
+    ),
+    "zero_optimization.contigious_gradients": (
+        zero(contigious_gradients=True), "remove it: it looks like contiguous_gradients, which has no effect",
+    ),
+    "zero_optimization.steps_per_print": (
+        zero(steps_per_print=3), "remove it, since steps_per_print has no effect in this version",
+    ),
+    "zero_optimization.tensor_parallel": (zero(tensor_parallel={}), "remove it, since it is not in this version"),
+    "zero_optimization.offload_optimizer.enabled": (
+        zero(offload_optimizer={"device": "cpu", "enabled": False}),
+        'remove it: device says whether the block acts, and "none" switches it off',
+    ),
+    "aio.enabled": ({"aio": {"enabled": True}}, "remove it: this block has no such key and takes effect by being"),
+    "zeropp.enable": ({"zeropp": {"enable": True}}, "remove it: this block has no such key and takes effect by being"),
+    "zero_optimization.zeropp_loco_param.enabled": (
+        zero(zeropp_loco_param={"enabled": True}), "remove it: this block has no such key and takes effect by being",
+    ),
+    "optimizer.enabled": (
+        {"optimizer": {"type": "AdamW", "enabled": True}}, "remove it: this block has no such key and takes effect",
+    ),
+    "enabled": ({"enabled": True}, "remove it: it does not say what is to be enabled"),
+    "torch_autocast.enable": ({"torch_autocast": {"enable": True}}, "did you mean 'enabled'?"),
+    "bf16.type_": ({"bf16": {"type_": "x"}}, "remove it, or use one of: enabled, check_grad_overflow, bf16_master_"),
+    "aio.type": ({"aio": {"type": "x"}}, "remove it, or use one of: block_size, queue_depth"),
+    "cpu_offload": (
+        {"cpu_offload": True}, "it is an old key of zero_optimization; set offload_optimizer there instead",
+    ),
+    "zero_optimization.cpu_ofload": (
+        zero(cpu_ofload=True), "set offload_optimizer instead, which has taken the place of cpu_offload",
+    ),
+    "fp16.fp16_optimizer_states": (
+        {"fp16": {"fp16_optimizer_states": True}}, "remove it: states are in fp16 where fp16.fp16_master_weights_and_",
+    ),
+    "bf16.bf16_optimizer_state": (
+        {"bf16": {"enabled": True, "bf16_optimizer_state": True}},
+        "did you mean 'bf16_optimizer_states' (with bf16.bf16_master_weights_and_grads)?",
+    ),
+    "bf16_optimizer_states": (
+        {"bf16_optimizer_states": True},
+        "it belongs elsewhere, as bf16.bf16_optimizer_states "
+        "(with bf16.enabled and bf16.bf16_master_weights_and_grads)",
+    ),
+    "nvme_path": (
+        {"nvme_path": "/x"},
+        "it belongs elsewhere, as zero_optimization.offload_param.nvme_path (with zero_optimization.offload_param."
+        "device) or zero_optimization.offload_optimizer.nvme_path (with zero_optimization.offload_optimizer.device)",
+    ),
+    "betas": (
+        {"betas": [0.9, 0.99], "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        "remove it: SGD does not take betas",
+    ),
+    "learning_rate": (
+        {"learning_rate": 0.1},
+        'set optimizer.params.lr instead, with optimizer.type beside params, such as "AdamW"',
+    ),
+    "optimizer.momentun": (
+        {"optimizer": {"momentun": 0.1}},
+        "did you mean 'optimizer.params.momentum', with optimizer.type beside params, such as \"SGD\"?",
+    ),
+    "adam_w_mode": (
+        {"adam_w_mode": False},
+        'set optimizer.params.adam_w_mode instead, with optimizer.type beside params, such as "Adam"',
+    ),
+    "scheduler.total_num_steps": (
+        {"scheduler": {"total_num_steps": 9}},
+        'it belongs into scheduler.params, with scheduler.type beside params, such as "WarmupDecayLR"',
+    ),
+    "total_num_steps": (
+        {"total_num_steps": 9},
+        'set scheduler.params.total_num_steps instead, with scheduler.type beside params, such as "WarmupDecayLR"',
+    ),
+    # Opposites, however much alike.
+    "fp16.max_loss_scales": ({"fp16": {"max_loss_scales": 2}}, "did you mean 'loss_scale' (with fp16.enabled)?"),
+    "fp16.loss_scaler": ({"fp16": {"enabled": False, "loss_scaler": 2}}, "did you mean 'loss_scale'?"),
+    "fp16.max_loss_scale": ({"fp16": {"max_loss_scale": 2}}, "remove it: the dynamic scale has no upper bound"),
+    "fp16.bf16_master_weights_and_grad": (
+        {"fp16": {"bf16_master_weights_and_grad": True}},
+        "did you mean 'bf16.bf16_master_weights_and_grads' (with bf16.enabled and bf16.bf16_optimizer_states)?",
+    ),
+    "clip_grad_value": ({"clip_grad_value": 1}, "remove it: gradients are clipped by their norm, by gradient_clipping"),
+    "eval_micro_batch_size": ({"eval_micro_batch_size": 4}, "remove it: an evaluation takes the batches that your"),
+    "test_batch_size": ({"test_batch_size": 4}, "remove it: an evaluation takes the batches that your"),
+    "inner_batch_size": (
+        {"inner_batch_size": 4}, "set train_batch_size or train_micro_batch_size_per_gpu instead",
+    ),
+    "train_batch_sise": ({"train_batch_sise": 4}, "did you mean 'train_batch_size'?"),
     "compile.backend": ({"compile": {"backend": "inductor"}}, "remove it: engine.compile() compiles the model"),
     "zero_optimization.sparse_gradients": (zero(sparse_gradients=True), "remove it, since it is not in this version"),
     "FP16": ({"FP16": {"enabled": True}}, "did you mean 'fp16'?"),
@@ -202,6 +291,12 @@ def test_what_is_refused_with_its_remedy(key: str) -> None:
         ({"zero_optimization": 2}, 'zero_optimization: got 2; expected an object; write {"stage": 2}'),
         ({"optimizer": "AdamW"}, 'write {"type": "AdamW"}'),
         (zero(offload_optimizer="cpu"), 'write {"device": "cpu"}'),
+        (zero(offload_optimizer="CPU"), 'write {"device": "cpu"}'),
+        (zero(offload_param=True), 'write {"device": "cpu"}'),
+        (zero(offload_param=False), 'write {"device": "none"}'),
+        ({"optimizer": "FusedAdam"}, 'write {"type": "Adam"}'),
+        ({"compile": True}, "remove it: engine.compile() compiles the model"),
+        ({"activation_checkpointing": True}, "remove it: the block acts where code calls"),
         (zero(stage3_prefetch_bucket_size="1e6 elements"), "stage3_prefetch_bucket_size: got "),
         ({"gradient_clipping": "large"}, "gradient_clipping: got "),
     ],
@@ -211,6 +306,13 @@ def test_a_wrong_type_is_answered_with_the_right_one(source: dict[str, object], 
         load_config(source)
     (problem,) = caught.value.problems
     assert expected in problem and "; expected " in problem
+
+
+@pytest.mark.parametrize("source", [zero(offload_optimizer="gpu"), {"zero_optimization": 7}])
+def test_a_block_that_would_be_refused_is_not_written_out(source: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source)
+    assert "write" not in str(caught.value)
 
 
 # numbers
@@ -292,13 +394,15 @@ def value_for(path: str) -> object:
         "activation_checkpointing.number_checkpoints": 2, "checkpoint.tag_validation": "FAIL",
         "zero_optimization.offload_optimizer.nvme_path": "/x", "zero_optimization.offload_param.nvme_path": "/x",
         "optimizer.type": "AdamW", "scheduler.type": "WarmupLR", "optimizer.params.betas": [0.8, 0.9],
-        "scheduler.params.warmup_type": "linear",
+        "scheduler.params.warmup_type": "linear", "torch_autocast.dtype": "bf16", "gradient_allreduce_op": "sum",
     }  # fmt: skip
     if path in samples:
         return samples[path]
     if path.endswith(".device"):
         return "cpu"
-    if path.endswith((".enabled", "_mode", "_adam", "_save", "_comm", "_checkpointing", "_universal")):
+    if path.endswith((".enabled", "_mode", "_adam", "_save", "_comm", "_checkpointing", "_universal", "_memory",
+                      "quantized_weights", "quantized_gradients", "drop_last",
+                      "_read", "_write")):  # fmt: skip
         return True
     return {} if path in PLACES else 2
 
@@ -318,7 +422,7 @@ def test_a_key_of_known_meaning_is_led_to_one_that_is_taken(name: str) -> None:
     written = written_in_full(name)
     if not written.startswith(("optimizer.params.", "scheduler.params.")):
         told = remedies(nested(written, 1))[written]
-        assert told == f"set {MOVED[name]} instead" or told.startswith("it belongs into "), told
+        assert told.startswith((f"set {MOVED[name]} instead", "it belongs into ")), told
     for place in MOVED[name].split(" or "):
         loaded(nested(place, value_for(place)))
 
@@ -344,17 +448,100 @@ def test_foreign_keys_are_named_once(key: str) -> None:
 
 
 def keys_and_fields() -> Iterator[tuple[str, type[Block], str]]:
-    for _, model in blocks(Config):
+    """(path, block, field) of every spelling of every key."""
+    for where, model in blocks(Config):
         for name, field in model.model_fields.items():
-            yield from ((key, model, name) for key in spellings(name, field))
+            yield from ((".".join((*where, key)), model, name) for key in spellings(name, field))
 
 
-def test_no_remedy_names_a_key_that_is_refused() -> None:
+RECOMMENDED = {path: (model, name) for path, model, name in keys_and_fields() if is_recommended(model, name)}
+
+
+def another(path: str, model: type[Block], name: str) -> object:
+    """A value of a key that is not its default, and that needs no other key than is known."""
+    field = model.model_fields[name]
+    samples: dict[str, object] = {
+        "weight_codec": "int8", "nvme_path": "/x", "device": "cpu", "keep_in_fp32_modules": ["norm"],
+        "lower_precision_safe_modules": ["torch.nn.Linear"], "zero_quantized_gradients": True, "param_dtype": "bf16",
+        "grad_accum_dtype": "fp32", "optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"},
+        "type": "AdamW", "params": {"lr": 0.1}, "stage": 2, "overlap_comm": False, "buffer_dtype": "fp32",
+        "communication_data_type": "fp32",
+    }  # fmt: skip
+    if name in samples:
+        return samples[name]
+    if nested_block(field) is not None:
+        return {"device": "cpu"} if "offload" in name else {}
+    if isinstance(field.default, bool):
+        return not field.default
+    choices = [each for part in (field.annotation, *get_args(field.annotation)) if get_origin(part) is Literal
+               for each in get_args(part)]  # fmt: skip
+    if choices:
+        return next(each for each in choices if each != field.default)
+    if isinstance(field.default, tuple):
+        return ["x"]
+    if "<= 1" in bounds_text(field) or "< 1" in bounds_text(field):
+        return 0.5
+    return 4 if field.default != 4 else 3
+
+
+def put(source: dict[str, Any], path: str, value: object) -> None:
+    *above, last = path.split(".")
+    for part in above:
+        source = source.setdefault(part, {})
+    source[last] = value
+
+
+def needed_value(path: str) -> object:
+    special = {"zero_optimization.zeropp_loco_param": {}, "zero_optimization.zero_hpz_partition_size": 2}
+    return special.get(path, "cpu" if path.endswith(".device") else True)
+
+
+def completed(path: str, model: type[Block], name: str) -> dict[str, Any]:
+    """A configuration with a key, in stage 3, and with the keys that it is said to need."""
+    source: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    for needed in SUPPORT[model][name].needs:
+        put(source, needed, needed_value(needed))
+    put(source, path, another(path, model, name))
+    if path.startswith("scheduler.") and "type" not in source["scheduler"]:
+        source["scheduler"]["type"] = "WarmupLR"
+    return source
+
+
+@pytest.mark.parametrize("path", RECOMMENDED)
+def test_a_recommended_key_is_neither_refused_nor_ignored(path: str) -> None:
+    told = loaded(completed(path, *RECOMMENDED[path]))[1]
+    assert not [each for each in told if "no effect" in each], told
+
+
+def suggested(told: str, where: Sequence[str], key: str) -> list[str]:
+    """Paths of the keys to which a remedy for a key in the block at `where` leads."""
+    told = re.sub(r" \(with [^)]*\)", "", told)
+    told = re.sub(r', with \w+\.type beside params, such as "\w+"', "", told)
+    here = [".".join((*where, each)) for each in re.split(r" or |, ", told.partition(": ")[2])]
+    if told.startswith("remove it, or use one of: "):
+        return here
+    if told.startswith("remove it"):
+        return []
+    if told == "it belongs to the top level":
+        return [key]
+    if found := re.fullmatch(r"it belongs into (\S+)", told):
+        return [f"{found[1]}.{key}"]
+    if found := re.fullmatch(r"it is an old key of (\S+); set (\w+).* there instead", told):
+        return [f"{found[1]}.{found[2].replace('pin_memory', 'offload_param.pin_memory')}"]
+    if found := re.fullmatch(r"set (\w+).* instead, which has taken the place of \w+", told):
+        return [".".join((*where, found[1].replace("pin_memory", "offload_param.pin_memory")))]
+    if found := re.fullmatch(r"did you mean '(.*)'( at the top level)?\?", told):
+        return [found[1] if "." in found[1] or found[2] else ".".join((*where, found[1]))]
+    found = re.fullmatch(r"it belongs elsewhere, as (.*)|set (.*) instead", told)
+    assert found is not None, told
+    return (found[1] or found[2]).split(" or ")
+
+
+def test_no_remedy_names_a_key_that_is_refused_or_ignored() -> None:
     """Every key in every block where it does not belong, and in its own with a letter missing."""
-    taken = {key for key, model, name in keys_and_fields() if is_accepted(model, name)}
-    refused = {key for key, _, _ in keys_and_fields()} - taken
+    refused = {path.rpartition(".")[2] for path, model, name in keys_and_fields() if not is_accepted(model, name)}
     assert {"deepcompile", "super_offload", "sparse_gradients", "legacy_stage1", "zenflow"} <= refused
-    every = {key for key, _, _ in keys_and_fields()} | {key.rpartition(".")[2] for key in (*MOVED, *REMOVED)}
+    every = {path.rpartition(".")[2] for path in (*(path for path, _, _ in keys_and_fields()), *MOVED, *REMOVED)}
     count = 0
     for where, model in blocks(Config):
         own = {key for name, field in model.model_fields.items() for key in spellings(name, field)} | {*model.retired}
@@ -364,12 +551,96 @@ def test_no_remedy_names_a_key_that_is_refused() -> None:
         content: dict[str, Any] = dict.fromkeys(wrong, "?")
         for part in reversed(where):
             content = {part: content}
-        for key, told in remedies(content).items():
-            # In parentheses stands why a key is not there, and a call is none.
-            named = set(re.findall(r"\w+\b(?!\()", re.sub(r" \(.*\)", "", told)))
-            assert not named & refused, (key, told)
+        for path, told in remedies(content).items():
+            key = path.rpartition(".")[2]
+            for target in suggested(told, where, key):
+                argument = re.fullmatch(r"(optimizer|scheduler)\.params\.\w+", target)
+                assert argument or target in RECOMMENDED, (path, told)
+                # Never by a word that means another thing in each block.
+                assert target.rpartition(".")[2] != "enabled" or key != "enabled", (path, told)
             count += 1
     assert count > 5000
+
+
+def test_reasons_name_keys_that_are_recommended() -> None:
+    for reason in {*REMOVED.values()}:
+        for path in re.findall(r"\b[a-z]\w+(?:\.\w+)+\b(?!\()", reason):
+            if not path.startswith(("scheduler.params.", "zeropp.training.", "zeropp.init_", "engine.", "torch.")):
+                assert path in RECOMMENDED, reason
+
+
+# Wrong keys of public files, each with the right place of its value.
+FOLLOWED: dict[str, tuple[object, str]] = {
+    # Of whole batches, parts of them, and sums of gradients.
+    "micro_batch": (4, "train_micro_batch_size_per_gpu"),
+    "microbatch_size": (4, "train_micro_batch_size_per_gpu"),
+    "per_device_batch_size": (4, "train_micro_batch_size_per_gpu"),
+    "local_batch_size": (4, "train_micro_batch_size_per_gpu"),
+    "mini_batch_size": (4, "train_micro_batch_size_per_gpu"),
+    "microBatchSize": (4, "train_micro_batch_size_per_gpu"),
+    "device_train_microbatch_size": (4, "train_micro_batch_size_per_gpu"),
+    "train_batch_size_per_device": (4, "train_micro_batch_size_per_gpu"),
+    "samples_per_gpu": (4, "train_micro_batch_size_per_gpu"),
+    "total_train_batch": (4, "train_batch_size"),
+    "effective_batch_size": (4, "train_batch_size"),
+    "accum_steps": (4, "gradient_accumulation_steps"),
+    "num_micro_batches": (4, "gradient_accumulation_steps"),
+    "accumulate_grad": (4, "gradient_accumulation_steps"),
+    "grad_acc_iters_accum": (4, "gradient_accumulation_steps"),
+    "update_freq_accum_steps": (4, "gradient_accumulation_steps"),
+    "clip_gradients": (1.0, "gradient_clipping"),
+    "clip_grad_norm_value": (1.0, "gradient_clipping"),
+    "grad_norm_clipping": (1.0, "gradient_clipping"),
+    "fp16.grad_clip": (1.0, "gradient_clipping"),
+    "accumulate_in_fp32": ("fp32", "data_types.grad_accum_dtype"),
+    # Of precision.
+    "autocast": (True, "torch_autocast.enabled"),
+    "bf16.enable": (True, "bf16.enabled"),
+    "fp16.active": (True, "fp16.enabled"),
+    "fp16.initial_scale_pow": (8, "fp16.initial_scale_power"),
+    # Of the zero block.
+    "zero_optimization.level": (2, "zero_optimization.stage"),
+    "zero_optimization.zero_stage": (2, "zero_optimization.stage"),
+    "zero_optimization.offload": ({"device": "cpu"}, "zero_optimization.offload_optimizer"),
+    "zero_optimization.hpz": (2, "zero_optimization.zero_hpz_partition_size"),
+    "zero_optimization.overlap_communication": (False, "zero_optimization.overlap_comm"),
+    "zero_optimization.quantized_weights": (True, "zero_optimization.zero_quantized_weights"),
+    "zero_optimization.stage3_max_live_params": (9, "zero_optimization.stage3_max_live_parameters"),
+    "zero_optimization.offload_optimizer.type": ("cpu", "zero_optimization.offload_optimizer.device"),
+    "zero_optimization.offload_param.target": ("cpu", "zero_optimization.offload_param.device"),
+    "zero_optimization.offload_optimizer.pipeline": (True, "zero_optimization.offload_optimizer.pipeline_read"),
+    "zero_optimization.offload_optimizer.pinned": (True, "zero_optimization.offload_optimizer.pin_memory"),
+    "zero_optimization.offload_param.swap_dir": ("/x", "zero_optimization.offload_param.nvme_path"),
+    # Of the rest.
+    "timeout": (9, "zeropp.hang_timeout"),
+    "drop_last": (True, "dataloader_drop_last"),
+    "allreduce_op": ("sum", "gradient_allreduce_op"),
+    "zero_optimization.qwz": (True, "zero_optimization.zero_quantized_weights"),
+    "zero_optimization.offload_optimizer.num_buffers": (9, "zero_optimization.offload_optimizer.buffer_count"),
+    "data_types.compute_dtype": ("bf16", "data_types.param_dtype"),
+    "bs": (4, "train_batch_size"),
+    "aio.depth": (16, "aio.queue_depth"),
+    "aio.threads": (2, "aio.intra_op_parallelism"),
+    "activation_checkpointing.cpu_offload": (True, "activation_checkpointing.cpu_checkpointing"),
+    "checkpoint.tag_validate": ("FAIL", "checkpoint.tag_validation"),
+    "zeropp.hang_time_out": (9, "zeropp.hang_timeout"),
+}
+
+
+@pytest.mark.parametrize("key", FOLLOWED)
+def test_a_remedy_that_is_followed_leads_to_a_key_that_acts(key: str) -> None:
+    value, expected = FOLLOWED[key]
+    told = remedies(nested(key, value))[key]
+    target = suggested(told, key.split(".")[:-1], key.rpartition(".")[2])[0]
+    assert target == expected, told
+    source: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    without: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    for needed in re.findall(r" \(with (\S+)\)", told):
+        put(source, needed, needed_value(needed))
+        put(without, needed, needed_value(needed))
+    put(source, target, value)
+    assert not [each for each in loaded(source)[1] if "no effect" in each]
+    assert loaded(source)[0] != loaded(without)[0]
 
 
 # who warns

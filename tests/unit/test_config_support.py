@@ -229,6 +229,12 @@ def test_all_refusals_come_together() -> None:
     assert "what is not in this version, 4 problems:" in str(caught.value)
 
 
+@pytest.mark.parametrize(("kind", "told"), [("FusedAdam", ', with type "Adam"'), ("adamw", ""), ("SGD", "")])
+def test_a_class_in_place_of_a_type_is_named_with_its_type(kind: str, told: str) -> None:
+    (problem,) = refusals({"optimizer": {"type": kind}})
+    assert problem.endswith(f"make it in your code and pass it in{told}")
+
+
 IDLE_ALONE: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "not encoded in stage 0": ({"zero_quantized_weights": True}, {"stage": 3}),
     "weights are not encoded in": ({"zero_quantized_nontrainable_weights": True}, {"stage": 3}),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeropp.config import ConfigError
 from zeropp.config.foreign import ARGUMENTS
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
+from zeropp.optimizer.elementwise import check_elementwise
 from zeropp.training.elementwise import Lion, UncorrectedAdam
 from zeropp.training.from_config import make_optimizer, make_scheduler
 from zeropp.training.schedulers import SCHEDULERS, WarmupLR
@@ -72,18 +73,86 @@ def test_steps_are_fused_unless_it_is_said_otherwise() -> None:
         ("SGD", {"nesterov": 0.5}, "nesterov: got 0.5; expected true or false"),
         ("AdamW", {"learning_rate": 1.0}, "learning_rate: set optimizer.params.lr instead$"),
         ("Lion", {"epsilon": 1.0}, r"'weight_decay'\]$"),
+        ("AdamW", {"weigth_decay": 1.0}, "weigth_decay: did you mean 'weight_decay'.$"),
+        ("AdamW", {"adamw_mod": True}, "adamw_mod: did you mean 'adam_w_mode'.$"),
+        ("SGD", {"nestorov": True}, "nestorov: did you mean 'nesterov'.$"),
+        ("SGD", {"beta": 0.9}, r"'weight_decay'\]$"),
+        ("SGD", {"differentiable": True}, "params.differentiable: true is not in zeropp"),
         ("SGD", {"params": [1]}, r"has \['params'\], which SGD does not take"),
         ("AdamW", {"rate": 1.0}, r"has \['rate'\], which AdamW does not take; it takes .*'lr'"),
         ("AdamW", {"lr": -1.0}, "optimizer.params of AdamW: Invalid learning rate"),
         ("OneBitAdam", {}, "'OneBitAdam' is not in zeropp: use AdamW"),
         ("Lamb", {}, "norms of whole parameters"),
         ("Muon", {}, "whole matrices"),
-        ("AdamZ", {}, "neither Lion nor one of torch.optim's: .*AdamW"),
+        ("AdaZ", {}, "'AdaZ' is unknown; set one of ASGD, .*AdamW"),
+        ("AdmW", {}, "'AdmW' is unknown; did you mean 'AdamW'. Else set one of "),
+        ("FusedLamb", {}, "norms of whole parameters"),
+        ("Adafactor", {}, "factors second moments .* use AdamW"),
+        ("LBFGS", {}, "one direction over all parameters, .* use AdamW"),
+        ("SparseAdam", {}, "sparse gradients, .* use AdamW"),
     ],
 )
 def test_what_is_refused(kind: str | None, params: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         made(kind, **params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "meant"),
+    [
+        ("FusedAdam", "Adam"),
+        ("DeepSpeedCPUAdam", "Adam"),
+        ("cpu_adam", "Adam"),
+        ("adam_8bit", "Adam"),
+        ("adamw_torch", "AdamW"),
+        ("AdamW8bit", "AdamW"),
+        ("adamw_torch_fused", "AdamW"),
+        ("paged_adamw_32bit", "AdamW"),
+        ("DecoupledAdamW", "AdamW"),
+        ("FusedAdamW", "AdamW"),
+        ("FusedLion", "Lion"),
+        ("DeepSpeedCPULion", "Lion"),
+        ("DeepSpeedCPUAdagrad", "Adagrad"),
+        ("momentum_sgd", "SGD"),
+    ],
+)
+def test_a_class_of_an_optimizer_leads_to_its_type(kind: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        made(kind, lr=0.1)
+    (problem,) = caught.value.problems
+    assert problem.partition(" (")[0] == f'optimizer.type {kind!r} is unknown; set "{meant}"'
+    assert ("adam_w_mode" in problem) == (meant == "Adam")
+    assert made(meant, lr=0.1)
+
+
+def listed(kind: str, block: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        if block == "optimizer":
+            made(kind)
+        else:
+            make_scheduler(SchedulerConfig(type=kind), made("AdamW", lr=0.1))
+    return caught.value.problems[0].partition("set one of ")[2].split(", ")
+
+
+def test_every_type_that_is_listed_trains() -> None:
+    assert {"AdamW", "Lion", "SGD"} < {*listed("?", "optimizer")}
+    for kind in listed("?", "optimizer"):
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = make_optimizer(OptimizerConfig(type=kind, params={"lr": 0.1}), [weight])
+        check_elementwise(optimizer)
+        weight.grad = torch.ones(4)
+        optimizer.step()
+        assert weight.detach().max() < 1, kind
+    needed: dict[str, dict[str, Any]] = {
+        "StepLR": {"step_size": 1}, "MultiStepLR": {"milestones": [1]}, "ExponentialLR": {"gamma": 0.5},
+        "CosineAnnealingLR": {"T_max": 5}, "CosineAnnealingWarmRestarts": {"T_0": 5},
+        "CyclicLR": {"base_lr": 0.1, "max_lr": 0.2}, "OneCycleLR": {"max_lr": 0.2, "total_steps": 5},
+        "WarmupDecayLR": {"total_num_steps": 5}, "WarmupCosineLR": {"total_num_steps": 5},
+        "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    }  # fmt: skip
+    assert {*needed} < {*listed("?", "scheduler")}
+    for kind in listed("?", "scheduler"):
+        make_scheduler(SchedulerConfig(type=kind, params=needed.get(kind, {})), made("AdamW", lr=0.1)).step()
 
 
 def test_schedulers() -> None:
@@ -95,7 +164,11 @@ def test_schedulers() -> None:
     for kind, given, told in (
         (None, {}, "scheduler.type is missing"),
         ("WarmupLR", {"warmup_num_steps": "auto"}, '"auto" for warmup_num_steps'),
-        ("Sinus", {}, "'Sinus' is none of LRRangeTest, .* or of torch.optim.lr_scheduler's classes"),
+        ("Sinus", {}, "'Sinus' is unknown; set one of LRRangeTest, .*, OneCycleLR$"),
+        ("WarmUpLR", {}, 'set "WarmupLR"$'),
+        ("linear", {}, 'set "WarmupDecayLR"$'),
+        ("cosine_with_warmup", {}, 'set "WarmupCosineLR"$'),
+        ("StepRL", {}, "did you mean 'StepLR'. Else set one of "),
         ("WarmupDecayLR", {}, "scheduler.params of WarmupDecayLR: .*total_num_steps"),
         ("WarmupLR", {"steps": 3}, r"has \['steps'\], which WarmupLR does not take"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps: set scheduler.params.warmup_num_steps instead"),

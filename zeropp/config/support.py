@@ -10,6 +10,7 @@ from zeropp.config.base import Block, spellings
 from zeropp.config.describe import nested_block, value_text
 from zeropp.config.errors import ConfigError, UnsupportedConfigError
 from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
+from zeropp.config.foreign import meant_type
 from zeropp.config.inert import (
     CompileConfig,
     NeedlessTop,
@@ -51,7 +52,8 @@ class Support:
     """One field's entry.
 
     `accepts` empty means the default alone; `remedy` empty means to go back to it; `instead` is what there is in place
-    of what is refused.
+    of what is refused, or of a key that only an old form reads; `needs` has paths of keys that must be set, too: alone
+    the field is refused or has no effect.
     """
 
     kind: Kind
@@ -59,6 +61,7 @@ class Support:
     remedy: str = ""
     governor: str = ""
     instead: str = ""
+    needs: tuple[str, ...] = ()
 
 
 EFFECT, NEEDLESS, UNREAD, BLOCK = (Support(k) for k in (Kind.EFFECT, Kind.NEEDLESS, Kind.UNREAD, Kind.BLOCK))
@@ -77,6 +80,10 @@ def _off(instead: str) -> Support:
     return Support(Kind.OFF, remedy="leave it out, or switch it off", instead=instead)
 
 
+def _with(*needs: str) -> Support:
+    return Support(Kind.EFFECT, needs=needs)
+
+
 def _each(support: Support, names: str) -> dict[str, Support]:
     return dict.fromkeys(names.split(), support)
 
@@ -90,10 +97,12 @@ def _governed(model: type[Block], governor: str, **own: Support) -> dict[str, Su
 
 
 _BESIDE = "a step of offloaded states hides behind the next forward, exactly"
+_QUANTIZED = "zero_optimization.zero_quantized_gradients"
 
 # Every field has an entry, those without effect as well: a test fails for a field that is forgotten here.
 _ZERO = {
-    **_each(BLOCK, "offload_param offload_optimizer leaf_module zeropp_loco_param"),
+    **_each(BLOCK, "offload_param offload_optimizer leaf_module"),
+    "zeropp_loco_param": Support(Kind.BLOCK, needs=(_QUANTIZED,)),
     **_each(
         EFFECT,
         "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
@@ -129,9 +138,9 @@ _TOP = {
     **_each(
         EFFECT,
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping "
-        "gradient_allreduce_op allgather_size managed_gradient_accumulation communication_data_type "
-        "dataloader_drop_last",
+        "gradient_allreduce_op managed_gradient_accumulation communication_data_type dataloader_drop_last",
     ),
+    "allgather_size": Support(Kind.EFFECT, instead="zero_optimization.allgather_bucket_size"),
     **_all(NeedlessTop, NEEDLESS),
     **_all(UnreadTop, UNREAD),
     "sequence_parallel_size": _later("every rank is data-parallel"),
@@ -144,43 +153,52 @@ _TOP = {
 SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
     Config: _TOP,
     ZeroConfig: _ZERO,
-    OffloadParamConfig: _all(OffloadParamConfig, EFFECT),
+    OffloadParamConfig: {
+        **_all(OffloadParamConfig, _with("zero_optimization.offload_param.device")),
+        "device": EFFECT,
+    },
     OffloadOptimizerConfig: {
+        "device": EFFECT,
         **_each(
-            EFFECT,
-            "device nvme_path buffer_count pin_memory pipeline_read pipeline_write ratio",
+            _with("zero_optimization.offload_optimizer.device"),
+            "nvme_path buffer_count pin_memory pipeline_read pipeline_write ratio",
         ),
         "fast_init": NEEDLESS,
         "super_offload": _later(_BESIDE),
         "cpuadam_cores_perc": Support(Kind.GOVERNED, governor="super_offload"),
     },
     LeafModuleConfig: _each(EFFECT, "classes names name_suffixes"),
-    LocoConfig: _all(LocoConfig, EFFECT),
+    LocoConfig: _all(LocoConfig, _with(_QUANTIZED)),
     Fp16Config: {
+        "enabled": EFFECT,
         **_each(
-            EFFECT,
-            "enabled loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale",
+            _with("fp16.enabled"),
+            "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
+            "fp16_master_weights_and_grads",
         ),
         "auto_cast": NEEDLESS,
-        "fp16_master_weights_and_grads": EFFECT,
     },
     Bf16Config: {
         "enabled": EFFECT,
         "immediate_grad_update": NEEDLESS,
-        **_each(EFFECT, "check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states"),
+        "check_grad_overflow": _with("bf16.enabled"),
+        "bf16_master_weights_and_grads": _with("bf16.enabled", "bf16.bf16_optimizer_states"),
+        "bf16_optimizer_states": _with("bf16.enabled", "bf16.bf16_master_weights_and_grads"),
     },
-    AutocastConfig: _all(AutocastConfig, EFFECT),
+    AutocastConfig: {**_all(AutocastConfig, _with("torch_autocast.enabled")), "enabled": EFFECT},
     DataTypesConfig: _all(DataTypesConfig, EFFECT),
     ExtensionConfig: {
         **_each(
             EFFECT,
             "local_world_size host_memory_limit unit_numel unit_min_blocks hang_timeout warn_after static_graph "
-            "lazy_step warm_up cast_inputs "
-            "defer_cross_reduction hadamard feedback secondary weight_codec reduce_scatter",
+            "lazy_step warm_up cast_inputs defer_cross_reduction weight_codec reduce_scatter",
         ),
-        "gradient_bits": BLOCK,
+        "hadamard": _with(_QUANTIZED),
+        "feedback": _with("zero_optimization.zeropp_loco_param", _QUANTIZED),
+        "secondary": _with("zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size"),
+        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),
     },
-    GradientBitsConfig: _all(GradientBitsConfig, EFFECT),
+    GradientBitsConfig: _all(GradientBitsConfig, _with(_QUANTIZED)),
     AioConfig: _all(AioConfig, EFFECT),
     CheckpointConfig: {
         **_each(EFFECT, "tag_validation load_universal"),
@@ -213,6 +231,15 @@ def is_accepted(model: type[Block], name: str) -> bool:
     if support.kind is Kind.BLOCK and inner is not None:
         return any(is_accepted(inner, each) for each in inner.model_fields)
     return support.kind in (Kind.EFFECT, Kind.NEEDLESS, Kind.UNREAD)
+
+
+def is_recommended(model: type[Block], name: str) -> bool:
+    """Tell whether a field is worth naming to users: it, or something in its block, changes what is done."""
+    support, inner = SUPPORT[model][name], nested_block(model.model_fields[name])
+    if support.kind is Kind.BLOCK and inner is not None:
+        return any(is_recommended(inner, each) for each in inner.model_fields)
+    idle = support.kind in (Kind.NEEDLESS, Kind.UNREAD) or (support.kind is Kind.EFFECT and support.instead)
+    return is_accepted(model, name) and not idle
 
 
 def require_stage_for_offload(config: Config) -> None:
@@ -265,6 +292,9 @@ def _refused(block: Block, path: tuple[str, ...]) -> Iterator[str]:
             # The remedy is to make it in code, where no "auto" is filled in.
             if isinstance(value, NamedBlock) and value.unresolved:
                 remedy += f', with values in place of "auto" for {", ".join(value.unresolved)}'
+            if isinstance(value, OptimizerConfig) and value.type and (meant := meant_type(value.type)):
+                # A class such as FusedAdam is no type.
+                remedy += f', with type "{meant}"' if meant.lower() != value.type.lower() else ""
             yield f"{'.'.join(here)}: {value_text(value)} is not in this version; {_with_reason(remedy, support)}"
         elif support.kind is Kind.OFF and switched_on(value):
             remedy = _with_reason(support.remedy, support)

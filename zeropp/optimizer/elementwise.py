@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Twin", "check_elementwise", "count_states", "treats_each_alone", "trial_states"]
+__all__ = ["Twin", "check_elementwise", "count_states", "reason_for_whole", "treats_each_alone", "trial_states"]
 
 _TRIED = 64  # elements of the parameter of a trial step
 
@@ -43,13 +43,11 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         TypeError: the optimizer needs whole matrices, or failed the trial; with the reason.
     """
-    # Classes that are derived from one of these work on whole matrices as well.
-    for cls in type(optimizer).__mro__:
-        if cls.__name__ in _WHOLE_MATRIX:
-            raise TypeError(
-                f"{type(optimizer).__name__} {_WHOLE_MATRIX[cls.__name__]}, and zeropp gives optimizers slices of "
-                "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, RMSprop"
-            )
+    if reason := reason_for_whole(type(optimizer)):
+        raise TypeError(
+            f"{type(optimizer).__name__} {reason}, and zeropp gives optimizers slices of "
+            "parameters; not in this version. Use an elementwise optimizer: AdamW, Adam, SGD, Lion, RMSprop"
+        )
     if treats_each_alone(optimizer):
         return
     try:
@@ -64,6 +62,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
             f"a trial step of {type(optimizer).__name__} on a matrix differs from its steps on two slices of it, so it "
             "is not elementwise, and zeropp gives optimizers slices of parameters. Use an elementwise optimizer"
         )
+
+
+def reason_for_whole(kind: type[torch.optim.Optimizer]) -> str:
+    """A clause that says why a known class cannot step slices of parameters; empty for every other class."""
+    # Classes that are derived from one of these work on whole matrices as well.
+    return next((_WHOLE_MATRIX[cls.__name__] for cls in kind.__mro__ if cls.__name__ in _WHOLE_MATRIX), "")
 
 
 def treats_each_alone(optimizer: torch.optim.Optimizer) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -13,8 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zeropp.config import ConfigError
 from zeropp.config.describe import value_text
-from zeropp.config.foreign import meaning, place
+from zeropp.config.foreign import meaning, meant_type, place
 from zeropp.config.runtime import OptimizerConfig, SchedulerConfig
+from zeropp.optimizer.elementwise import reason_for_whole
 from zeropp.training.elementwise import Lion, UncorrectedAdam
 from zeropp.training.schedulers import SCHEDULERS
 
@@ -28,14 +30,22 @@ _FLAGS = {
 # Whose moments are of whole matrices or of messages that zeropp has its own way to make smaller.
 _REFUSED = {
     "lamb": "its steps need norms of whole parameters, and a rank has parts of them; use AdamW",
+    "fusedlamb": "its steps need norms of whole parameters, and a rank has parts of them; use AdamW",
     "onebitlamb": "its steps need norms of whole parameters, and a rank has parts of them; use AdamW",
-    "onebitadam": "use AdamW, and zero_quantized_gradients for fewer bytes",
-    "zerooneadam": "use AdamW, and zero_quantized_gradients for fewer bytes",
+    "onebitadam": "use AdamW, and zero_optimization.zero_quantized_gradients for fewer bytes",
+    "zerooneadam": "use AdamW, and zero_optimization.zero_quantized_gradients for fewer bytes",
     "muon": "its steps need whole matrices, and a rank has parts of them; use AdamW",
     "muadam": "make mup's optimizer in your code and pass it in",
     "muadamw": "make mup's optimizer in your code and pass it in",
     "musgd": "make mup's optimizer in your code and pass it in",
 }
+# Of torch's schedulers, those whose arguments a JSON file can hold.
+_TORCH_SCHEDULERS = (
+    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR", "CosineAnnealingLR",
+    "CosineAnnealingWarmRestarts", "CyclicLR", "OneCycleLR",
+)  # fmt: skip
+# torch's step then changes weights under autograd, which refuses that for any parameter.
+_FAILS = "differentiable"
 
 
 def make_optimizer(block: OptimizerConfig, params: Iterable[Tensor] | Iterable[dict[str, Any]]) -> Optimizer:
@@ -88,9 +98,7 @@ def make_scheduler(block: SchedulerConfig, optimizer: Optimizer) -> LRScheduler:
     # DeepSpeed's names first: torch may come to have one of them with other arguments.
     made = SCHEDULERS.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not (inspect.isclass(made) and issubclass(made, LRScheduler)):
-        raise ConfigError(
-            f"scheduler.type {name!r} is none of {', '.join(SCHEDULERS)} or of torch.optim.lr_scheduler's classes"
-        )
+        raise ConfigError(_unknown_type("scheduler", name, [*SCHEDULERS, *_TORCH_SCHEDULERS]))
     scheduler: LRScheduler = _call("scheduler", name, made, optimizer, dict(block.params))
     return scheduler
 
@@ -129,11 +137,27 @@ def _find(name: str) -> type[Optimizer]:
     }
     found = classes.get(name.lower())
     if found is None:
+        trained = [each.__name__ for each in classes.values() if not reason_for_whole(each)]
+        raise ConfigError(_unknown_type("optimizer", name, sorted([*trained, "Lion"])))
+    if why := reason_for_whole(found):
         raise ConfigError(
-            f"optimizer.type {name!r} is neither Lion nor one of torch.optim's: "
-            f"{', '.join(sorted(each.__name__ for each in classes.values()))}"
+            f"optimizer.type {name!r} is not in zeropp: it {why}, and a rank steps slices of parameters; use AdamW"
         )
     return found
+
+
+def _unknown_type(key: str, name: str, known: Sequence[str]) -> str:
+    meant = meant_type(name)
+    if meant not in known:
+        small = {each.lower(): each for each in known}
+        near = difflib.get_close_matches(name.lower(), small, n=1, cutoff=0.8)
+        guess = f"did you mean {small[near[0]]!r}? Else " if near else ""
+        return f"{key}.type {name!r} is unknown; {guess}set one of {', '.join(known)}"
+    told = f'{key}.type {name!r} is unknown; set "{meant}"'
+    if meant == "Adam":
+        # The default of DeepSpeed's classes FusedAdam and DeepSpeedCPUAdam, too.
+        told += " (weight decay is that of AdamW, as in DeepSpeed, unless optimizer.params.adam_w_mode is false)"
+    return told
 
 
 def _require_resolved(key: str, block: OptimizerConfig | SchedulerConfig) -> None:
@@ -150,9 +174,16 @@ def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) 
     parameters = list(inspect.signature(made).parameters.values())[1:]
     accepted = {each.name for each in parameters}
     if unknown := sorted(set(given) - accepted):
+        accepted.discard(_FAILS)
+        # DeepSpeed's own arguments have been handled and removed before this.
+        accepted |= {"adam_w_mode", "bias_correction", "torch_adam"} if name.lower() in ("adam", "adamw") else set()
         hints = [f"; {each}: {told}" for each in unknown if (told := _hint(key, each, accepted))]
         raise ConfigError(
             f"{key}.params has {unknown}, which {name} does not take; it takes {sorted(accepted)}{''.join(hints)}"
+        )
+    if given.get(_FAILS):
+        raise ConfigError(
+            f"{key}.params.{_FAILS}: true is not in zeropp, whose steps autograd does not record; remove it"
         )
     fitted = _fitted(key, given, {each.name: each.default for each in parameters})
     try:
@@ -165,7 +196,10 @@ def _hint(key: str, argument: str, accepted: set[str]) -> str:
     """A remedy for an argument of another name, unless this optimizer or scheduler takes no such thing."""
     path = (key, "params", argument)
     inside, _, target = place(path).rpartition(".")
-    return "" if inside == f"{key}.params" and target not in accepted else meaning(path)
+    if inside == f"{key}.params" and target not in accepted:
+        return ""
+    near = difflib.get_close_matches(argument.lower(), {each.lower(): each for each in accepted}, n=1, cutoff=0.75)
+    return meaning(path) or (f"did you mean {near[0]!r}?" if near else "")
 
 
 def _fitted(key: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
