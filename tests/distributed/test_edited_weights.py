@@ -209,8 +209,13 @@ def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Te
                 found += [model(batch(step)), *whole().values(), *(v.clone() for v in model.state_dict().values())]
             put(optimizer, kept)
             found += [*whole().values(), model(batch(step)).detach()]
-    put(optimizer, [p.data * 2 for p in tensors(optimizer)])
-    found += whole().values()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data = parameter.data * 2
+        found += [*whole().values(), model(batch(8)).detach()]
+        model(batch(8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     put(optimizer, [p.data * 2 for p in tensors(optimizer)])
     model.load_state_dict(start)
     return [*found, model(batch(9)).detach(), *whole().values()]

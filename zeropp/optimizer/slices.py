@@ -300,6 +300,13 @@ class Slices:
         if not any(marker.edited for marker in markers):
             return
         self._replaced = False
+        groups = zip(self._optimizer.param_groups, self._marks, strict=True)
+        set_anew = {
+            id(parameter)
+            for group, marks in groups
+            if any(marker.parameter.replaced for marker in marks)  # type: ignore[attr-defined]
+            for parameter in group["params"]
+        }
         for part in self.stepped:
             if part.buffer is None:
                 continue
@@ -312,7 +319,7 @@ class Slices:
             elif part.before is not None:
                 own.copy_(part.before)
                 part.before, part.stepped_away = None, False
-            elif part.stepped_away and any(marker.replaced for marker in markers):
+            elif part.stepped_away and id(part.parameter) in set_anew:
                 part.stepped_away = False
                 raise RuntimeError(
                     f"a tensor of optimizer.param_groups, of {part.name!r}, was given its former .data after a step "
