@@ -62,6 +62,11 @@ def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
             handle.remove()
             inner[0].square().mean().backward()
             step()
+        elif how == "read by a hook":  # which autograd calls before it comes to the model
+            loss = m(x).square().mean()
+            loss.register_hook(lambda gradient: gradient * (1 + m.blocks[0].lin.weight.detach().square().sum()))
+            loss.backward()
+            step()
         elif how == "saved view":  # a tensor made of a weight, used after its pass
             with torch.enable_grad():
                 made = []
@@ -85,7 +90,7 @@ def late(how: str, settings: dict[str, object]) -> tuple[str, float]:
     return "torch refuses" if refused else "", worst(zeropp.full_state(model), plain.state_dict())
 
 
-WORKS = ["twice", "two graphs", "reversed graphs", "autograd.grad", "part of it", "saved view"]
+WORKS = ["twice", "two graphs", "reversed graphs", "autograd.grad", "part of it", "read by a hook", "saved view"]
 
 
 @pytest.mark.every(4)

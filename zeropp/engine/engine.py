@@ -304,8 +304,9 @@ class Engine(GuardHandler):
         """A released parameter is used outside its module; see :class:`zeropp.params.guard.GuardHandler`."""
         if self.closed:
             self.require_idle("the model", averaged=True, beside_step=True)
-        if not self.running:
+        if not self.running and current_graph_task() == -1:
             return False
+        self._begin_backward(by_output=True)  # by a hook that comes before the model's own
         self._touched.use(self.unit_of[id(parameter)])
         return True
 
