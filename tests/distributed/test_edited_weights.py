@@ -203,12 +203,20 @@ def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Te
         optimizer.step()
         optimizer.zero_grad()
         kept, averages = [p.data for p in tensors(optimizer)], [p.detach() * 0.5 for p in tensors(optimizer)]
-        for _ in range(2):
+        for size in (0.1, 0.2):  # as over a landscape of losses
+            put(optimizer, [value + size for value in kept])
+            found.append(model(batch(step)).detach())
             put(optimizer, averages)
             with torch.no_grad():
                 found += [model(batch(step)), *whole().values(), *(v.clone() for v in model.state_dict().values())]
             put(optimizer, kept)
             found += [*whole().values(), model(batch(step)).detach()]
+    kept = [parameter.data for parameter in tensors(optimizer)]
+    put(optimizer, [value * 0.5 for value in kept])
+    model(batch(7)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    put(optimizer, kept)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.data = parameter.data * 2
@@ -219,24 +227,6 @@ def exchanged(model: nn.Module, optimizer: Any, whole: Callable[[], dict[str, Te
     put(optimizer, [p.data * 2 for p in tensors(optimizer)])
     model.load_state_dict(start)
     return [*found, model(batch(9)).detach(), *whole().values()]
-
-
-def put_back_too_late(settings: dict[str, Any]) -> str:
-    """The tensors of before come back after a step with others."""
-    model, optimizer = make_sharded(settings)
-    kept = [parameter.data for parameter in tensors(optimizer)]
-    put(optimizer, [parameter.data * 0.5 for parameter in tensors(optimizer)])
-    model(batch(0)).square().mean().backward()
-    optimizer.step()
-    put(optimizer, kept)
-    with pytest.raises(RuntimeError) as caught:
-        model(batch(1))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["stage 0", "stage 3", "offload"])
-def test_tensors_that_come_back_after_a_step_are_refused(name: str) -> None:
-    assert all("keep copies of weights" in said for said in run_ranks(2, put_back_too_late, SETTINGS[name]))
 
 
 def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -303,34 +293,30 @@ def test_weights_that_the_user_keeps_in_the_state(world: int, name: str) -> None
         assert [apart(own, expected) < 1e-5 for own, expected in zip(found, wanted, strict=True)] == [True] * 6
 
 
-def penalized(settings: dict[str, Any], when: str) -> tuple[str, float]:
-    """A penalty on the tensors of the groups: the error, or how far weights are from plain torch's."""
-    model, twin, said = make_model(), make_model(), ""
+def penalized(settings: dict[str, Any], when: str) -> str:
+    """The error of a penalty on the tensors of the groups; after it, training goes on."""
+    model = make_model()
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(groups_of(model), lr=0.1), model, make_config(**settings))
-    for each, its in ((model, optimizer), (twin, torch.optim.SGD(groups_of(twin), lr=0.1))):
-        for step in range(2):
-            loss = each(batch(step)).square().mean()
-            penalty = sum(p.square().sum() for p in tensors(its))
-            try:
-                if when == "before":
-                    penalty.backward()
-                (loss + penalty if when == "in the loss" else loss).backward()
-                if when == "after":
-                    penalty.backward()
-            except RuntimeError as error:
-                said = str(error)
-                break
-            its.step()
-            its.zero_grad()
-    return said, worst(zeropp.full_state(model), twin.state_dict())
+    loss: Tensor = model(batch(0)).square().mean()
+    penalty: Any = sum(parameter.square().sum() for parameter in tensors(optimizer))
+    with pytest.raises(RuntimeError) as caught:
+        if when == "before":
+            penalty.backward()
+        (loss + penalty if when == "in the loss" else loss).backward()
+        if when == "after":
+            penalty.backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(batch(1)).square().mean().backward()
+    optimizer.step()
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("when", ["in the loss", "before", "after"])
 @pytest.mark.parametrize(("world", "name"), [(2, "stage 0"), (3, "stage 2"), (2, "stage 3")])
 def test_penalties_on_tensors_of_the_groups(world: int, name: str, when: str) -> None:
-    for said, off in run_ranks(world, penalized, SETTINGS[name], when):
-        assert ("the loss has a term that was computed with them" in said) == (when != "after")
-        assert when != "after" or off < 1e-5
+    for said in run_ranks(world, penalized, SETTINGS[name], when):
+        assert "a loss has a term that was computed with them" in said
 
 
 def slowly_agreed(settings: dict[str, Any]) -> list[float]:

@@ -383,20 +383,15 @@ class Engine(GuardHandler):
         self.storages = frozenset(buffer.storage_id for buffer in self.buffers)
         self.passing = self.storages.difference(b.storage_id for unit in self.persistent for b in unit.buffers)
 
-    def weights_changed(
-        self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, edited: bool = False, for_now: bool = False
-    ) -> None:
+    def weights_changed(self, buffers: Iterable[FlatBuffer], *, stepped: bool = False, for_now: bool = False) -> None:
         """Main weights are new: what is gathered of them is out of date, what is cached is renewed.
 
         Args:
             buffers: those with new weights.
             stepped: by an optimizer step; what is cached then serves as a base for differences.
-            edited: by the user, in the optimizer's groups.
             for_now: others may still change them before the next forward.
         """
         self.finish_load()
-        if not stepped and not edited and (listener := self.listener) is not None:
-            listener.weights_loaded()
         for buffer in buffers:
             buffer.note_change(stepped=stepped)
         self._backward.forget_graphs()

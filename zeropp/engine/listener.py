@@ -18,10 +18,6 @@ class Listener(Protocol):
         """Main weights are about to be read or loaded, outside of a pass."""
         ...
 
-    def weights_loaded(self) -> None:
-        """Main weights are new, and neither by a step nor by an edit of the user's."""
-        ...
-
     def graph_begins(self) -> None:
         """A forward from outside is about to record a graph."""
         ...

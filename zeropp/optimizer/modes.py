@@ -53,7 +53,8 @@ def take_weight_edits(engine: Engine, slices: Slices) -> list[str]:
     Returns:
         Names of parameters; some were edited in a way that other ranks may not know of, and the forward misses that.
     """
-    slices.take_replaced()
+    if slices.take_replaced():
+        engine.note_storages()
     edited = [buffer for buffer in slices.buffers if buffer.edited]
     by_groups = slices.edited_by_groups()
     if engine.refresh.is_put_off:
@@ -61,7 +62,7 @@ def take_weight_edits(engine: Engine, slices: Slices) -> list[str]:
         known = True
     elif by_groups or (edited and not slices.divided):
         engine.agreement.require_same_call("a forward after an edit of weights in optimizer.param_groups")
-        engine.weights_changed(engine.trainable_buffers, edited=True)
+        engine.weights_changed(engine.trainable_buffers)
         known = True
     else:
         known = False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeropp._compat import unguarded
+from zeropp._compat import storage_id, unguarded
 
 __all__ = ["as_partial"]
 
@@ -27,7 +27,12 @@ _NORMS = frozenset(
         torch.functional.norm, torch._foreach_norm, torch.nn.functional.normalize, torch.renorm, Tensor.renorm,
     )
 )  # fmt: skip
-_ELEMENTS = frozenset((Tensor.__getitem__, Tensor.select, torch.select))
+_ELEMENTS = frozenset(
+    (
+        Tensor.__getitem__, Tensor.select, torch.select, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty,
+        Tensor.new_full, Tensor.new_tensor,
+    )
+)  # fmt: skip
 
 
 class PartialGradient(Tensor):
@@ -67,9 +72,11 @@ def _is_computed(found: object, args: tuple[Any, ...]) -> bool:
 
 def _is_number(found: Tensor, args: tuple[Any, ...]) -> bool:
     """Tell whether a result is one number that was made of several."""
-    if found.numel() != 1 or found._is_view():
+    given = [each for each in args if isinstance(each, Tensor)]
+    # A part of what was given is an element of it.
+    if found.numel() != 1 or any(storage_id(found) == storage_id(each) for each in given):
         return False
-    return found.ndim == 0 or any(isinstance(each, Tensor) and each.numel() > 1 for each in args)
+    return found.ndim == 0 or any(each.numel() > 1 for each in given)
 
 
 def _refused(func: Callable[..., Any]) -> RuntimeError:

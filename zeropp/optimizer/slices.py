@@ -59,8 +59,6 @@ class Slice:
         source: the gradient that it is a view of; None for a stand-in.
         shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
         removed: whether the user has taken it away since.
-        before: values that were in the shard when the user put a tensor in place of the slice; None if it is in place.
-        stepped_away: whether a step has taken over such a tensor, and what was there before is lost.
     """
 
     name: str
@@ -76,8 +74,6 @@ class Slice:
     source: Gradient | None
     shown: bool = False
     removed: bool = False
-    before: Tensor | None = None
-    stepped_away: bool = False
 
     @property
     def own(self) -> Tensor:
@@ -124,7 +120,7 @@ class Slices:
         divided: whether ranks have different slices.
         markers: the last two entries of each group: see [Note: edits of slices].
         accumulated: names of slices to which autograd has brought gradients, as of a penalty that was computed with the
-            tensors of the groups; and whether they were added to gradients that are shown.
+            tensors of the groups.
     """
 
     def __init__(
@@ -146,8 +142,8 @@ class Slices:
         # Else every rank has all slices, and sees every edit by itself.
         self.divided = any(b.placement.mode.states > 1 for unit in units for b in unit.buffers)
         self._marks: list[list[Slice]] = []  # of each group
-        self.accumulated: list[tuple[str, bool]] = []
-        self._hidden = self._kept_away = self._replaced = False
+        self.accumulated: list[str] = []
+        self._hidden = self._kept_away = False
         self.put()
         self._hook_state_dicts()
 
@@ -286,61 +282,61 @@ class Slices:
         for marker in self.markers:
             marker.parameter.accept_edits()  # type: ignore[attr-defined]
 
-    def take_replaced(self) -> None:
+    def take_replaced(self) -> bool:
         """Take over values that the user has put in place of slices, by ``parameter.data = values``.
 
-        The user's tensor stays in that place until weights are stepped or loaded. If the user puts back the tensor that
-        was there before, its values come back, too, as after an evaluation with averages.
+        As in plain torch, tensors that the user took from ``parameter.data`` before keep their values: main weights
+        move to other memory.
 
-        Raises:
-            RuntimeError: they do not, since a step has written over them.
+        Returns:
+            Whether some have moved.
         """
         # Asked of markers, since looking at the address of every slice would cost host time at each forward.
-        markers: list[Any] = [marker.parameter for marker in self.markers]
-        if not any(marker.edited for marker in markers):
-            return
-        self._replaced = False
-        groups = zip(self._optimizer.param_groups, self._marks, strict=True)
-        set_anew = {
-            id(parameter)
-            for group, marks in groups
-            if any(marker.parameter.replaced for marker in marks)  # type: ignore[attr-defined]
-            for parameter in group["params"]
-        }
-        for part in self.stepped:
-            if part.buffer is None:
-                continue
+        return self.is_edited() and self._take(self._replaced())
+
+    def take_rest(self) -> list[str]:
+        """Take over what :meth:`take_replaced` has not seen, of some tensors of a group; their names."""
+        replaced = self._replaced()
+        self._take(replaced)
+        return [part.name for part in replaced]
+
+    def take_assigned(self) -> None:
+        """Take over values that the optimizer's step has put in place of slices."""
+        self._put_back(self._replaced())
+
+    def _replaced(self) -> list[Slice]:
+        """Slices that are not in their places."""
+        begins = {buffer: buffer.shard.data_ptr() for buffer in self.buffers}
+        width = {buffer: buffer.shard.element_size() for buffer in self.buffers}
+        return [
+            part
+            for part in self.stepped
+            if part.buffer is not None
+            and part.parameter.data_ptr() != begins[part.buffer] + part.offset * width[part.buffer]
+        ]
+
+    def _take(self, replaced: list[Slice]) -> bool:
+        moved = {part.buffer for part in replaced if part.buffer is not None and part.buffer.move_main()}
+        self._put_back(replaced)
+        for part in self.cut:
+            if part.buffer in moved:
+                part.parameter.data = part.own
+        return bool(moved)
+
+    def _put_back(self, replaced: list[Slice]) -> None:
+        for part in replaced:
             own = part.own
-            if part.parameter.data_ptr() != own.data_ptr():
-                if part.before is None:
-                    part.before = own.clone()
-                own.copy_(part.parameter.detach())
-                self._replaced = True
-            elif part.before is not None:
-                own.copy_(part.before)
-                part.before, part.stepped_away = None, False
-            elif part.stepped_away and id(part.parameter) in set_anew:
-                part.stepped_away = False
+            if part.parameter.shape != own.shape:
                 raise RuntimeError(
-                    f"a tensor of optimizer.param_groups, of {part.name!r}, was given its former .data after a step "
-                    "with another one. That step has written over the former values: keep copies of weights that are "
-                    "to come back after a step, as by p.detach().clone()"
+                    f".data of a tensor in optimizer.param_groups, of {part.name!r}, was set to values of shape "
+                    f"{tuple(part.parameter.shape)}; expected {tuple(own.shape)}, as it had"
                 )
+            own.copy_(part.parameter.detach())
+            part.parameter.data = own
 
-    def put_back(self, *, values: bool) -> None:
-        """Put every slice back into its place, with its ``values`` or with those that are there."""
-        for part in self.stepped:
-            if part.buffer is not None and part.parameter.data_ptr() != (own := part.own).data_ptr():
-                if values:
-                    own.copy_(part.parameter.detach())
-                part.parameter.data, part.stepped_away = own, values
-            part.before = None
-        self._replaced = False
-
-    @property
-    def replaced(self) -> bool:
-        """True if tensors of the user are in the places of slices; :meth:`take_replaced` has their values."""
-        return self._replaced
+    def is_edited(self) -> bool:
+        """Tell whether the user has edited something of all tensors in some group since :meth:`accept_edits`."""
+        return any(marker.parameter.edited for marker in self.markers)  # type: ignore[attr-defined]
 
     @property
     def cut(self) -> list[Slice]:
@@ -397,6 +393,7 @@ class Slices:
 
     def show_zeros(self) -> None:
         """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
+        self.accumulated.clear()
         zeros = False
         for part in self.stepped:
             kept = part.source is not None and part.source.arrived
@@ -445,33 +442,25 @@ class Slices:
             position += len(buffer.parameters)
 
     def _watch(self, part: Slice) -> None:
-        """Notice gradients that autograd brings to a slice."""
+        """Notice gradients that autograd brings to a slice, or to a marker."""
         # Without a circle: the parameter holds the hook, and the part the parameter.
-        accumulated, name, seen = self.accumulated, part.name, weakref.ref(part.seen)
+        accumulated, name = self.accumulated, part.name
+        part.parameter.register_post_accumulate_grad_hook(lambda parameter: accumulated.append(name))
 
-        def note(parameter: Tensor) -> None:
-            accumulated.append((name, parameter.grad is seen()))
-
-        part.parameter.register_post_accumulate_grad_hook(note)
-
-    def refuse_accumulated(self, *, in_backward: bool) -> None:
+    def refuse_accumulated(self) -> None:
         """Refuse gradients of a loss that was computed with tensors of the groups.
 
-        Args:
-            in_backward: they came with those of the model, and are not in what ranks have sent.
-
         Raises:
-            RuntimeError: there are such gradients, which would be lost.
+            RuntimeError: there are such gradients. They are no part of what ranks sum, and may be lost.
         """
-        lost = [name for name, shown in self.accumulated if in_backward or not shown]
-        self.accumulated.clear()
-        if lost:
-            of = next((f", as of {name!r}" for name in lost if name != _NOTHING), "")
+        if self.accumulated:
+            of = next((f", as of {name!r}" for name in self.accumulated if name != _NOTHING), "")
+            self.accumulated.clear()
             raise RuntimeError(
-                f"backward came to tensors of optimizer.param_groups{of}: the loss has a term that was computed with "
-                "them, as a penalty on weights. They are this rank's parts of the weights, and their gradients would "
-                "be lost. Compute the term in the model's forward, from its own parameters; set weight_decay; or add "
-                "the term's gradient to the .grad of these tensors between backward() and step()"
+                f"backward came to tensors of optimizer.param_groups{of}: a loss has a term that was computed with "
+                "them, as a penalty on weights. They are this rank's parts of the weights, and their gradients are no "
+                "part of what ranks sum. Compute the term in the model's forward, from its own parameters; set "
+                "weight_decay; or add the term's gradient to the .grad of these tensors between backward() and step()"
             )
 
     def _add_stand_in(self) -> Slice:
@@ -574,7 +563,8 @@ class SliceStates(defaultdict[Any, Any]):
         _refuse_of_model(key)
         if isinstance(key, _Marker):  # not in here: it is no state, and is not saved
             owner = None if self.slices is None else self.slices()
-            for name, value in ({} if owner is None else owner.marker_state(key)).items():
+            # Before the first step slices have none, either.
+            for name, value in (owner.marker_state(key) if owner is not None and self else {}).items():
                 key.state.setdefault(name, value)
             return key.state
         return super().__missing__(key)
@@ -599,12 +589,19 @@ class SliceStates(defaultdict[Any, Any]):
 
     def __contains__(self, key: object) -> bool:
         _refuse_of_model(key)
-        return super().__contains__(key)
+        return super().__contains__(key) or (isinstance(key, _Marker) and bool(self[key]))
 
     def get(self, key: Any, default: Any = None) -> Any:
         """As of a dict."""
         _refuse_of_model(key)
-        return super().get(key, default)
+        return (self[key] or default) if isinstance(key, _Marker) else super().get(key, default)
+
+    def clear(self) -> None:
+        """As of a dict."""
+        super().clear()
+        owner = None if self.slices is None else self.slices()
+        for marker in owner.markers if owner is not None else ():
+            marker.parameter.state.clear()  # type: ignore[attr-defined]
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """As of a dict."""

@@ -90,7 +90,7 @@ class Update:
             step(self._optimizer)
             # Optimizers of others may set ``parameter.data``, which takes slices out of their places.
             if not step.__module__.startswith("torch."):
-                self._slices.put_back(values=True)
+                self._slices.take_assigned()
         for others in apart:
             with without_gradients(others):
                 step(self._optimizer)

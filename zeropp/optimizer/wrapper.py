@@ -284,11 +284,12 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         # The step before may write, and a refresh read, the main weights that are about to be stepped.
         self.engine.refresh.wait()
         self.engine.reductions.loss_scale.forget()
-        self.slices.refuse_accumulated(in_backward=False)
+        self.slices.refuse_accumulated()
         # Weights that were set by ``.data`` since the last forward are in no shard yet.
-        self.slices.take_replaced()
-        if self.slices.replaced:
-            self.slices.put_back(values=True)
+        self.weights_wanted()
+        if rest := self.slices.take_rest():
+            self.boundary.missed += rest
+            self.engine.note_storages()
         self._take_edits()
         self.boundary.recheck()
         verdict = self._decide()
@@ -409,11 +410,9 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
 
     def weights_wanted(self) -> None:
         """Main weights are about to be read, or to be loaded."""
-        self.slices.take_replaced()
-
-    def weights_loaded(self) -> None:
-        """Main weights are new, and not by a step."""
-        self.slices.put_back(values=False)
+        # What is off the device cannot have been edited since.
+        if not self.engine.parking.kinds and self.slices.take_replaced():
+            self.engine.note_storages()
 
     def graph_begins(self) -> None:
         """Other parameters may be trained from here on."""
@@ -424,7 +423,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def backward_begins(self) -> None:
         """Gradients may have been edited since the last one."""
         refuse_retired(self.engine, "backward")
-        self.slices.refuse_accumulated(in_backward=False)
+        self.slices.refuse_accumulated()
         window = self.engine.window
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         self._take_edits()
@@ -433,7 +432,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @torch.no_grad()
     def backward_ended(self) -> None:
         """Show gradients in the groups."""
-        self.slices.refuse_accumulated(in_backward=True)
+        self.slices.refuse_accumulated()
         self.boundary.invalidate()
         self.outcome.step_was_taken = False
         # Nothing was reduced, so the shards have nothing new to show.

@@ -166,6 +166,28 @@ class FlatBuffer:
         row.tensor.copy_(values)
         return row
 
+    def move_main(self) -> bool:
+        """Move main weights to other memory: whoever has views of them keeps the values of now.
+
+        Returns:
+            False where they stay, since they are in a file.
+        """
+        if not self.main.in_memory:
+            return False
+        self.main = self._keep(self.shard, copy=True)
+        if self.paths.shared:
+            self.flat = self.shard
+            self._present = self.layout.views(self.flat)
+            self._prepare_paths()
+        if self.source is not None:
+            self.source = make_source(
+                self.main, self.paths, self.homes, self.device, trainable=self.trainable, coded=self.coded
+            )
+            if self.source is not None:
+                self.source.renew()
+        self._main_version = -1  # edited, whatever the new memory's version
+        return True
+
     @property
     def shard(self) -> Tensor:
         """[numel / states] main weights (float32, unless see `main_dtype`), or frozen values in their own dtype.

@@ -31,9 +31,6 @@ class _Nobody:
     def weights_wanted(self) -> None:
         """Nor weights to put others in the place of."""
 
-    def weights_loaded(self) -> None:
-        """As above."""
-
     def graph_begins(self) -> None:
         """Nothing is trained."""
 
