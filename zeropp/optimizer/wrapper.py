@@ -411,7 +411,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def weights_wanted(self) -> None:
         """Main weights are about to be read, or to be loaded."""
         # What is off the device cannot have been edited since.
-        if not self.engine.parking.kinds and self.slices.take_replaced():
+        there = self.engine.parking.kinds.isdisjoint(("hp_params", "lp_params"))
+        if there and self.slices.take_replaced():
             self.engine.note_storages()
 
     def graph_begins(self) -> None:
