@@ -56,7 +56,11 @@ def replace(path: Path, old: str, new: str) -> None:
 
 def insert_key(tree: Path, name: str, field: str) -> None:
     insert(tree / "zeropp/config/extension.py", "    unit_numel: Bound", field)
-    insert(tree / "zeropp/config/support.py", '        "gradient_bits": BLOCK,', f'        "{name}": EFFECT,\n')
+    insert(
+        tree / "zeropp/config/support.py",
+        '        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),',
+        f'        "{name}": EFFECT,\n',
+    )
 
 
 # A codec: values cut to the upper half of their float32, the sign, exponent and seven bits.
@@ -167,7 +171,11 @@ def test_a_key_by_its_recipe(tree: Path) -> None:
         "from zeropp.config.support import uncovered; from zeropp.config import Config; print(uncovered(Config))"
     )
     assert python(tree, "-c", forgotten).strip() == "['ExtensionConfig.patience']"
-    insert(tree / "zeropp/config/support.py", '        "gradient_bits": BLOCK,', '        "patience": EFFECT,\n')
+    insert(
+        tree / "zeropp/config/support.py",
+        '        "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),',
+        '        "patience": EFFECT,\n',
+    )
     told = python(tree, "-W", "ignore", "-c", f"{forgotten}\n{WRITES_AND_LOADS}").splitlines()
     assert told[:3] == ["[]", "1 0 0", "4"] and "zeropp.patience" in told[3] and "is out of date" in told[-1]
     row = "| `patience` | integer | `3` | >= 1 | Seconds to be patient for. | works |"
