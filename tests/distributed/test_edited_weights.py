@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -260,12 +261,18 @@ def test_tensors_in_the_place_of_weights(world: int, name: str, optimizer: str) 
 def looked_ahead(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """Lookahead with slow weights in ``optimizer.state``; then states that are begun anew."""
     found = []
+    for parameter in tensors(optimizer):
+        if not len(optimizer.state[parameter]):
+            optimizer.state[parameter]["first"] = parameter.detach().clone()
+    for parameter in tensors(optimizer):
+        del optimizer.state[parameter]["first"]
     for step in range(6):
         model(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         for parameter in tensors(optimizer):
             state = optimizer.state[parameter]
+            assert len(state) == ("slow" in state) + ("momentum_buffer" in optimizer.state.get(parameter))
             if "slow" not in state:
                 state["slow"] = parameter.data.clone()
             elif step % 2:
@@ -440,6 +447,23 @@ def saved_and_loaded(settings: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("world", [2, 3])
 def test_states_have_slices_alone(world: int) -> None:
     assert all(run_ranks(world, saved_and_loaded, SETTINGS["stage 2"]))
+
+
+def copied_groups(settings: dict[str, Any]) -> bool:
+    _, optimizer = make_sharded(settings)
+    groups = optimizer.param_groups
+    copies = pickle.loads(pickle.dumps(groups)), copy.deepcopy(groups)
+    return all(
+        type(its) is nn.Parameter and torch.equal(own, its)
+        for copied in copies
+        for group, other in zip(groups, copied, strict=True)
+        for own, its in zip(group["params"], other["params"], strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", ["stage 2", "offload"])
+def test_groups_are_pickled_and_copied_as_plain_tensors(name: str) -> None:
+    assert all(run_ranks(2, copied_groups, SETTINGS[name]))
 
 
 def alone(settings: dict[str, Any]) -> None:

@@ -563,9 +563,10 @@ class SliceStates(defaultdict[Any, Any]):
         _refuse_of_model(key)
         if isinstance(key, _Marker):  # not in here: it is no state, and is not saved
             owner = None if self.slices is None else self.slices()
+            made = {} if owner is None else owner.marker_state(key)
             # Before the first step slices have none, either.
-            for name, value in (owner.marker_state(key) if owner is not None and self else {}).items():
-                key.state.setdefault(name, value)
+            for name in made.keys() & {name for state in self.values() for name in state}:
+                key.state.setdefault(name, made[name])
             return key.state
         return super().__missing__(key)
 
@@ -701,6 +702,14 @@ class _Marker(nn.Parameter):
     def accept_edits(self) -> None:
         """All edits made so far are known."""
         self.replaced, self._versions = False, self._now()
+
+    # A copy or a file has no part in training.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        return nn.Parameter(self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach()).__reduce_ex__(protocol)
 
     def _now(self) -> tuple[int, int]:
         return self._version, 0 if self._reached is None else self._reached._version
