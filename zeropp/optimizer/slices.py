@@ -286,7 +286,7 @@ class Slices:
         """Take over values that the user has put in place of slices, by ``parameter.data = values``.
 
         As in plain torch, tensors that the user took from ``parameter.data`` before keep their values: main weights
-        move to other memory.
+        move to other memory, unless they are in a file.
 
         Returns:
             Whether some have moved.
@@ -318,7 +318,7 @@ class Slices:
     def _take(self, replaced: list[Slice]) -> bool:
         moved = {part.buffer for part in replaced if part.buffer is not None and part.buffer.move_main()}
         self._put_back(replaced)
-        for part in self.cut:
+        for part in self.cut if moved else ():
             if part.buffer in moved:
                 part.parameter.data = part.own
         return bool(moved)
