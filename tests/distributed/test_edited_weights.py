@@ -7,6 +7,7 @@ import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -360,15 +361,18 @@ def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]
     model, optimizer = make_sharded(settings)
     twin, before = copy.deepcopy(make_model()), zeropp.full_state(model)
     model(batch(0)).square().mean().backward()
+    first = optimizer.param_groups[0]["params"][0]
     with torch.no_grad():
         if which == "first":
-            optimizer.param_groups[0]["params"][0].add_(1)
+            first.add_(1)
+        elif which == "set":
+            first.data = first.data + 1
         elif which == "one rank":
             # All slices, and not the rest of the group.
             for part in optimizer.slices.stepped if dist.get_rank() == 0 else ():
                 part.parameter.add_(1)
     edited = zeropp.full_state(model)
-    assert worst(before, edited) > 0.5
+    assert which == "set" or worst(before, edited) > 0.5
     model(batch(1)).square().mean().backward()
     error = ""
     try:
@@ -377,7 +381,8 @@ def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]
         error = str(caught)
     after = zeropp.full_state(model)
     twin.load_state_dict(after)
-    off = [worst(edited, after), apart(model(batch(2)).detach(), twin(batch(2)).detach())]
+    assert worst(before, after) > 0.5
+    off = [0.0 if which == "set" else worst(edited, after), apart(model(batch(2)).detach(), twin(batch(2)).detach())]
     # And training goes on.
     optimizer.zero_grad()
     model(batch(3)).square().mean().backward()
@@ -386,7 +391,7 @@ def edited_first(settings: dict[str, Any], which: str) -> tuple[str, list[float]
     return error, [*off, apart(model(batch(4)).detach(), twin(batch(4)).detach())]
 
 
-@pytest.mark.parametrize("which", ["first", "one rank"])
+@pytest.mark.parametrize("which", ["first", "set", "one rank"])
 @pytest.mark.parametrize(("name", "world"), [("stage 1", 2), ("persistent", 3), ("offload", 2)])
 def test_edits_that_some_ranks_miss_are_refused_on_every_rank(name: str, world: int, which: str) -> None:
     for error, off in run_ranks(world, edited_first, SETTINGS[name], which):
@@ -397,6 +402,41 @@ def test_edits_that_some_ranks_miss_are_refused_on_every_rank(name: str, world: 
 def test_edits_of_some_tensors_follow_where_nothing_is_cached() -> None:
     for error, off in run_ranks(2, edited_first, SETTINGS["stage 3"], "first"):
         assert not error and off[0] > 0 and max(off[1:]) < 1e-6
+
+
+def test_some_tensors_in_the_place_of_weights_are_refused_where_nothing_is_cached() -> None:
+    for error, off in run_ranks(2, edited_first, SETTINGS["stage 3"], "set"):
+        assert "0.weight" in error and max(off) < 1e-6
+
+
+def replaced_in_files(folder: str) -> tuple[dict[str, Tensor], bool]:
+    """Doubled weights after a step, and whether tensors that were taken before have the new values, too."""
+    disk = {"device": "nvme", "nvme_path": folder}
+    model = make_model()
+    inner = torch.optim.SGD(groups_of(model), lr=0.1)
+    config = make_config(offload_optimizer=disk, offload_param=disk, aio={"block_size": 64})
+    optimizer = zeropp.ZeroOptimizer(inner, model, config)
+    slices = [p.parameter for p in optimizer.slices.stepped if p.buffer is not None and not p.buffer.main.in_memory]
+    assert slices
+    taken = [parameter.data for parameter in slices]
+    put(optimizer, [parameter.data * 2 for parameter in tensors(optimizer)])
+    with pytest.warns(
+        UserWarning, match="weights are in files: tensors that were taken from p.data before have the new"
+    ):
+        model(batch(0)).square().mean().backward()
+    optimizer.step()
+    same = all(torch.equal(old, now) for old, now in zip(taken, slices, strict=True))
+    return zeropp.full_state(model), same
+
+
+def test_tensors_taken_before_change_along_where_weights_are_in_files(tmp_path: Path) -> None:
+    plain = make_model()
+    for parameter in plain.parameters():
+        parameter.data = parameter.data * 2
+    plain(batch(0)).square().mean().backward()
+    torch.optim.SGD(groups_of(plain), lr=0.1).step()
+    for state, same in run_ranks(2, replaced_in_files, str(tmp_path)):
+        assert worst(state, plain.state_dict()) < 1e-5 and same
 
 
 def quiet(settings: dict[str, Any]) -> list[int]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp._compat import unguarded
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.elementwise import trial_states
 from zeropp.optimizer.partial_gradient import as_partial
@@ -321,6 +322,13 @@ class Slices:
         for part in self.cut if moved else ():
             if part.buffer in moved:
                 part.parameter.data = part.own
+        stayed = [part.name for part in replaced if part.buffer not in moved]
+        if stayed:
+            notify(
+                f".data of {stayed[:4]} was set in optimizer.param_groups, and these main weights are in files: tensors "
+                "that were taken from p.data before have the new values now, too. Keep copies of old values instead: "
+                "p.detach().clone()"
+            )
         return bool(moved)
 
     def _put_back(self, replaced: list[Slice]) -> None:
