@@ -325,8 +325,8 @@ class Slices:
         stayed = [part.name for part in replaced if part.buffer not in moved]
         if stayed:
             notify(
-                f".data of {stayed[:4]} was set in optimizer.param_groups, and these main weights are in files: tensors "
-                "that were taken from p.data before have the new values now, too. Keep copies of old values instead: "
+                f".data of {stayed[:4]} was set in optimizer.param_groups, and these main weights are in files: "
+                "tensors taken from p.data before have the new values now, too. Keep copies of old values instead: "
                 "p.detach().clone()"
             )
         return bool(moved)
