@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -318,6 +319,25 @@ def test_parameters_that_are_unfrozen_before_a_load(tmp_path: Path) -> None:
     for (losses, averages, _), (own, found, fresh) in zip(before, after, strict=True):
         assert own == pytest.approx(losses, abs=1e-6) and fresh == []
         assert all(torch.equal(found[name], value) for name, value in averages.items())
+
+
+def frozen_here(path: Path, saves: bool) -> list[str]:
+    model, optimizer = wrap("stage 3" if saves else "frozen")
+    train(model, optimizer, [0])
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        if saves:
+            checkpoint.save(path, model, optimizer)
+        else:
+            checkpoint.load(path, model, optimizer)
+    return [str(each.message) for each in found]
+
+
+def test_states_of_parameters_that_are_frozen_here(tmp_path: Path) -> None:
+    """Are not loaded, which a warning says."""
+    run_ranks(2, frozen_here, tmp_path / "here", True)
+    told = run_ranks(2, frozen_here, tmp_path / "here", False)
+    assert ["which are frozen here: they are not loaded" in "".join(each) for each in told] == [True, False]
 
 
 def test_a_step_of_numpy(tmp_path: Path) -> None:

@@ -77,6 +77,12 @@ def scale_data(optimizer: Any) -> None:
         parameter.data.mul_(0.5)
 
 
+def scale_in_inference_mode(optimizer: Any) -> None:
+    with torch.inference_mode():
+        for parameter in tensors(optimizer):
+            parameter.data.mul_(0.5 if float(parameter.data.abs().max()) >= 0 else 1.0)
+
+
 def put_data(optimizer: Any) -> None:
     for parameter in tensors(optimizer):
         parameter.data = parameter.data * 0.5
@@ -90,6 +96,7 @@ def scale_biases(optimizer: Any) -> None:
 
 EDITS: dict[str, Callable[[Any], None]] = {
     "in place": scale, "foreach": scale_foreach, "data": scale_data, "other data": put_data, "a group": scale_biases,
+    "inference mode": scale_in_inference_mode,
 }  # fmt: skip
 
 

@@ -411,3 +411,95 @@ def edited_in_every_step(stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_edited_in_every_step(stage: int) -> None:
     assert run_ranks(2, edited_in_every_step, stage) == [[True] * 4] * 2
+
+
+class Headed(nn.Module):
+    """A model of which, as one unit, the second of two ranks has slices of the head alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 60)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = torch.tanh(self.first(x))
+        return self.head(x + torch.tanh(self.second(x)) if both else x)
+
+
+def head_apart(model: nn.Module) -> torch.optim.Optimizer:
+    assert isinstance(model, Headed)
+    groups = [{"params": [*model.first.parameters(), *model.second.parameters()]}, {"params": model.head.parameters()}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def rows_of_six(step: int, micro: int, rank: int) -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(31 * step + rank), dtype=torch.float64)
+
+
+def without_a_group(stage: int, group: int, to_none: bool) -> list[float]:
+    """In some steps no gradients of a group, as for the last layer in DINO; then a step in which a layer is unused."""
+    settings = make_config(stage=stage, unit_min_blocks=128)
+    pair, off = Pair(Headed(), settings, optimizer=head_apart, batch=rows_of_six), []
+    for step, ways in enumerate([(True, True), (False, True), (True, True), (False, False), (False, True)]):
+        pair.backward(*ways)
+        for optimizer in (pair.optimizer, pair.plain_optimizer) if step in (1, 2) else ():
+            for parameter in optimizer.param_groups[group]["params"]:
+                parameter.grad = None
+        pair.step()
+        off.append(pair.difference())
+        for each in (pair.optimizer, pair.plain_optimizer):
+            each.zero_grad(set_to_none=to_none)
+    return off
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("group", [0, 1])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_of_a_group_taken_away(stage: int, group: int, to_none: bool) -> None:
+    for off in run_ranks(2, without_a_group, stage, group, to_none):
+        assert max(off) < 1e-12, off
+
+
+def edited_after_a_look_at_held(stage: int, look: str) -> float:
+    """All backwards are held by no_sync(); a look sends them, and what it sent is shown."""
+    pair = Pair(Detours(), make_config(stage=stage))
+    with pair.optimizer.no_sync():
+        pair.backward(True)
+    if look == "norms":
+        pair.optimizer.grad_norms()
+    else:
+        pair.optimizer.clip_grad_norm_(0.05)
+        nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        halve(parameter for group in optimizer.param_groups for parameter in group["params"])
+    pair.step()
+    return pair.difference()
+
+
+@pytest.mark.parametrize("look", ["norms", "clip"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_gradients_edited_after_a_look_at_what_was_held(stage: int, look: str) -> None:
+    assert max(run_ranks(2, edited_after_a_look_at_held, stage, look)) < 1e-12
+
+
+def clipped_beside_a_late_one(again: bool) -> tuple[float, bool, bool]:
+    """A first edit misses a late gradient: the norm says so, and no step is taken, also after a second edit."""
+    pair = Pair(Detours(), make_config(stage=1))
+    for ways in ((False, False), (False, False), (False, True)):
+        pair.zero_grad()
+        before = zeropp.full_state(pair.model)
+        pair.backward(*ways)
+    for _ in range(1 + again):
+        halve(parameter for group in pair.optimizer.param_groups for parameter in group["params"])
+        norm = float(pair.optimizer.clip_grad_norm_(0.01))
+    pair.optimizer.step()
+    same = worst(zeropp.full_state(pair.model), before) == 0.0
+    pair.zero_grad()
+    pair.backward(True)
+    pair.optimizer.step()
+    return norm, same, pair.optimizer.step_was_taken
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_clipping_tells_of_an_edit_that_missed_a_gradient(again: bool) -> None:
+    for norm, same, taken in run_ranks(2, clipped_beside_a_late_one, again):
+        assert math.isnan(norm) and same and taken

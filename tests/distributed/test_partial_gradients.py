@@ -22,6 +22,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
 }  # fmt: skip
 
+
+def stacked(ps: list[nn.Parameter]) -> Tensor:
+    """Gradients of two tasks as rows, as methods for several tasks compare them."""
+    flat = torch.cat([p.grad.flatten() for p in ps if p.grad is not None])
+    return torch.stack([flat, 2 * flat])
+
+
 NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "clip": lambda ps: clip_grad_norm_(ps, 1.0),
     "clip inf": lambda ps: clip_grad_norm_(ps, 1.0, norm_type=float("inf")),
@@ -40,6 +47,13 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "variance": lambda ps: [torch.var_mean(p.grad) for p in ps if p.grad is not None],
     "foreach": lambda ps: torch._foreach_max([p.grad for p in ps if p.grad is not None]),
     "matrix product": lambda ps: [p.grad.view(1, -1) @ p.grad.view(-1, 1) for p in ps if p.grad is not None],
+    "gram matrix": lambda ps: stacked(ps) @ stacked(ps).t(),
+    "rows": lambda ps: stacked(ps).square().sum(1),
+    "rows kept": lambda ps: stacked(ps).mean(dim=(-1,), keepdim=True),
+    "cosine": lambda ps: nn.functional.cosine_similarity(stacked(ps), stacked(ps), dim=1),
+    "largest few": lambda ps: stacked(ps).topk(1),
+    "running sum": lambda ps: [p.grad.cumsum(0) for p in ps if p.grad is not None],
+    "entries": lambda ps: [torch.count_nonzero(p.grad) for p in ps if p.grad is not None],
     "normalized": lambda ps: [nn.functional.normalize(p.grad, dim=0) for p in ps if p.grad is not None],
 }
 
@@ -109,6 +123,7 @@ def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
                 parameter.grad.mul_(0.5)
                 parameter.grad = parameter.grad + 0.01 * parameter.grad.sign()
                 parameter.grad.data = parameter.grad.data * 0.9
+                parameter.grad = torch.stack([parameter.grad, parameter.grad]).mean(0)
         for parameter in tensors(optimizer) if step % 2 else ():
             if parameter.grad is not None:
                 parameter.grad.set_(parameter.grad * 0.8)

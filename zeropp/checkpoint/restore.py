@@ -136,6 +136,16 @@ class Restore:
                 if first and switches and group[key] != value:
                     notify(f"{key!r} of group {number} is {group[key]} here; the checkpoint's {value} takes its place")
 
+        keys = self._keys()
+        frozen = [n for b in self.engine.buffers if not b.trainable for n in b.names if self._renamed.get(n) in keys]
+        if first and frozen:
+            more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
+            notify(
+                f"the checkpoint has optimizer states of {frozen[:5]}{more}, which are frozen here: they are not "
+                "loaded, and begin anew where a parameter is unfrozen. To keep them, unfreeze the parameters before "
+                "loading, and freeze them afterwards"
+            )
+
     def _note_no_states(self, strict: bool) -> None:
         """The checkpoint has weights alone, and states are wanted."""
         assert self.optimizer is not None

@@ -65,6 +65,7 @@ class Boundary:
             never where they are read late.
         reads_late: whether they may be, on a card; see [Note: sums read late].
         cache_checksum: compares what ranks cache.
+        spoiled: an edit of gradients has missed some of them, so that the next step is skipped; the same on every rank.
         missed: names of parameters; some of them were edited on this rank, and a forward has computed without the edit.
     """
 
@@ -77,6 +78,7 @@ class Boundary:
         self.reads_late = engine.device.type == "cuda"
         self.cache_checksum = CacheChecksum(engine)
         self.missed: list[str] = []
+        self.spoiled = False
         self._unread: Unread | None = None
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
@@ -150,17 +152,18 @@ class Boundary:
             self.engine.schedule.edits |= values[_EDITED] > 0
             # Each turn sends, on every rank, what some rank still had: see [Note: stray gradients]. The norm counts
             # only once nothing is left to send.
-            spoiled = False
+            sent = False
             while unsent := self._unsent_units(values):
                 # Summed, since an edit on one rank alone must make all of them skip. GradScaler has changed gradients
                 # that are not finite, too, and with those the step is skipped anyway.
                 if values[_EDITED] > 0 and values[_BAD] == 0:
                     self._refuse_edited(unsent)
-                    spoiled = True
+                    self.spoiled = True
                 # Without strays all of it was held on purpose, by no_sync() or a window, and no order was at fault.
                 self.engine.schedule.postpone(unsent, held=values[self._stray] == 0)
                 for index in unsent:
                     self.engine.reductions.send_unsent(index)
+                sent = True
                 values = self._exchange()
             # The sum is the same everywhere, so all ranks go in here or none does. A step that is skipped needs no
             # clean norm.
@@ -168,8 +171,10 @@ class Boundary:
                 values = self._exchange()
             self._renew_differing_caches(values)
             self.engine.schedule.note_passed_over(values[self._passed_over] > 0)
-            norm = math.nan if spoiled else norm_of(values[0])
-            self._verdict = Verdict(norm, self._flags(values), checked=self._checks or spoiled)
+            if self.spoiled and self._vector is not None:
+                values[0] = self._vector[0] = math.nan
+            checked = self._checks or self.spoiled
+            self._verdict = Verdict(norm_of(values[0]), self._flags(values), checked=checked, sent=sent)
         return self._verdict
 
     def keep_verdict(self) -> Verdict:

@@ -2,8 +2,9 @@
 
 Trainers clip and log by ``torch.nn.utils.clip_grad_norm_`` over the tensors of the groups, or by sums of squares. On a
 rank that holds a part of each gradient this would be the norm of the parts, another one on each rank. So the gradients
-are of a subclass that refuses norms, and whatever else makes one number of a gradient. Everything else works, and what
-is computed from a part is one, too. Reading single elements and tests such as ``isfinite().all()`` are not refused.
+are of a subclass that refuses norms, and whatever else makes one number of a gradient: also products of stacked
+gradients, sums over the elements of each, and what compares elements, such as topk. Everything else works, and what is
+computed from a part is one, too. Reading single elements and tests such as ``isfinite().all()`` are not refused.
 """
 
 from __future__ import annotations
@@ -27,6 +28,21 @@ _NORMS = frozenset(
         torch.functional.norm, torch._foreach_norm, torch.nn.functional.normalize, torch.renorm, Tensor.renorm,
     )
 )  # fmt: skip
+# Functions that multiply gradients with each other, or that compare elements of one.
+_ACROSS = frozenset(
+    (
+        "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "linear",
+        "bilinear", "inner", "tensordot", "einsum", "cdist", "cosine_similarity", "pairwise_distance", "corrcoef",
+        "cov", "topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode", "quantile", "nanquantile",
+        "histc", "count_nonzero", "unique",
+    )
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    (
+        "sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod", "logcumsumexp", "amax", "amin", "max", "min",
+        "aminmax", "var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin", "softmax", "log_softmax",
+    )
+)  # fmt: skip
 _ELEMENTS = frozenset(
     (
         Tensor.__getitem__, Tensor.select, torch.select, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty,
@@ -43,7 +59,7 @@ class PartialGradient(Tensor):
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse norms and other single numbers, compute everything else, and mark what is computed as parts."""
-        if func in _NORMS:
+        if func in _NORMS or func.__name__ in _ACROSS or _reduces_elements(func, args, kwargs or {}):
             raise _refused(func)
         # Without it ``func`` would lead back to this method.
         with unguarded():
@@ -62,6 +78,14 @@ class PartialGradient(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
+
+
+def _reduces_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether an operation goes over the last dimension, where stacked gradients have their elements."""
+    if func.__name__ not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
+        return False
+    dim, last = kwargs.get("dim", args[1] if len(args) > 1 else None), args[0].ndim - 1
+    return any(each in (-1, last) for each in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
 def _is_computed(found: object, args: tuple[Any, ...]) -> bool:

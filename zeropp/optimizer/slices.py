@@ -378,13 +378,40 @@ class Slices:
                 if not buffer.trainable:
                     yield from zip(buffer.names, buffer.parameters, strict=True)
 
-    def take_edits(self) -> bool:
-        """Take over gradients that the user has replaced or removed since they were shown; whether all were removed."""
+    def take_edits(self, used: Sequence[list[bool]]) -> bool:
+        """Take over gradients that the user has replaced or removed since they were shown.
+
+        Args:
+            used: for each unit, whether its trainable parameters have gradients from this rank; those of a group whose
+                gradients were all removed have none from now on.
+
+        Returns:
+            Whether the gradients of all groups were removed, on every rank.
+        """
         shown = [part for part in self.stepped if part.shown]
         with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
             for part in shown:
                 part.take_edit()
-        return bool(shown) and all(part.removed for part in shown)
+        # By the markers, which all ranks have: the slices of this rank may all be of one group.
+        removed = [all(mark.shown and mark.parameter.grad is None for mark in marks) for marks in self._marks]
+        if removed and all(removed) and all(part.removed for part in shown):
+            return True
+        if any(removed):
+            self._forget_groups(removed, used)
+        return False
+
+    def _forget_groups(self, removed: Sequence[bool], used: Sequence[list[bool]]) -> None:
+        gone: set[int] = set()
+        for given, marks, lost in zip(self.given, self._marks, removed, strict=True):
+            if lost:
+                gone.update(map(id, given))
+                for mark in marks:
+                    mark.show_gradient(False)
+        for unit in self._units:
+            parameters = [parameter for gradient in unit.gradients for parameter in gradient.parameters]
+            for position, parameter in enumerate(parameters):
+                if id(parameter) in gone:
+                    used[unit.index][position] = False
 
     def show_arrived(self) -> Slice:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
@@ -695,7 +722,9 @@ class _Marker(nn.Parameter):
         """A plain tensor, as of any parameter; its version tells whether it is written to or only read."""
         # A tensor that stays: torch's own ``.data`` has a new version counter at each access, which shows no writes.
         if self._reached is None:
-            self._reached = self.detach().clone()
+            # A tensor made in inference mode has no version.
+            with torch.inference_mode(False):
+                self._reached = self.detach().clone()
         return self._reached
 
     @data.setter

@@ -221,9 +221,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
         self._take_edits()
         self.boundary.invalidate()  # the user may have edited gradients since
-        self._decide()  # gradients held by no_sync must be in first
+        verdict = self._decide()  # gradients held by no_sync must be in first
         norm = self.boundary.norm_tensor()
-        self.boundary.accept_scaling(scale_gradients(self.engine, norm, max_norm))
+        if not self.boundary.spoiled:
+            self.boundary.accept_scaling(scale_gradients(self.engine, norm, max_norm))
+        self._show_sent(verdict)
         return norm
 
     @torch.no_grad()
@@ -238,8 +240,15 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if not self.engine.window.unfinished:
             self.outcome.wait()  # of the step before: the verdict would read over it
             self._take_edits()
-            self._norms = gradient_norms(self.engine, self.boundary.keep_verdict())
+            verdict = self.boundary.keep_verdict()
+            self._norms = gradient_norms(self.engine, verdict)
+            self._show_sent(verdict)
         return dict(self._norms)
+
+    def _show_sent(self, verdict: Verdict) -> None:
+        """Show gradients that a look has sent, such as those that no_sync() held: the user may edit them."""
+        if verdict.sent:
+            self.slices.show_arrived()
 
     @uncompiled
     def step(  # type: ignore[override]
@@ -297,6 +306,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         # The host has not read this sum: the device leaves the step out if a gradient is not finite.
         left_out = self.boundary.left_out() if verdict.late else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
+        self.boundary.spoiled = False
         # First, since the loss scale may raise: whoever catches that finds a new window.
         if verdict.skips:
             self.carried.clear()
@@ -447,6 +457,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
         self.boundary.invalidate()
+        self.boundary.spoiled = False
         if self.engine.window.count:
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.window.restart()
@@ -461,5 +472,5 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             self.boundary.invalidate()
 
     def _take_edits(self) -> None:
-        if self.slices.take_edits():  # all were removed, as torch's own zero_grad does
+        if self.slices.take_edits(self.engine.pending.used):  # all were removed, as torch's own zero_grad does
             self.engine.pending.forget()
