@@ -23,7 +23,7 @@ from zeropp.checkpoint.sixteen_bit import gather_16bit
 from zeropp.checkpoint.to_fp32_command import make_executable, write_script
 from zeropp.checkpoint.together import absolute, path_of_rank_0
 from zeropp.config import Config
-from zeropp.config.base import notify, notify_once
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine as Core
 from zeropp.optimizer.wrapper import ZeroOptimizer
 
@@ -209,8 +209,7 @@ class Saving:
         if counts and schedule and found.lr_scheduler is not None and hasattr(self.lr_scheduler, "load_state_dict"):
             self.lr_scheduler.load_state_dict(found.lr_scheduler)
         if found.left_out:
-            told = f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}"
-            notify_once(told, first=engine.comm.rank == 0)
+            notify(f"of {str(path)!r} these are tensors or objects, and were not read: {', '.join(found.left_out)}")
         return dict(found.client)
 
     def save_16bit_model(
