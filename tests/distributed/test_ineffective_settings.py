@@ -92,9 +92,9 @@ def warned(settings: dict[str, object], model: Model | None = None) -> list[str]
 @pytest.mark.parametrize("name", CASES)
 def test_a_setting_with_nothing_to_do_is_named(name: str) -> None:
     local, settings, expected = CASES[name]
-    for found in run_ranks(4, warned, settings, local_world_size=local):
-        assert len(found) == bool(expected)
-        assert all(text.startswith(expected) for text in found)
+    found, *others = run_ranks(4, warned, settings, local_world_size=local)
+    assert len(found) == bool(expected) and others == [[]] * 3, "on the first rank alone"
+    assert all(text.startswith(expected) for text in found)
 
 
 def frozen_apart() -> list[list[str]]:
@@ -142,8 +142,8 @@ def without_states(states: bool) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_trained_weights_leave_with_their_states_only(world: int) -> None:
     text = 'offload_param.device "cpu" has no effect on weights that are trained: they are stepped on the device'
-    for found in run_ranks(world, without_states, False):
-        assert len(found) == 1 and found[0].startswith(text)
+    found, *others = run_ranks(world, without_states, False)
+    assert len(found) == 1 and found[0].startswith(text) and not any(others)
     assert run_ranks(world, without_states, True) == [[]] * world
 
 
@@ -171,5 +171,6 @@ def odd_leaf() -> list[str]:
 
 
 def test_a_leaf_that_is_not_there_is_named() -> None:
-    [[message]] = run_ranks(1, odd_leaf, init=False)
+    [message], silent = run_ranks(2, odd_leaf)
+    assert silent == []
     assert "'nosuch'" in message and "blocks.0" not in message

@@ -227,6 +227,8 @@ def named_by_the_clock(root: Path) -> tuple[list[str], list[str], list[float]]:
             lambda engine: engine.load_checkpoint(folder),
             lambda engine: series.load(engine.module, engine.optimizer),
             lambda engine: checkpoint.load(folder / "alone", engine.module, engine.optimizer),
+            lambda engine: checkpoint.load_safetensors(engine.module, folder / "export"),
+            lambda engine: checkpoint.load_foreign(folder / "export", engine.module),
         ]
         for load in loads:
             other = engine_of()
@@ -245,8 +247,9 @@ def test_ranks_with_other_folders_use_that_of_rank_0(tmp_path: Path) -> None:
     (said, there, distances), (silent, *others) = run_ranks(2, named_by_the_clock, tmp_path)
     calls = ["save_checkpoint", *(f"checkpoint.{each}" for each in ("save_16bit_model", "save", "save", "export"))]
     calls += ["load_checkpoint", "checkpoint.load", "checkpoint.load"]
+    calls += ["checkpoint.load_safetensors", "checkpoint.load_foreign"]
     assert said == [f"ranks gave {call}()" for call in calls] and silent == []
-    assert others == [there, distances] and distances == [0.0] * 3
+    assert others == [there, distances] and distances == [0.0] * 5
     names = ["alone", "export", "global_step0", "latest", "pytorch_model.bin", "series", SCRIPT]
     assert there == [f"run-12.00.00/{name}" for name in names]
 

@@ -127,9 +127,23 @@ def evaluated(stage: int, device: str, path: str) -> tuple[float, list[str]]:
 @pytest.mark.parametrize(("stage", "device"), [(3, "cpu"), (3, "nvme"), (0, "cpu"), (2, "cpu")])
 def test_where_states_would_lie_does_not_matter_without_an_optimizer(stage: int, device: str, tmp_path: Path) -> None:
     """As Trainer and Accelerate ask for it where they only evaluate, and TRL for its reference model (stage 0)."""
-    for distance, said in run_ranks(2, evaluated, stage, device, str(tmp_path)):
+    for rank, (distance, said) in enumerate(run_ranks(2, evaluated, stage, device, str(tmp_path))):
         assert distance == 0
-        assert sum("offload_optimizer has no effect: there is no optimizer" in each for each in said) == 1
+        assert sum("offload_optimizer has no effect: there is no optimizer" in each for each in said) == (rank == 0)
+
+
+def contradicted() -> tuple[float, set[bool], bool]:
+    """Sizes that are found to contradict each other: distance of a forward, what requires gradients, and wrapped."""
+    model, whole = model_of(), model_of()
+    with pytest.raises(zeropp.ConfigError, match="world size 2 do not agree"):
+        zeropp.initialize(model=model, config={"train_batch_size": 9, "train_micro_batch_size_per_gpu": 4})
+    distance = apart(model(batch(0, 0)), whole(batch(0, 0)))
+    trained = {parameter.requires_grad for parameter in model.parameters()}
+    return distance, trained, zeropp.initialize(model=model, config=settings())[1] is not None
+
+
+def test_sizes_that_contradict_each_other_leave_the_model_as_it_was() -> None:
+    assert run_ranks(2, contradicted) == [(0.0, {True}, True)] * 2
 
 
 def compiled() -> list[list[float]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +121,13 @@ def test_what_a_training_engine_names_its_latest(tmp_path: Path) -> None:
     with standing_in() as deepspeed:
         deepspeed.utils.zero_to_fp32.main([str(tmp_path), str(tmp_path / "out"), "--safe_serialization", "-t", "first"])
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == state.keys()
+
+
+def test_the_module_is_a_command() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-W", "error", "-m", "zeropp.checkpoint.zero_to_fp32", "/no/such/folder", "/no/such/out"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "'/no/such/folder' is no checkpoint" in done.stderr, done.stderr
 
 
 def test_names_and_defaults_are_deepspeed_s() -> None:

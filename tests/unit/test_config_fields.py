@@ -380,6 +380,11 @@ def test_steps_per_print_may_be_infinite() -> None:
             load_config({"steps_per_print": bad})
 
 
+def test_a_loss_scale_that_is_called_dynamic_is_0() -> None:
+    with pytest.raises(ConfigError, match=r'fp16.loss_scale: got "dynamic"; .* set 0, which means a dynamic scale$'):
+        load_config({"fp16": {"loss_scale": "dynamic"}})
+
+
 def test_dynamic_loss_scale_needs_room_to_move() -> None:
     for key in ("loss_scale_window", "min_loss_scale"):
         with pytest.raises(ConfigError, match="fp16: a dynamic loss scale"):

@@ -85,6 +85,7 @@ def test_steps_are_fused_unless_it_is_said_otherwise() -> None:
         ("Lamb", {}, "norms of whole parameters"),
         ("Muon", {}, "whole matrices"),
         ("AdaZ", {}, "'AdaZ' is unknown; set one of ASGD, .*AdamW"),
+        ("torch.optim.NAdam", {}, "'torch.optim.NAdam' is unknown; did you mean 'NAdam'. Else set one of "),
         ("AdmW", {}, "'AdmW' is unknown; did you mean 'AdamW'. Else set one of "),
         ("FusedLamb", {}, "norms of whole parameters"),
         ("Adafactor", {}, "factors second moments .* use AdamW"),
@@ -114,6 +115,8 @@ def test_what_is_refused(kind: str | None, params: dict[str, Any], told: str) ->
         ("DeepSpeedCPULion", "Lion"),
         ("DeepSpeedCPUAdagrad", "Adagrad"),
         ("momentum_sgd", "SGD"),
+        ("torch.optim.AdamW", "AdamW"),
+        ("deepspeed.ops.adam.FusedAdam", "Adam"),
     ],
 )
 def test_a_class_of_an_optimizer_leads_to_its_type(kind: str, meant: str) -> None:
@@ -169,10 +172,16 @@ def test_schedulers() -> None:
         ("linear", {}, 'set "WarmupDecayLR"$'),
         ("cosine_with_warmup", {}, 'set "WarmupCosineLR"$'),
         ("StepRL", {}, "did you mean 'StepLR'. Else set one of "),
-        ("WarmupDecayLR", {}, "scheduler.params of WarmupDecayLR: .*total_num_steps"),
+        ("WarmupDecayLR", {}, "total_num_steps is missing; set it for WarmupDecayLR: iterations until the end of the"),
+        ("OneCycle", {}, "cycle_min_lr is missing; set it for OneCycle: rate at both .*\n.*cycle_max_lr is missing"),
+        ("StepLR", {}, "params.step_size is missing; set it for StepLR: Period of learning rate decay$"),
         ("WarmupLR", {"steps": 3}, r"has \['steps'\], which WarmupLR does not take"),
         ("WarmupLR", {"warmup_steps": 3}, "warmup_steps: set scheduler.params.warmup_num_steps instead"),
         ("WarmupLR", {"warmup_num_steps": "many"}, 'warmup_num_steps: got "many"; expected a number'),
+        ("WarmupLR", {"warmup_max_lr": "abc"}, 'scheduler.params.warmup_max_lr: got "abc"; expected a number$'),
+        ("WarmupLR", {"warmup_max_lr": ["abc"]}, r'warmup_max_lr: got \["abc"\]; expected a number$'),
+        ("WarmupCosineLR", {"total_num_steps": "abc"}, 'total_num_steps: got "abc"; expected a number$'),
+        ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_second_step_size": "abc"}, "expected a number$"),
     ):
         with pytest.raises(ConfigError, match=told):
             make_scheduler(SchedulerConfig(type=kind, params=given), optimizer)

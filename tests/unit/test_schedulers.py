@@ -133,6 +133,8 @@ def test_each_group_has_its_own() -> None:
     assert scheduler.get_last_lr() == [0.0, 0.5]
     with pytest.raises(ValueError, match="warmup_min_lr has 3 numbers, and the optimizer 2 parameter groups"):
         WarmupLR(inner, [0.0, 0.5, 1.0])
+    with pytest.raises(ValueError, match="warmup_min_lr is 'abc'; expected a number, or a list"):
+        WarmupLR(inner, "abc")  # type: ignore[arg-type]
 
 
 def test_a_rate_in_a_tensor_stays_one() -> None:

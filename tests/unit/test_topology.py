@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeropp.config import load_config
+from zeropp.config import ConfigError, load_config
 from zeropp.partition.levels import HopSpec, Mode, Placement, choose_mode
 from zeropp.partition.topology import Chain, build_chain, ranks_per_node
 
@@ -379,7 +379,7 @@ def test_groups_of_several_nodes() -> None:
 def test_sizes_that_do_not_chain_are_refused_with_those_that_do(
     world: int, local: int, zero: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         mode_of(world, local, zero)
 
 

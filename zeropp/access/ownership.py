@@ -16,7 +16,7 @@ from zeropp.access.refusals import has_tensors, restorer
 from zeropp.access.resting import RestingWeights
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.hops import Comm
-from zeropp.config.base import notify
+from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import OWNED_AS
 from zeropp.engine.parking import NOTHING
@@ -128,7 +128,8 @@ class Former:
         for engine in self._engines:
             missing = _missing(engine, model)
             if missing:
-                notify(f"values of {missing} are given up: they are no longer in the model")
+                told = f"values of {missing} are given up: they are no longer in the model"
+                notify_once(told, first=engine.comm.rank == 0)
             # Nothing may be under way on lanes that are about to be closed, and no memory be kept for a pass to come.
             engine.finish_load()
             engine.schedule.live_units.release_planned()

@@ -104,9 +104,9 @@ def load_safetensors(
         CheckpointError: files are missing, damaged, or of another model; on every rank.
     """
     engine = engine_of(model)
-    place = Path(path).absolute()
     engine.require_idle("checkpoint.load_safetensors()")
-    engine.agreement.require_same_call(f"checkpoint.load_safetensors({str(place)!r}, strict={strict})")
+    engine.agreement.require_same_call(f"checkpoint.load_safetensors(..., strict={strict})")
+    place = common_path(engine, path, "checkpoint.load_safetensors()")
     shown = Progress(f"loading {place.name}", progress and engine.comm.rank == 0)
 
     def prepare() -> Restore:
@@ -144,9 +144,9 @@ def load_foreign(
         CheckpointError: it is of no known format, damaged, of another model, or names code; on every rank.
     """
     engine = engine_of(model)
-    place = Path(path).absolute()
     engine.require_idle("checkpoint.load_foreign()")
-    engine.agreement.require_same_call(f"checkpoint.load_foreign({str(place)!r}, strict={strict}, prefix={prefix!r})")
+    engine.agreement.require_same_call(f"checkpoint.load_foreign(..., strict={strict}, prefix={prefix!r})")
+    place = common_path(engine, path, "checkpoint.load_foreign()")
     unfreeze(engine, optimizer)
     shown = Progress(f"loading {place.name}", progress and engine.comm.rank == 0)
 

@@ -1,13 +1,10 @@
-"""``zero_to_fp32`` as a command, by DeepSpeed's arguments; and the script that runs it from a folder of checkpoints."""
+"""The script that runs ``zero_to_fp32`` from a folder of checkpoints, where DeepSpeed leaves one of its own."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 from pathlib import Path
-
-from zeropp.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict
 
 __all__ = ["SCRIPT", "main", "make_executable", "write_script"]
 
@@ -17,7 +14,7 @@ SCRIPT = "zero_to_fp32.py"
 _TEXT = '''#!/usr/bin/env python3
 """Whole float32 weights from the checkpoints beside this file: python zero_to_fp32.py . WEIGHTS --safe_serialization"""
 
-from zeropp.checkpoint.to_fp32_command import main
+from zeropp.checkpoint.zero_to_fp32 import main
 
 if __name__ == "__main__":
     main()
@@ -25,23 +22,11 @@ if __name__ == "__main__":
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Convert."""
-    parser = argparse.ArgumentParser(
-        prog=SCRIPT, description="Whole float32 weights from a checkpoint, zeropp's or DeepSpeed's, without processes."
-    )
-    parser.add_argument("checkpoint_dir", help="the folder that has latest")
-    parser.add_argument("output_dir", help="where the weights go")
-    parser.add_argument("--max_shard_size", default="5GB", help="of a file; default: 5GB")
-    parser.add_argument("--safe_serialization", action="store_true", help="safetensors in place of torch's files")
-    parser.add_argument("-t", "--tag", help="of the checkpoint; default: the one that latest names")
-    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="trained ones alone")
-    parser.add_argument("-d", "--debug", action="store_true", help="accepted; without effect")
-    args = parser.parse_args(argv)
-    convert_zero_checkpoint_to_fp32_state_dict(
-        args.checkpoint_dir, args.output_dir, max_shard_size=args.max_shard_size,
-        safe_serialization=args.safe_serialization, tag=args.tag,
-        exclude_frozen_parameters=args.exclude_frozen_parameters,
-    )  # fmt: skip
+    """Convert; scripts of earlier versions call it here."""
+    # Later: a module that is run as a command must not be imported before, by whoever saves checkpoints.
+    from zeropp.checkpoint.zero_to_fp32 import main as convert
+
+    convert(argv)
 
 
 def write_script(folder: Path) -> None:

@@ -94,12 +94,14 @@ def notify(message: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(message, category, stacklevel=level)
 
 
-def notify_once(message: str, category: type[Warning] = UserWarning) -> None:
+def notify_once(message: str, category: type[Warning] = UserWarning, *, first: bool | None = None) -> None:
     """Warn as :func:`notify` does, on the first rank alone: all ranks read the same configuration.
+
+    ``first`` says whether this is the first rank of a group; None asks for the first of the job.
 
     A filter that turns the warning into an error raises on every rank, so that none waits for others that have raised.
     """
-    if _is_first_rank():
+    if _is_first_rank() if first is None else first:
         notify(message, category)
         return
     # The filters stay in force, and what they let through is recorded instead of shown.

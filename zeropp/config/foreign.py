@@ -355,7 +355,7 @@ _TYPES = _inverted({
 
 def meant_type(name: str) -> str:
     """The type of an optimizer or a scheduler that another name of it means, such as FusedAdam; else nothing."""
-    return _TYPES.get(_IMPLEMENTATION.sub("", name.lower()), "")
+    return _TYPES.get(_IMPLEMENTATION.sub("", name.rpartition(".")[2].lower()), "")
 
 
 def _looked_up(path: Sequence[str], table: Mapping[str, str]) -> str:

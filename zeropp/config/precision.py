@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, model_validator
 
 from zeropp.config.base import Block, Count, NonNegative
+from zeropp.config.describe import value_text
 
 _SPELLINGS = {
     "fp32": "fp32", "float32": "fp32", "float": "fp32",
@@ -19,6 +20,13 @@ def _canonical(value: object) -> object:
     """Accepts `float32`, `torch.float32` (string or dtype object) and the like beside `fp32`."""
     # str() of a dtype object is "torch.float32". What is not known goes on, for pydantic to refuse as it was given.
     return _SPELLINGS.get(str(value).lower().removeprefix("torch."), value)
+
+
+def _scale(value: object) -> object:
+    """Refuses the word that some programs have for a scale that moves."""
+    if isinstance(value, str) and value.lower() == "dynamic":
+        raise ValueError(f"got {value_text(value)}; expected a number >= 0; set 0, which means a dynamic scale")
+    return value
 
 
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_canonical)]
@@ -35,7 +43,7 @@ class Fp16Config(Block):
     """Asks that the floating inputs of the model are cast to fp16. Nothing is left to do: they are, unless
     `zeropp.cast_inputs` is false."""
 
-    loss_scale: NonNegative = 0.0
+    loss_scale: Annotated[NonNegative, BeforeValidator(_scale)] = 0.0
     """Factor on the loss before backward, taken out of the gradients again before the step. 0 chooses it
     dynamically, any other value is kept throughout."""
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zeropp.comm.collective import PATIENCE
 from zeropp.comm.members import Group, to_process_group
 from zeropp.config import Config, ConfigSource, load_config
-from zeropp.config.base import notify
+from zeropp.config.base import notify_once
 from zeropp.init.limit import PieceLimit
 from zeropp.partition.topology import ranks_per_node
 
@@ -71,7 +71,7 @@ def choose_settings(
     if config is not None:
         if config_dict_or_path is not None:
             raise ValueError("config_dict_or_path and config are both given; config is the older name of the former")
-        notify("Init's argument config is deprecated; its name is config_dict_or_path", FutureWarning)
+        notify_once("Init's argument config is deprecated; its name is config_dict_or_path", FutureWarning)
     given = config if config_dict_or_path is None else config_dict_or_path
     # Whoever wraps the model says what a configuration leaves open; transformers fills it in between.
     loaded = None if given is None else load_config(given, final=False)

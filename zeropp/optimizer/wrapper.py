@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zeropp._compat import uncompiled
 from zeropp.access.requires_grad import Trainability
 from zeropp.comm.collective import on_all_ranks
-from zeropp.comm.members import Group, group_size
+from zeropp.comm.members import Group
 from zeropp.config import ConfigSource, load_config, require_supported
 from zeropp.config.base import notify
 from zeropp.engine.boundary import Boundary
@@ -101,7 +101,6 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         def prepare() -> Any:
             loaded = load_config(config)
             require_supported(loaded)
-            loaded.resolve_batch(group_size(process_group))  # for its errors: sizes may contradict each other
             check_optimizer(optimizer, model, loaded)
             check_elementwise(optimizer)
             check_scale(gradient_scale)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zeropp.config import Config
+from zeropp.config import Config, ConfigError
 from zeropp.partition.topology import Chain, build_chain
 
 __all__ = ["HopSpec", "Mode", "Placement", "choose_mode"]
@@ -67,7 +67,7 @@ def choose_mode(config: Config, world: int, local: int) -> Mode:
         local: ranks per node.
 
     Raises:
-        ValueError: group sizes do not divide each other; with the key and the sizes that would do.
+        ConfigError: group sizes do not divide each other; with the key and the sizes that would do.
     """
     zero = config.zero
     states = group = world
@@ -97,7 +97,7 @@ def _fitting(key: str, size: int, most: int, others: list[int]) -> int:
     # Dividing ``most`` is not enough for a chain: of two sizes, neither may cut through a group of the other.
     legal = [n for n in range(1, most + 1) if most % n == 0 and all(n % m == 0 or m % n == 0 for m in others)]
     if size not in legal:
-        raise ValueError(
+        raise ConfigError(
             f"{key} is {size}; with {others[0]} ranks to a node it must be one of {legal}, since the sizes of groups "
             f"divide each other up to {most} ranks"
         )

@@ -23,7 +23,7 @@ from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
-from zeropp.config.base import notify
+from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
@@ -119,7 +119,7 @@ def _partition(
     make_engine: Callable[[Config, Comm, BufferMaker, Sequence[Unit], torch.device], Engine],
 ) -> Engine:
     """Cut a model that all ranks have alike, and give it an engine."""
-    _warn_of_unknown_names(model, config)
+    _warn_of_unknown_names(model, config, first=comm.rank == 0)
     specs = form_units(model, comm.world, unit_options(config))
     units = maker.make_units(model, specs)
     # Before anything is partitioned: warnings may be errors.
@@ -211,6 +211,7 @@ def _choose(model: nn.Module, config: Config, members: Members, states: Callable
                 f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
             )
     check_built(model, config, members.ranks)
+    config.resolve_batch(len(members.ranks))  # for its errors: sizes may contradict each other
     mode = choose_mode(config, len(members.ranks), members.local)
     require_base(config, mode)
     limit = config.zeropp.host_memory_limit
@@ -285,15 +286,16 @@ def _moving(model: nn.Module, config: Config, comm: Comm) -> Callable[[nn.Parame
     return lambda parameter: config.zero.stage == 3 and id(parameter) in moving
 
 
-def _warn_of_unknown_names(model: nn.Module, config: Config) -> None:
+def _warn_of_unknown_names(model: nn.Module, config: Config, first: bool) -> None:
     known = dict(model.named_modules())
     unknown = [name for name in unit_options(config).leaf_names if name not in known]
     if unknown:
-        notify(f"leaf_module.names: the model has no modules {unknown}; they change nothing")
+        notify_once(f"leaf_module.names: the model has no modules {unknown}; they change nothing", first=first)
     kept = config.data_types.keep_in_fp32_modules or ()
     unknown = [part for part in kept if not any(keeps_float32(part, name) for name, _ in model.named_parameters())]
     if unknown:
-        notify(f"data_types.keep_in_fp32_modules: no parameter's name has a part {unknown}; they change nothing")
+        told = f"data_types.keep_in_fp32_modules: no parameter's name has a part {unknown}; they change nothing"
+        notify_once(told, first=first)
 
 
 def _describe(model: nn.Module) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from zeropp.comm.hops import Comm
 from zeropp.comm.members import Members
 from zeropp.config import Config
-from zeropp.config.base import notify
+from zeropp.config.base import notify, notify_once
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.unit import Unit
@@ -17,7 +17,7 @@ __all__ = ["warn_if_alone", "warn_of_ineffective"]
 
 
 def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> None:
-    """Warn, once for each setting."""
+    """Warn, once for each setting, on the first rank."""
     buffers = [buffer for unit in units for buffer in unit.buffers]
     texts = list(_ineffective_offload(config, buffers))
     # A rank alone sends nothing, whatever is said of how.
@@ -26,7 +26,7 @@ def warn_of_ineffective(config: Config, units: Sequence[Unit], comm: Comm) -> No
         texts += _ineffective_gradients(config, buffers)
         texts += _ineffective_weights(config, buffers, comm)
     for text in texts:
-        notify(text)
+        notify_once(text, first=comm.rank == 0)
 
 
 def warn_if_alone(members: Members) -> None:

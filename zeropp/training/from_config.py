@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -150,7 +151,8 @@ def _unknown_type(key: str, name: str, known: Sequence[str]) -> str:
     meant = meant_type(name)
     if meant not in known:
         small = {each.lower(): each for each in known}
-        near = difflib.get_close_matches(name.lower(), small, n=1, cutoff=0.8)
+        # The class alone: a path such as torch.optim is like no name.
+        near = difflib.get_close_matches(name.rpartition(".")[2].lower(), small, n=1, cutoff=0.8)
         guess = f"did you mean {small[near[0]]!r}? Else " if near else ""
         return f"{key}.type {name!r} is unknown; {guess}set one of {', '.join(known)}"
     told = f'{key}.type {name!r} is unknown; set "{meant}"'
@@ -185,11 +187,28 @@ def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) 
         raise ConfigError(
             f"{key}.params.{_FAILS}: true is not in zeropp, whose steps autograd does not record; remove it"
         )
-    fitted = _fitted(key, given, {each.name: each.default for each in parameters})
+    if missing := [each.name for each in parameters if each.default is each.empty and each.name not in given]:
+        raise ConfigError([f"{key}.params.{each} is missing; set it for {name}{_what(made, each)}" for each in missing])
+    numbers = {each.name for each in parameters if _takes_numbers_alone(each)}
+    fitted = _fitted(key, given, {each.name: each.default for each in parameters}, numbers)
     try:
         return made(first, **fitted)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{key}.params of {name}: {error}") from error
+
+
+def _what(made: Any, argument: str) -> str:
+    """What an argument is, by the first sentence about it in the text of its class; empty where there is none."""
+    text = inspect.getdoc(made) or ""
+    found = re.search(rf"^ *{argument}\b[^:\n]*: (.+?)\.\s", text, re.MULTILINE | re.DOTALL)
+    return f": {' '.join(found[1].split())}" if found else ""
+
+
+def _takes_numbers_alone(parameter: inspect.Parameter) -> bool:
+    kind = parameter.annotation
+    # Text in zeropp's own files, classes in some of torch's.
+    named = kind.__name__ if isinstance(kind, type) else str(kind)
+    return {"None", "int", "float", "PerGroup"}.issuperset(named.split(" | "))
 
 
 def _hint(key: str, argument: str, accepted: set[str]) -> str:
@@ -202,8 +221,10 @@ def _hint(key: str, argument: str, accepted: set[str]) -> str:
     return meaning(path) or (f"did you mean {near[0]!r}?" if near else "")
 
 
-def _fitted(key: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the types that their defaults have.
+def _fitted(
+    key: str, given: Mapping[str, Any], defaults: Mapping[str, Any], numbers: Collection[str] = ()
+) -> dict[str, Any]:
+    """Arguments of the types that their defaults have; those in ``numbers`` are numbers, whatever these are.
 
     Raises:
         ConfigError: some are of other types; with all of them.
@@ -215,7 +236,10 @@ def _fitted(key: str, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> 
             # A string of any letters would be true.
             value = fitted[name] = {"true": True, "false": False}.get(value.lower(), value)
         # A scheduler takes a list of numbers, too: one for each parameter group.
-        if (expected := _expected(value, default)) and not (key == "scheduler" and _is_numbers(value)):
+        expected = _expected(value, default) or (
+            "a number" if name in numbers and value is not None and not _is_number(value) else ""
+        )
+        if expected and not (key == "scheduler" and _is_numbers(value)):
             wrong.append(f"{key}.params.{name}: got {value_text(value)}; expected {expected}")
     if wrong:
         raise ConfigError(wrong)

@@ -10,7 +10,7 @@ from torch import nn
 
 from zeropp.comm.members import Group
 from zeropp.config import Config, require_supported
-from zeropp.config.base import notify
+from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
 from zeropp.params.guard import handler_of
 from zeropp.setup.build import build_engine
@@ -59,7 +59,7 @@ def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: t
     if config.steps_on_host:
         # Scripts that train and evaluate have one file for both, from which transformers takes the optimizer alone, and
         # TRL's reference models have the file of stage 2 with the stage set to 0.
-        notify("offload_optimizer has no effect: there is no optimizer, so nothing is stepped")
+        notify_once("offload_optimizer has no effect: there is no optimizer, so nothing is stepped")
     zero = config.zero.model_copy(update={"offload_optimizer": None})
     config = config.model_copy(update={"zero_optimization": zero})
     require_supported(config)
@@ -91,14 +91,15 @@ def thaw(engine: Engine, model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         _unfreeze(frozen)
     elif not all(parameter.requires_grad for parameter in frozen):
-        notify(
+        notify_once(
             "parameters that were frozen to evaluate stay so, since others have been made trainable meanwhile; call "
-            "requires_grad_() of what is to be trained, too"
+            "requires_grad_() of what is to be trained, too",
+            first=engine.comm.rank == 0,
         )
 
 
 def _unfreeze(parameters: list[nn.Parameter]) -> None:
-    # Cleaning up, after an error perhaps, which another one would hide.
-    with contextlib.suppress(RuntimeError):
+    # Cleaning up, after an error perhaps, which another one would hide. KeyError is of weights that were being adopted.
+    with contextlib.suppress(RuntimeError, KeyError):
         for parameter in parameters:
             parameter.requires_grad_(True)

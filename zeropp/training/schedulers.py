@@ -341,9 +341,11 @@ class _Warmup:
         return iteration / self.steps if self.linear else math.log(iteration + 1) / math.log(self.steps)
 
 
-def _per_group(optimizer: Optimizer, name: str, value: PerGroup) -> list[float]:
+def _per_group(optimizer: Optimizer, name: str, value: Any) -> list[float]:
     # Kept as a list of each schedule's own: the JSON's would be shared with the configuration.
     groups = len(optimizer.param_groups)
+    if isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}; expected a number, or a list with one for each parameter group")
     if not isinstance(value, Sequence):
         return [value] * groups
     if len(value) != groups:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeropp.config import Config
+from zeropp.config import Config, ConfigError
 from zeropp.partition.levels import HopSpec, Mode
 from zeropp.wire.codecs import BlockCodec, Codec, PlainCodec
 from zeropp.wire.differences import BASES
@@ -142,14 +142,14 @@ def require_base(config: Config, mode: Mode) -> None:
     """See that a codec of differences has something to send differences to.
 
     Raises:
-        ValueError: the levels of ``mode``, which the configuration asks for, leave it nothing.
+        ConfigError: the levels of ``mode``, which the configuration asks for, leave it nothing.
     """
     codec = choose_encoding(config).differences
     # A difference needs a base at the receiver. With nothing cached between uses there is none, and whole
     # values would travel silently; one rank sends nothing in any case.
     if codec is not None and mode.cached is None and mode.chain.world > 1:
         smaller = f"set it to less than {mode.states}, or " if mode.states > 2 else ""
-        raise ValueError(
+        raise ConfigError(
             f'zeropp.weight_codec "{codec}" sends differences to a second copy of the weights, and '
             f"zero_hpz_partition_size {config.zero.zero_hpz_partition_size} makes none: no more than {mode.states} "
             f"ranks share the first one; {smaller}leave weight_codec out"

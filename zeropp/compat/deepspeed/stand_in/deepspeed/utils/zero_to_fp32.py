@@ -3,11 +3,11 @@
 python -m deepspeed.utils.zero_to_fp32 runs/first weights --safe_serialization
 """
 
-from zeropp.checkpoint.to_fp32_command import main
 from zeropp.checkpoint.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
+    main,
 )
 
 __all__ = [
