@@ -201,7 +201,7 @@ def test_resume_from_this_ranks_state(how: str, optimizer: str) -> None:
             assert torch.equal(value, resumed[name]), name
 
 
-def resume_bf16(recipe: Recipe) -> bool:
+def resume_bf16(recipe: Recipe, model_first: bool) -> bool:
     """The optimizer's state alone brings the fp32 main weights back; model.state_dict() holds bf16."""
     rank = dist.get_rank()
     model, optimizer = wrap(recipe)
@@ -210,15 +210,20 @@ def resume_bf16(recipe: Recipe) -> bool:
     straight = continue_zero(recipe, model, optimizer, range(2, 4), rank)
     optimizer.close()
     model, optimizer = wrap(recipe, seed=99)
-    model.load_state_dict(weights)
+    if model_first:
+        model.load_state_dict(weights)
     optimizer.load_state_dict(saved)
+    if not model_first:
+        model.load_state_dict(weights)
     resumed = continue_zero(recipe, model, optimizer, range(2, 4), rank)
     same = all(torch.equal(value, resumed.state[name]) for name, value in straight.state.items())
     return same and straight.losses == resumed.losses
 
 
-def test_resume_bf16_from_both_states() -> None:
-    assert all(run_ranks(2, resume_bf16, Recipe(dtype=torch.float32, top={"bf16": {"enabled": True}})))
+@pytest.mark.parametrize("model_first", [True, False])
+def test_resume_bf16_from_both_states(model_first: bool) -> None:
+    recipe = Recipe(dtype=torch.float32, top={"bf16": {"enabled": True}})
+    assert all(run_ranks(2, resume_bf16, recipe, model_first))
 
 
 # Wrapping more than once in a process.

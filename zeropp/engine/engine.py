@@ -416,7 +416,7 @@ class Engine(GuardHandler):
         if not self.loading:
             return False
         for buffer in self.unit_of[id(parameter)].buffers:
-            buffer.load(parameter, values)
+            buffer.load(parameter, values, keep_rounded=True)
         return True
 
     def on_close(self, action: Callable[[], None]) -> None:

@@ -398,16 +398,26 @@ class FlatBuffer:
         """Free the memory of the values; every reader must be done."""
         self.flat.untyped_storage().resize_(0)
 
-    def load(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Take this rank's slice of new values for one of the parameters, if it is here."""
+    def load(self, parameter: nn.Parameter, values: Tensor, *, keep_rounded: bool = False) -> None:
+        """Take this rank's slice of new values for one of the parameters, if it is here.
+
+        Args:
+            parameter: one of the buffer's.
+            values: whole, of any dtype and strides.
+            keep_rounded: leave main weights that round to exactly these values. In 16 bits the model's ``state_dict``
+                has rounded ones, and to load it is not to lose their other bits.
+        """
         for fragment in self.fragments():
             if self.parameters[fragment.slot] is parameter:
                 slot = self.layout.slots[fragment.slot]
                 # In the order of the buffer's memory, where a fragment is a range; given values may have any strides.
                 dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
                 dense.copy_(values)
-                row = dense.as_strided((dense.numel(),), (1,))
-                self.put(fragment, row[fragment.start : fragment.stop], values.dtype)
+                row = dense.as_strided((dense.numel(),), (1,))[fragment.start : fragment.stop]
+                own, given = self.shard[fragment.offset : fragment.offset + row.numel()], row.to(values.dtype)
+                if keep_rounded and own.dtype != given.dtype and torch.equal(own.to(given.dtype), given):
+                    continue
+                self.put(fragment, row, values.dtype)
 
     def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
         """Write new values of a part of a parameter, in the main dtype; ``given`` is the dtype they came in."""
