@@ -49,7 +49,7 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "matrix product": lambda ps: [p.grad.view(1, -1) @ p.grad.view(-1, 1) for p in ps if p.grad is not None],
     "gram matrix": lambda ps: stacked(ps) @ stacked(ps).t(),
     "rows": lambda ps: stacked(ps).square().sum(1),
-    "rows kept": lambda ps: stacked(ps).mean(dim=(-1,), keepdim=True),
+    "rows kept": lambda ps: stacked(ps).mean(axis=(-1,), keepdim=True),
     "cosine": lambda ps: nn.functional.cosine_similarity(stacked(ps), stacked(ps), dim=1),
     "largest few": lambda ps: stacked(ps).topk(1),
     "running sum": lambda ps: [p.grad.cumsum(0) for p in ps if p.grad is not None],

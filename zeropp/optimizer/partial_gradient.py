@@ -84,7 +84,7 @@ def _reduces_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     """Tell whether an operation goes over the last dimension, where stacked gradients have their elements."""
     if func.__name__ not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
         return False
-    dim, last = kwargs.get("dim", args[1] if len(args) > 1 else None), args[0].ndim - 1
+    dim, last = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None)), args[0].ndim - 1
     return any(each in (-1, last) for each in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
