@@ -257,8 +257,9 @@ class Schedule:
             often, known = self._called[call or ""], self._order.called[call or ""]
             if call and often > known:
                 what = f"runs module {call!r}, of unit {unit.name!r}, {often} time{'s' * (often > 1)}"
-                by_itself = "" if known else "; not counting what modules around it run"
-                most = f"no rank ever ran it more than {known}{by_itself}"
+                most = f"no rank ever ran it more than {known} time{'s' * (known > 1)}"
+                if not known:
+                    most = "no rank ever ran it in one, other than inside of a module that holds it"
                 self.agreement.beyond = f"{what} in {self.agreement.where}; {most}"
             else:
                 what = f"needs weights of unit {unit.name!r}{', outside of their module,' if call == '' else ''}"
