@@ -503,3 +503,60 @@ def clipped_beside_a_late_one(again: bool) -> tuple[float, bool, bool]:
 def test_clipping_tells_of_an_edit_that_missed_a_gradient(again: bool) -> None:
     for norm, same, taken in run_ranks(2, clipped_beside_a_late_one, again):
         assert math.isnan(norm) and same and taken
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def made_by_hand(stage: int, how: str) -> float:
+    """Gradients that no backward has brought, of all parameters or of some, are stepped as in plain torch."""
+    pair = Pair(Headed(), make_config(stage=stage, unit_min_blocks=0), optimizer=head_apart, batch=rows_of_six)
+    both = (pair.optimizer, pair.plain_optimizer)
+    kept = [parameters_of(optimizer) for optimizer in both]  # as helpers do that take them once
+    for step in range(4):
+        pair.backward(how != "merged" and step % 2 == 0)
+        for optimizer, parameters in zip(both, kept, strict=True):
+            gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+            if how != "a term":
+                optimizer.zero_grad(set_to_none=step % 2 == 0)
+            for group in optimizer.param_groups if how == "given again" else ():
+                for parameter in group["params"]:
+                    parameter.grad = None
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                term = 0.1 * parameter.detach()
+                if how == "merged":
+                    parameter.grad = term if gradient is None else 0.7 * gradient + term
+                elif how == "a term":
+                    parameter.grad = term if parameter.grad is None else parameter.grad + term
+                else:
+                    parameter.grad = term
+        pair.step()
+        pair.zero_grad()
+    return pair.difference()
+
+
+@pytest.mark.parametrize("how", ["merged", "a term", "alone", "given again"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_made_by_hand(stage: int, how: str) -> None:
+    assert max(run_ranks(2, made_by_hand, stage, how)) < 1e-12
+
+
+def gradients_shown(stage: int) -> list[list[bool]]:
+    """Whether parameters of a layer have gradients, after a backward that uses it and after one that does not."""
+    pair = Pair(Headed(), make_config(stage=stage, unit_min_blocks=128), batch=rows_of_six)
+    shown = []
+    for used in (True, False):
+        pair.backward(used)
+        assert pair.optimizer.param_groups
+        parts = [part for part in pair.optimizer.slices.stepped if part.name.startswith("second")]
+        shown.append([part.parameter.grad is not None for part in parts])
+        pair.step()
+        pair.zero_grad()
+    return shown
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_no_gradients_are_shown_of_what_nothing_used(stage: int) -> None:
+    for used, unused in run_ranks(2, gradients_shown, stage):
+        assert all(used) and not any(unused)

@@ -226,6 +226,21 @@ def test_resume_bf16_from_both_states(model_first: bool) -> None:
     assert all(run_ranks(2, resume_bf16, recipe, model_first))
 
 
+def load_coarse(recipe: Recipe) -> dict[str, Tensor]:
+    model, optimizer = wrap(recipe)
+    coarse = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    continue_zero(recipe, model, optimizer, range(1), dist.get_rank())
+    model.load_state_dict(coarse)
+    model.load_state_dict({name: value.to(torch.float8_e5m2) for name, value in coarse.items()})
+    model.load_state_dict(coarse)
+    return {name: value - coarse[name] for name, value in zeropp.full_state(model).items()}
+
+
+def test_values_of_a_coarser_dtype_are_loaded_as_they_are() -> None:
+    for off in run_ranks(2, load_coarse, Recipe(dtype=torch.float32)):
+        assert not any(value.any() for value in off.values())
+
+
 # Wrapping more than once in a process.
 
 

@@ -123,7 +123,10 @@ def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
                 parameter.grad.mul_(0.5)
                 parameter.grad = parameter.grad + 0.01 * parameter.grad.sign()
                 parameter.grad.data = parameter.grad.data * 0.9
-                parameter.grad = torch.stack([parameter.grad, parameter.grad]).mean(0)
+                rows = torch.stack([parameter.grad.flatten(), parameter.grad.flatten()])
+                merged = (rows.mean(0) + rows.median(0).values + rows.sort(dim=0).values[0]) / 3
+                merged = torch.max(torch.full((2,), 0.5) @ rows, merged)
+                parameter.grad = merged.view_as(parameter.grad)
         for parameter in tensors(optimizer) if step % 2 else ():
             if parameter.grad is not None:
                 parameter.grad.set_(parameter.grad * 0.8)

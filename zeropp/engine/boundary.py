@@ -157,7 +157,7 @@ class Boundary:
                 # Summed, since an edit on one rank alone must make all of them skip. GradScaler has changed gradients
                 # that are not finite, too, and with those the step is skipped anyway.
                 if values[_EDITED] > 0 and values[_BAD] == 0:
-                    self._refuse_edited(unsent)
+                    self._refuse_edited(unsent, held=values[self._stray] == 0)
                     self.spoiled = True
                 # Without strays all of it was held on purpose, by no_sync() or a window, and no order was at fault.
                 self.engine.schedule.postpone(unsent, held=values[self._stray] == 0)
@@ -324,12 +324,20 @@ class Boundary:
             self.engine.refresh.invalidate()
         self.cache_checksum.count_step()
 
-    def _refuse_edited(self, unsent: list[int]) -> None:
+    def _refuse_edited(self, unsent: list[int], *, held: bool) -> None:
         """Say that what is unsent cannot be added to what torch's GradScaler, or the user, has changed on some rank."""
+        names = [self.engine.units[index].name for index in unsent]
+        if held:
+            _log.warning(
+                "gradients of units %s were held by no_sync() when others had been edited; this step is skipped. Edit "
+                "gradients after the last backward, and let that be outside of no_sync()",
+                names,
+            )
+            return
         _log.warning(
             "gradients of units %s came in another order than before, after the others had been scaled; this step "
             "is skipped, and they are waited for from now on",
-            [self.engine.units[index].name for index in unsent],
+            names,
         )
 
     def _clear_unused(self, values: list[float]) -> bool:

@@ -28,21 +28,28 @@ _NORMS = frozenset(
         torch.functional.norm, torch._foreach_norm, torch.nn.functional.normalize, torch.renorm, Tensor.renorm,
     )
 )  # fmt: skip
-# Functions that multiply gradients with each other, or that compare elements of one.
+# Functions that multiply gradients with each other, or that count elements of one.
+_PRODUCTS = frozenset(("matmul", "__matmul__", "mm", "bmm"))
 _ACROSS = frozenset(
     (
-        "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "addbmm", "linear",
-        "bilinear", "inner", "tensordot", "einsum", "cdist", "cosine_similarity", "pairwise_distance", "corrcoef",
-        "cov", "topk", "sort", "argsort", "msort", "kthvalue", "median", "nanmedian", "mode", "quantile", "nanquantile",
-        "histc", "count_nonzero", "unique",
+        "mv", "addmm", "addmv", "baddbmm", "addbmm", "linear", "bilinear", "inner", "tensordot", "einsum", "cdist",
+        "__rmatmul__", "cosine_similarity", "pairwise_distance", "corrcoef", "cov", "histc", "count_nonzero", "unique",
     )
 )  # fmt: skip
-_REDUCTIONS = frozenset(
-    (
-        "sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod", "logcumsumexp", "amax", "amin", "max", "min",
-        "aminmax", "var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin", "softmax", "log_softmax",
-    )
-)  # fmt: skip
+# Functions that go over a dimension -> the place of ``dim`` among their arguments, and what it is if it is not given.
+_OVER: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(
+        (
+            "sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod", "logcumsumexp", "amax", "amin", "max",
+            "min", "aminmax", "var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin", "softmax",
+            "log_softmax", "median", "nanmedian",
+        ),
+        (1, None),
+    ),
+    **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
+    **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
+    **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
+}  # fmt: skip
 _ELEMENTS = frozenset(
     (
         Tensor.__getitem__, Tensor.select, torch.select, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty,
@@ -59,7 +66,7 @@ class PartialGradient(Tensor):
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse norms and other single numbers, compute everything else, and mark what is computed as parts."""
-        if func in _NORMS or func.__name__ in _ACROSS or _reduces_elements(func, args, kwargs or {}):
+        if func in _NORMS or _mixes_elements(func.__name__, args, kwargs or {}):
             raise _refused(func)
         # Without it ``func`` would lead back to this method.
         with unguarded():
@@ -80,12 +87,20 @@ class PartialGradient(Tensor):
         return _plain(self).__reduce_ex__(protocol)
 
 
-def _reduces_elements(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _mixes_elements(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether an operation goes over the last dimension, where stacked gradients have their elements."""
-    if func.__name__ not in _REDUCTIONS or not args or not isinstance(args[0], Tensor):
+    if name in _PRODUCTS and len(args) > 1:
+        # Weights of tasks, times a row for each task, mix no elements.
+        return isinstance(args[0], PartialGradient) or args[1].ndim < 2
+    if name not in _OVER or not args or not isinstance(args[0], Tensor):
+        return name in _ACROSS
+    place, dim = _OVER[name]
+    dim = kwargs.get("dim", kwargs.get("axis", args[place] if len(args) > place else dim))
+    if isinstance(dim, Tensor):  # another tensor, as for torch.max
         return False
-    dim, last = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None)), args[0].ndim - 1
-    return any(each in (-1, last) for each in (dim if isinstance(dim, (tuple, list)) else (dim,)))
+    if dim is None and name in ("quantile", "nanquantile"):
+        return True
+    return any(each in (-1, args[0].ndim - 1) for each in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
 def _is_computed(found: object, args: tuple[Any, ...]) -> bool:

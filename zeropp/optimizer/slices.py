@@ -92,18 +92,28 @@ class Slice:
         """True if the view holds a gradient of this step."""
         return self.source is not None and self.source.arrived
 
-    def take_edit(self) -> None:
-        """Take over a gradient that the user has put in place of ours, or taken away."""
+    def take_edit(self) -> bool:
+        """Take over a gradient that the user has put in place of ours, or taken away; tell whether there is one."""
         found = self.parameter.grad
         if found is None:
             # Norms are computed over the gradient shard, where a removed gradient must count as nothing.
             self.gradient.zero_()
             # The shard may hold a gradient still; without this note the step would show it again.
             self.shown, self.removed = False, True
-        elif found is not self.seen or found.data_ptr() != self.gradient.data_ptr():
-            # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
-            self.gradient.copy_(found)
-            self.seen.data = self.gradient
+            return False
+        # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
+        if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
+            return False
+        self.gradient.copy_(found)
+        self.seen.data = self.gradient
+        self.shown, self.removed = True, False
+        return True
+
+    def begin_gradient(self) -> None:
+        """Take over a gradient that the user has made where none was shown."""
+        assert self.source is not None
+        self.source.begin()
+        self.take_edit()
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
@@ -382,16 +392,23 @@ class Slices:
         """Take over gradients that the user has replaced or removed since they were shown.
 
         Args:
-            used: for each unit, whether its trainable parameters have gradients from this rank; those of a group whose
-                gradients were all removed have none from now on.
+            used: for each unit, whether its trainable parameters have gradients from this rank. Those that the user
+                has made count from now on, and those of a group whose gradients were all removed no longer.
 
         Returns:
             Whether the gradients of all groups were removed, on every rank.
         """
         shown = [part for part in self.stepped if part.shown]
+        made = [p for p in self.stepped if not p.shown and p.source is not None and p.parameter.grad is not None]
         with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
-            for part in shown:
-                part.take_edit()
+            for part in made:
+                part.begin_gradient()
+            # Of a parameter that nothing used, zeros may be shown; what the user puts in their place is a gradient.
+            made += [part for part in shown if part.take_edit() and self._is_made(part, used)]
+        for part in made:
+            used[part.unit][part.position] = True
+        for mark in self.markers if made else ():
+            mark.shown |= mark.parameter.grad is not None
         # By the markers, which all ranks have: the slices of this rank may all be of one group.
         removed = [all(mark.shown and mark.parameter.grad is None for mark in marks) for marks in self._marks]
         if removed and all(removed) and all(part.removed for part in shown):
@@ -399,6 +416,17 @@ class Slices:
         if any(removed):
             self._forget_groups(removed, used)
         return False
+
+    def _is_made(self, part: Slice, used: Sequence[list[bool]]) -> bool:
+        return part.source is not None and not used[part.unit][part.position] and bool(part.gradient.any())
+
+    def hide_unused(self, used: Sequence[list[bool]]) -> None:
+        """Show no zeros of parameters that this rank has not used, as plain torch has none; called where users look."""
+        for part in self.stepped:
+            if part.shown and part.source is not None and not used[part.unit][part.position] and not part.removed:
+                with unguarded():
+                    if part.parameter.grad is part.seen and not part.gradient.any():
+                        part.show_gradient(False)
 
     def _forget_groups(self, removed: Sequence[bool], used: Sequence[list[bool]]) -> None:
         gone: set[int] = set()

@@ -404,8 +404,8 @@ class FlatBuffer:
         Args:
             parameter: one of the buffer's.
             values: whole, of any dtype and strides.
-            keep_rounded: leave main weights that round to exactly these values. In 16 bits the model's ``state_dict``
-                has rounded ones, and to load it is not to lose their other bits.
+            keep_rounded: leave main weights as they are if they round to exactly these values in the compute dtype. The
+                model's ``state_dict`` has rounded ones, and to load it is not to lose their other bits.
         """
         for fragment in self.fragments():
             if self.parameters[fragment.slot] is parameter:
@@ -414,8 +414,9 @@ class FlatBuffer:
                 dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
                 dense.copy_(values)
                 row = dense.as_strided((dense.numel(),), (1,))[fragment.start : fragment.stop]
-                own, given = self.shard[fragment.offset : fragment.offset + row.numel()], row.to(values.dtype)
-                if keep_rounded and own.dtype != given.dtype and torch.equal(own.to(given.dtype), given):
+                own, dtype = self.shard[fragment.offset : fragment.offset + row.numel()], values.dtype
+                rounded = keep_rounded and dtype == self.compute_dtype != own.dtype
+                if rounded and torch.equal(own.to(dtype), row.to(dtype)):
                     continue
                 self.put(fragment, row, values.dtype)
 

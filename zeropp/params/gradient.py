@@ -360,6 +360,13 @@ class Gradient:
         self.arrived = False
         self._forget_held()
 
+    def begin(self) -> None:
+        """Begin a sum of zeros where nothing has come: the user has made a gradient of one of the parameters."""
+        if not self.arrived:
+            self.shard.zero_()
+            self.arrived = True
+            self.measure()
+
     def set_to_zero(self) -> None:
         """Set the sum to zero if any gradient has come, and forget what has not been sent."""
         present = self.arrived or self.has_unsent()
