@@ -145,7 +145,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             refuse_scaler(self.engine.window)
         # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
         self.boundary.doubt()
-        if self.engine.has_pending_gradients():
+        if self.engine.has_pending_gradients() and not self.outcome.step_was_taken:
             self.slices.hide_unused(self.engine.pending.used)
         return self.inner.param_groups
 
