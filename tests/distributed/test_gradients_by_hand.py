@@ -542,21 +542,62 @@ def test_gradients_made_by_hand(stage: int, how: str) -> None:
     assert max(run_ranks(2, made_by_hand, stage, how)) < 1e-12
 
 
-def gradients_shown(stage: int) -> list[list[bool]]:
-    """Whether parameters of a layer have gradients, after a backward that uses it and after one that does not."""
-    pair = Pair(Headed(), make_config(stage=stage, unit_min_blocks=128), batch=rows_of_six)
-    shown = []
-    for used in (True, False):
-        pair.backward(used)
-        assert pair.optimizer.param_groups
-        parts = [part for part in pair.optimizer.slices.stepped if part.name.startswith("second")]
-        shown.append([part.parameter.grad is not None for part in parts])
+def clipped_by_hand(stage: int, without_backward: bool) -> float:
+    """Gradients that were put in the place of ours are clipped by the whole model's norm."""
+    pair = Pair(Headed(), make_config(stage=stage), optimizer=head_apart, batch=rows_of_six)
+    for _ in range(3):
+        if not without_backward:
+            pair.backward(True)
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            for parameter in parameters_of(optimizer):
+                parameter.grad = parameter.detach().clone() if parameter.grad is None else parameter.grad * 2
+        pair.optimizer.clip_grad_norm_(0.05)
+        nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.05)
         pair.step()
-        pair.zero_grad()
-    return shown
+        for each in (pair.optimizer, pair.plain_optimizer):
+            each.zero_grad()
+    return pair.difference()
 
 
+@pytest.mark.parametrize("without_backward", [False, True])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_no_gradients_are_shown_of_what_nothing_used(stage: int) -> None:
-    for used, unused in run_ranks(2, gradients_shown, stage):
-        assert all(used) and not any(unused)
+def test_gradients_put_in_place_are_clipped(stage: int, without_backward: bool) -> None:
+    assert max(run_ranks(2, clipped_by_hand, stage, without_backward)) < 1e-7
+
+
+def some_taken_away(stage: int, how: str) -> float:
+    """All gradients but one parameter's, or those that are zero; a layer is frozen; all are set to zero."""
+    settings = make_config(stage=stage, unit_min_blocks=128)
+    pair = Pair(Headed(), settings, optimizer=named_apart, batch=rows_of_six)
+    both = (pair.optimizer, pair.plain_optimizer)
+    for _ in range(3):
+        pair.backward(True)
+        for optimizer in both:
+            for group in optimizer.param_groups:
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    zero = parameter.grad is None or not (parameter.grad != 0).any()
+                    unwanted = name != "head.bias" if how == "all but one" else zero
+                    if how in ("all but one", "zeros") and unwanted:
+                        parameter.grad = None
+                    elif how == "frozen" and parameter.requires_grad and name.startswith("first"):
+                        parameter.grad = parameter.detach().clone()
+            if how == "set to zero":
+                for parameter in parameters_of(optimizer):
+                    parameter.grad = parameter.detach().clone()
+                optimizer.zero_grad(set_to_none=False)
+        pair.step()
+        for optimizer in both:
+            optimizer.zero_grad()
+        for model in (pair.model, pair.plain) if how == "frozen" else ():
+            model.get_submodule("first").requires_grad_(False)
+    return pair.difference()
+
+
+def named_apart(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(model.named_parameters()), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+@pytest.mark.parametrize("how", ["all but one", "zeros", "frozen", "set to zero"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_some_gradients_taken_away(stage: int, how: str) -> None:
+    assert max(run_ranks(2, some_taken_away, stage, how)) < 1e-12

@@ -38,6 +38,7 @@ __all__ = ["Slice", "SliceStates", "Slices"]
 
 _NOTHING = "<nothing>"  # the name of what is no part of a parameter
 _MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
+_MARKER_GRADIENT = 1e-30  # too small for any sum
 _MARKER_NUMEL = 2  # a loop that leaves out tensors of one element edits markers, too
 
 
@@ -106,6 +107,8 @@ class Slice:
             return False
         self.gradient.copy_(found)
         self.seen.data = self.gradient
+        # Ours again: clipping writes to it, and is not to be undone by the user's tensor later.
+        self.parameter.grad = self.seen
         self.shown, self.removed = True, False
         return True
 
@@ -396,10 +399,11 @@ class Slices:
                 has made count from now on, and those of a group whose gradients were all removed no longer.
 
         Returns:
-            Whether the gradients of all groups were removed, on every rank.
+            Whether the gradients of all groups were removed.
         """
         shown = [part for part in self.stepped if part.shown]
-        made = [p for p in self.stepped if not p.shown and p.source is not None and p.parameter.grad is not None]
+        made = [part for part in self.stepped if not part.shown and part.parameter.grad is not None]
+        made = [part for part in made if part.source is not None and self._units[part.unit].trained[part.position]]
         with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
             for part in made:
                 part.begin_gradient()
@@ -409,24 +413,21 @@ class Slices:
             used[part.unit][part.position] = True
         for mark in self.markers if made else ():
             mark.shown |= mark.parameter.grad is not None
-        # By the markers, which all ranks have: the slices of this rank may all be of one group.
-        removed = [all(mark.shown and mark.parameter.grad is None for mark in marks) for marks in self._marks]
-        if removed and all(removed) and all(part.removed for part in shown):
-            return True
+        removed = [self._is_removed(given, marks) for given, marks in zip(self.given, self._marks, strict=True)]
         if any(removed):
             self._forget_groups(removed, used)
-        return False
+        return bool(removed) and all(removed)
+
+    def _is_removed(self, given: Sequence[nn.Parameter], marks: Sequence[Slice]) -> bool:
+        """Tell whether the user has taken away all gradients of a group: by its markers, which all ranks have."""
+        if not all(mark.shown and mark.parameter.grad is None for mark in marks):
+            return False
+        return not any(part.shown for parameter in given for part in self._cut.get(id(parameter), []))
 
     def _is_made(self, part: Slice, used: Sequence[list[bool]]) -> bool:
-        return part.source is not None and not used[part.unit][part.position] and bool(part.gradient.any())
-
-    def hide_unused(self, used: Sequence[list[bool]]) -> None:
-        """Show no zeros of parameters that this rank has not used, as plain torch has none; called where users look."""
-        for part in self.stepped:
-            if part.shown and part.source is not None and not used[part.unit][part.position] and not part.removed:
-                with unguarded():
-                    if part.parameter.grad is part.seen and not part.gradient.any():
-                        part.show_gradient(False)
+        if part.source is None or used[part.unit][part.position] or not self._units[part.unit].trained[part.position]:
+            return False
+        return bool(part.gradient.any())
 
     def _forget_groups(self, removed: Sequence[bool], used: Sequence[list[bool]]) -> None:
         gone: set[int] = set()
@@ -465,10 +466,11 @@ class Slices:
         self.show_markers(zeros)
 
     def show_markers(self, present: bool) -> None:
-        """Give markers gradients of zero, or none: where slices have theirs, but for the step itself."""
+        """Give markers gradients of next to zero, or none: where slices have theirs, but for the step itself."""
         for marker in self.markers:
             if present:
-                marker.gradient.zero_()  # the user may have written to it
+                # Anew: the user may have written to it. Not zero: who takes zeros away is not to take it.
+                marker.gradient.fill_(_MARKER_GRADIENT)
             marker.show_gradient(present)
 
     def show_used(self, used: Sequence[Sequence[bool]]) -> None:

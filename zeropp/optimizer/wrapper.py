@@ -145,8 +145,6 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             refuse_scaler(self.engine.window)
         # Writes to gradients through ``.data`` raise no version, so whoever gets the groups may have edited some.
         self.boundary.doubt()
-        if self.engine.has_pending_gradients() and not self.outcome.step_was_taken:
-            self.slices.hide_unused(self.engine.pending.used)
         return self.inner.param_groups
 
     @property
@@ -220,7 +218,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.require_idle("clip_grad_norm_")
         if self.engine.window.unfinished and not now:
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
-        self._take_edits()
+        self.slices.take_edits(self.engine.pending.used)
         self.boundary.invalidate()  # the user may have edited gradients since
         verdict = self._decide()  # gradients held by no_sync must be in first
         norm = self.boundary.norm_tensor()
@@ -240,7 +238,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.require_idle("grad_norms")
         if not self.engine.window.unfinished:
             self.outcome.wait()  # of the step before: the verdict would read over it
-            self._take_edits()
+            self.slices.take_edits(self.engine.pending.used)
             verdict = self.boundary.keep_verdict()
             self._norms = gradient_norms(self.engine, verdict)
             self._show_sent(verdict)
@@ -300,7 +298,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if rest := self.slices.take_rest():
             self.boundary.missed += rest
             self.engine.note_storages()
-        self._take_edits()
+        self.slices.take_edits(self.engine.pending.used)
         self.boundary.recheck()
         verdict = self._decide()
         norm = self.boundary.norm_tensor()
@@ -345,6 +343,9 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             now: discard the gradients of an unfinished window, too.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
+        if not set_to_none:
+            with torch.no_grad():
+                self.slices.take_edits(self.engine.pending.used)  # those that the user has made are set to zero, too
         self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
     def _forget_unsent(self) -> bool:
@@ -438,7 +439,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.slices.refuse_accumulated()
         window = self.engine.window
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
-        self._take_edits()
+        if self.slices.take_edits(self.engine.pending.used):  # all were removed, as torch's own zero_grad does
+            self.engine.pending.forget()
         self.carried.follow(self.grad_scaler)
 
     @torch.no_grad()
@@ -471,7 +473,3 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if self._trainability.apply():
             self.slices.put()
             self.boundary.invalidate()
-
-    def _take_edits(self) -> None:
-        if self.slices.take_edits(self.engine.pending.used):  # all were removed, as torch's own zero_grad does
-            self.engine.pending.forget()
