@@ -466,10 +466,10 @@ class Slices:
         self.show_markers(zeros)
 
     def show_markers(self, present: bool) -> None:
-        """Give markers gradients of next to zero, or none: where slices have theirs, but for the step itself."""
+        """Give markers tiny gradients, or none: where slices have theirs, but for the step itself."""
         for marker in self.markers:
             if present:
-                # Anew: the user may have written to it. Not zero: who takes zeros away is not to take it.
+                # The user may have written to it. It is not zero, since some loops set gradients of zero to None.
                 marker.gradient.fill_(_MARKER_GRADIENT)
             marker.show_gradient(present)
 

@@ -21,7 +21,7 @@ from zeropp.config.base import notify
 from zeropp.engine.boundary import Boundary
 from zeropp.engine.engine import Engine
 from zeropp.engine.idle import refuse_retired
-from zeropp.engine.parking import NOTHING
+from zeropp.engine.parking import NOTHING, TRAINING
 from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import (
     also_forget,
@@ -343,9 +343,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             now: discard the gradients of an unfinished window, too.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
-        if not set_to_none:
+        if not set_to_none and (now or not self.engine.window.keeps_gradients):
+            # Those that the user has made are set to zero, too; not while the host steps with what is there.
+            self.engine.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=TRAINING)
             with torch.no_grad():
-                self.slices.take_edits(self.engine.pending.used)  # those that the user has made are set to zero, too
+                self.slices.take_edits(self.engine.pending.used)
         self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
     def _forget_unsent(self) -> bool:
