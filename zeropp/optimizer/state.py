@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from zeropp._compat import default_store
 from zeropp.comm.agreement import SAVED
 from zeropp.comm.within import within
-from zeropp.config.base import notify, notify_once
+from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.feedback import CarriedErrors
 
@@ -150,8 +150,7 @@ def load_carried(engine: Engine, carried: CarriedErrors, saved: dict[str, Any] |
         return
     wrong = [rank for rank, row in enumerate(rows) if row[0] == 0]
     cause = f"of ranks {wrong} do not fit this configuration, or were not saved" if wrong else "differ in age"
-    told = f"carried errors of quantized gradients {cause}; they begin anew"
-    notify_once(told, first=engine.comm.rank == 0)
+    notify(f"carried errors of quantized gradients {cause}; they begin anew")
     carried.clear()
 
 
