@@ -601,3 +601,36 @@ def named_apart(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_some_gradients_taken_away(stage: int, how: str) -> None:
     assert max(run_ranks(2, some_taken_away, stage, how)) < 1e-12
+
+
+class Scaled(nn.Module):
+    """Two blocks, a unit each, and a scale of which one rank has the only element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)])
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, whole: bool) -> Tensor:
+        for block in self.blocks if whole else ():
+            x = x + torch.tanh(block(x))
+        return x * self.scale
+
+
+def added_to_nothing(stage: int) -> float:
+    """A term is added to all gradients where a backward brought no gradient of this rank's slices."""
+    pair = Pair(Scaled(), make_config(stage=stage), batch=rows_of_six)
+    for step in range(3):
+        pair.backward(step == 1)
+        for optimizer in (pair.optimizer, pair.plain_optimizer):
+            for parameter in parameters_of(optimizer):
+                term = 0.3 * parameter.detach()
+                parameter.grad = term if parameter.grad is None else parameter.grad + term
+        pair.step()
+        pair.zero_grad()
+    return pair.difference()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_term_where_no_gradient_has_come(stage: int) -> None:
+    assert max(run_ranks(2, added_to_nothing, stage)) < 1e-12

@@ -117,6 +117,7 @@ def states(t: Training) -> None:
     t.optimizer.load_state_dict(kept)
     t.step()
     t.model.load_state_dict(weights)
+    t.model.load_state_dict(t.model.state_dict())  # in 16 bits, the main weights rounded
     t.step()
 
 

@@ -143,7 +143,7 @@ def gather_objects(value: _T, group: dist.ProcessGroup, seconds: float) -> list[
 def gather_pickled(value: _T, group: dist.ProcessGroup, seconds: float) -> list[_T]:
     """:func:`gather_objects` of a group that has gloo for the host's memory; it need not be torch's any more."""
     data, timeout = pickle.dumps(value), timedelta(seconds=seconds)
-    # The first round carries the sizes, and all of what is short: most of what ranks tell each other is.
+    # The first round carries every size and, where it fits, the whole value; mostly it does.
     first = bytearray(_SIZE + _SHORT)
     first[:_SIZE] = len(data).to_bytes(_SIZE, "little")
     first[_SIZE:] = data[:_SHORT].ljust(_SHORT, b"\0")

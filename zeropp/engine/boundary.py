@@ -65,7 +65,8 @@ class Boundary:
             never where they are read late.
         reads_late: whether they may be, on a card; see [Note: sums read late].
         cache_checksum: compares what ranks cache.
-        spoiled: an edit of gradients has missed some of them, so that the next step is skipped; the same on every rank.
+        spoiled: gradients were edited before others of the same step had been reduced, which the edit missed; the step
+            is skipped. The same on every rank.
         missed: names of parameters; some of them were edited on this rank, and a forward has computed without the edit.
     """
 
@@ -197,6 +198,7 @@ class Boundary:
         engine = self.engine
         return (
             self.reads_late
+            and not self.spoiled
             and self._checks  # the device leaves out what is not finite
             and (engine.comm.world == 1 or engine.schedule.static)
             and not self.cache_checksum.due
@@ -329,8 +331,9 @@ class Boundary:
         names = [self.engine.units[index].name for index in unsent]
         if held:
             _log.warning(
-                "gradients of units %s were held by no_sync() when others had been edited; this step is skipped. Edit "
-                "gradients after the last backward, and let that be outside of no_sync()",
+                "gradients were edited while those of units %s were held, by no_sync() or in an unfinished window, "
+                "so the edit did not reach these; this step is skipped. Run the last backward of a step outside of "
+                "no_sync(), and edit gradients after it",
                 names,
             )
             return

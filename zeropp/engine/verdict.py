@@ -17,7 +17,7 @@ class Verdict:
         used: for each unit, whether each trainable parameter had a gradient on any rank since the last zero_grad.
         late: some rank does not know it yet, so that all go through the step, which the device may leave out.
         checked: a step with a norm that is not finite is skipped.
-        sent: gradients have been sent for it, which backwards had held or not expected.
+        sent: gradients that backwards had held, or that came out of order, had to be reduced first.
     """
 
     norm: float | None

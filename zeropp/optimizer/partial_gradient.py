@@ -90,7 +90,7 @@ class PartialGradient(Tensor):
 def _mixes_elements(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tell whether an operation goes over the last dimension, where stacked gradients have their elements."""
     if name in _PRODUCTS and len(args) > 1:
-        # Weights of tasks, times a row for each task, mix no elements.
+        # Weights [tasks] @ gradients [tasks, elements] work on each element by itself.
         return isinstance(args[0], PartialGradient) or args[1].ndim < 2
     if name not in _OVER or not args or not isinstance(args[0], Tensor):
         return name in _ACROSS

@@ -38,7 +38,7 @@ __all__ = ["Slice", "SliceStates", "Slices"]
 
 _NOTHING = "<nothing>"  # the name of what is no part of a parameter
 _MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
-_MARKER_GRADIENT = 1e-30  # too small for any sum
+_MARKER_GRADIENT = 1e-30  # not zero, see show_markers; too small to change a sum
 _MARKER_NUMEL = 2  # a loop that leaves out tensors of one element edits markers, too
 
 
@@ -105,18 +105,14 @@ class Slice:
         # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
         if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
             return False
+        if self.source is not None:
+            self.source.begin()  # nothing may have come to the shard in this step
         self.gradient.copy_(found)
         self.seen.data = self.gradient
         # Ours again: clipping writes to it, and is not to be undone by the user's tensor later.
         self.parameter.grad = self.seen
         self.shown, self.removed = True, False
         return True
-
-    def begin_gradient(self) -> None:
-        """Take over a gradient that the user has made where none was shown."""
-        assert self.source is not None
-        self.source.begin()
-        self.take_edit()
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
@@ -395,8 +391,8 @@ class Slices:
         """Take over gradients that the user has replaced or removed since they were shown.
 
         Args:
-            used: for each unit, whether its trainable parameters have gradients from this rank. Those that the user
-                has made count from now on, and those of a group whose gradients were all removed no longer.
+            used: for each unit, whether its trainable parameters have gradients from this rank. It becomes True where
+                the user has set a gradient, and False for a group whose gradients the user has all set to None.
 
         Returns:
             Whether the gradients of all groups were removed.
@@ -406,7 +402,7 @@ class Slices:
         made = [part for part in made if part.source is not None and self._units[part.unit].trained[part.position]]
         with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
             for part in made:
-                part.begin_gradient()
+                part.take_edit()
             # Of a parameter that nothing used, zeros may be shown; what the user puts in their place is a gradient.
             made += [part for part in shown if part.take_edit() and self._is_made(part, used)]
         for part in made:

@@ -245,7 +245,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         return dict(self._norms)
 
     def _show_sent(self, verdict: Verdict) -> None:
-        """Show gradients that a look has sent, such as those that no_sync() held: the user may edit them."""
+        """Show gradients that were reduced for a verdict, such as those that no_sync() held: the user may edit them."""
         if verdict.sent:
             self.slices.show_arrived()
 

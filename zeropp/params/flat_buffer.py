@@ -404,8 +404,8 @@ class FlatBuffer:
         Args:
             parameter: one of the buffer's.
             values: whole, of any dtype and strides.
-            keep_rounded: leave main weights as they are if they round to exactly these values in the compute dtype. The
-                model's ``state_dict`` has rounded ones, and to load it is not to lose their other bits.
+            keep_rounded: leave this rank's slice alone where it rounds to these values. ``model.state_dict()`` gives
+                values in the compute dtype, and loading them back is not to lose the lower bits of main weights.
         """
         for fragment in self.fragments():
             if self.parameters[fragment.slot] is parameter:
@@ -414,10 +414,10 @@ class FlatBuffer:
                 dense = torch.empty_strided(slot.shape, slot.strides, dtype=self.main_dtype, device=self.device)
                 dense.copy_(values)
                 row = dense.as_strided((dense.numel(),), (1,))[fragment.start : fragment.stop]
-                own, dtype = self.shard[fragment.offset : fragment.offset + row.numel()], values.dtype
-                rounded = keep_rounded and dtype == self.compute_dtype != own.dtype
-                if rounded and torch.equal(own.to(dtype), row.to(dtype)):
-                    continue
+                if keep_rounded and self.trainable and values.dtype == self.compute_dtype != self.main_dtype:
+                    own = self.shard[fragment.offset : fragment.offset + row.numel()]
+                    if torch.equal(own.to(self.device, values.dtype), row.to(values.dtype)):
+                        continue
                 self.put(fragment, row, values.dtype)
 
     def put(self, fragment: Fragment, values: Tensor, given: torch.dtype) -> None:
