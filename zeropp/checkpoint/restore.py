@@ -22,7 +22,7 @@ from zeropp.checkpoint.source import Source
 from zeropp.checkpoint.ties import require_equal
 from zeropp.checkpoint.together import telling, together
 from zeropp.checkpoint.values import decode, tensors_in
-from zeropp.config.base import notify
+from zeropp.config.base import notify, notify_once
 from zeropp.engine.engine import Engine
 from zeropp.optimizer.groups import load_optimizer
 from zeropp.optimizer.slices import Slice
@@ -138,12 +138,13 @@ class Restore:
 
         keys = self._keys()
         frozen = [n for b in self.engine.buffers if not b.trainable for n in b.names if self._renamed.get(n) in keys]
-        if first and frozen:
+        if frozen:
             more = f" and {len(frozen) - 5} more" if len(frozen) > 5 else ""
-            notify(
+            notify_once(
                 f"the checkpoint has optimizer states of {frozen[:5]}{more}, which are frozen here: they are not "
                 "loaded, and begin anew where a parameter is unfrozen. To keep them, unfreeze the parameters before "
-                "loading, and freeze them afterwards"
+                "loading, and freeze them afterwards",
+                first=first,
             )
 
     def _note_no_states(self, strict: bool) -> None:

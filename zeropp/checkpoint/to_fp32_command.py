@@ -6,7 +6,7 @@ import logging
 import os
 from pathlib import Path
 
-__all__ = ["SCRIPT", "main", "make_executable", "write_script"]
+__all__ = ["SCRIPT", "make_executable", "write_script"]
 
 _log = logging.getLogger("zeropp")
 
@@ -19,14 +19,6 @@ from zeropp.checkpoint.zero_to_fp32 import main
 if __name__ == "__main__":
     main()
 '''
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Convert; scripts of earlier versions call it here."""
-    # Later: a module that is run as a command must not be imported before, by whoever saves checkpoints.
-    from zeropp.checkpoint.zero_to_fp32 import main as convert
-
-    convert(argv)
 
 
 def write_script(folder: Path) -> None:

@@ -23,7 +23,7 @@ def _canonical(value: object) -> object:
 
 
 def _scale(value: object) -> object:
-    """Refuses the word that some programs have for a scale that moves."""
+    """Refuse "dynamic", which other libraries write for a dynamic loss scale; here it is 0."""
     if isinstance(value, str) and value.lower() == "dynamic":
         raise ValueError(f"got {value_text(value)}; expected a number >= 0; set 0, which means a dynamic scale")
     return value

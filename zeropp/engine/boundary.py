@@ -466,7 +466,7 @@ class Boundary:
         names = list(dict.fromkeys(name for names in told.values() for name in names))
         where = f"on rank{'s' * (len(ranks) > 1)} {ranks}, in some of {names[:8]}," if names else "on another rank"
         return RuntimeError(
-            f"weights were edited between steps {where} and a forward has computed with the weights of before, so "
+            f"weights were edited between steps {where} and a forward has computed with the old weights, so "
             "nothing was stepped. The model computes with weights that all ranks gather together, and a "
             "rank that holds no part of what was edited cannot know of the edit. Edit all tensors of a parameter group "
             "in one loop, on every rank; or edit whole parameters in zeropp.zero.GatheredParameters(parameters, "

@@ -259,7 +259,7 @@ class Schedule:
                 what = f"runs module {call!r}, of unit {unit.name!r}, {often} time{'s' * (often > 1)}"
                 most = f"no rank ever ran it more than {known} time{'s' * (known > 1)}"
                 if not known:
-                    most = "no rank ever ran it in one, other than inside of a module that holds it"
+                    most = "no rank ever ran it by itself, only as a part of a module that contains it"
                 self.agreement.beyond = f"{what} in {self.agreement.where}; {most}"
             else:
                 what = f"needs weights of unit {unit.name!r}{', outside of their module,' if call == '' else ''}"

@@ -188,7 +188,8 @@ def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) 
             f"{key}.params.{_FAILS}: true is not in zeropp, whose steps autograd does not record; remove it"
         )
     if missing := [each.name for each in parameters if each.default is each.empty and each.name not in given]:
-        raise ConfigError([f"{key}.params.{each} is missing; set it for {name}{_what(made, each)}" for each in missing])
+        absent = [f"{key}.params.{each} is missing; set it for {name}{_described(made, each)}" for each in missing]
+        raise ConfigError(absent)
     numbers = {each.name for each in parameters if _takes_numbers_alone(each)}
     fitted = _fitted(key, given, {each.name: each.default for each in parameters}, numbers)
     try:
@@ -197,8 +198,8 @@ def _call(key: str, name: str, made: Any, first: object, given: dict[str, Any]) 
         raise ConfigError(f"{key}.params of {name}: {error}") from error
 
 
-def _what(made: Any, argument: str) -> str:
-    """What an argument is, by the first sentence about it in the text of its class; empty where there is none."""
+def _described(made: Any, argument: str) -> str:
+    """The first sentence about an argument in the docstring of its class; empty where there is none."""
     text = inspect.getdoc(made) or ""
     found = re.search(rf"^ *{argument}\b[^:\n]*: (.+?)\.\s", text, re.MULTILINE | re.DOTALL)
     return f": {' '.join(found[1].split())}" if found else ""
@@ -206,7 +207,7 @@ def _what(made: Any, argument: str) -> str:
 
 def _takes_numbers_alone(parameter: inspect.Parameter) -> bool:
     kind = parameter.annotation
-    # Text in zeropp's own files, classes in some of torch's.
+    # Annotations are strings in zeropp's own files, and types in some of torch's.
     named = kind.__name__ if isinstance(kind, type) else str(kind)
     return {"None", "int", "float", "PerGroup"}.issuperset(named.split(" | "))
 
@@ -224,7 +225,7 @@ def _hint(key: str, argument: str, accepted: set[str]) -> str:
 def _fitted(
     key: str, given: Mapping[str, Any], defaults: Mapping[str, Any], numbers: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Arguments of the types that their defaults have; those in ``numbers`` are numbers, whatever these are.
+    """Arguments of the types that their defaults have; those in ``numbers`` must be numbers, also without one.
 
     Raises:
         ConfigError: some are of other types; with all of them.

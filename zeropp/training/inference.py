@@ -99,7 +99,7 @@ def thaw(engine: Engine, model: nn.Module) -> None:
 
 
 def _unfreeze(parameters: list[nn.Parameter]) -> None:
-    # Cleaning up, after an error perhaps, which another one would hide. KeyError is of weights that were being adopted.
+    # Cleaning up, after an error perhaps, which another one would hide. A KeyError is of a wrap that failed half-way.
     with contextlib.suppress(RuntimeError, KeyError):
         for parameter in parameters:
             parameter.requires_grad_(True)
