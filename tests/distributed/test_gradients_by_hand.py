@@ -459,6 +459,88 @@ def test_gradients_of_a_group_taken_away(stage: int, group: int, to_none: bool) 
         assert max(off) < 1e-12, off
 
 
+def by_names(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(model.named_parameters()), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+
+def take_away(pair: Pair, chosen: Callable[[str], bool]) -> None:
+    for optimizer in (pair.optimizer, pair.plain_optimizer):
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                if chosen(name):
+                    parameter.grad = None
+
+
+# Backwards, by whether each of two ranks uses the second layer; and what is done in between.
+TAKEN_AWAY = {
+    "a backward without it follows": [(True, True), "take away", (False, False), "step"],
+    "two steps": [(True, True), "take away", "step", (False, False), "step"],
+    "others are set to zero": [(True, True), "take away", "step", "to zero", (False, False), "step"],
+    "taken away after the step": [(True, True), "step", "take away", "to zero", (False, False), "step"],
+    "one rank had used it": [(False, True), "take away", (False, False), "step"],
+    "the other rank had used it": [(True, False), "take away", (False, False), "step"],
+    "one rank uses it again": [(True, True), "take away", (False, True), "step"],
+    "the other rank uses it again": [(True, True), "take away", (True, False), "step"],
+    "taken away twice": [(True, True), "take away", (False, True), "take away", (False, False), "step"],
+    "all but one": [(True, True), "take away all but a bias", (False, False), "step"],
+    "all, then backwards of one rank": [(True, True), "take away all", (False, True), "step", "take away all"],
+    "a look between": [(True, True), "take away", "look", (False, True), "look", "step"],
+}
+
+
+def taken_away(stage: int, how: str, blocks: int) -> list[float]:
+    """Gradients of the second layer, or others, are set to None; every step is compared with plain torch."""
+    settings = make_config(stage=stage, unit_min_blocks=blocks)
+    pair, off = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six), []
+    for act in ["step", *TAKEN_AWAY[how], "zero", *TAKEN_AWAY[how], "zero", (True, True), "step"]:
+        if isinstance(act, tuple):
+            pair.backward(*act)
+        elif act == "step":
+            pair.step()
+            off.append(pair.difference())
+        elif act == "look":
+            pair.optimizer.grad_norms()
+        elif act in ("zero", "to zero"):
+            for each in (pair.optimizer, pair.plain_optimizer):
+                each.zero_grad(set_to_none=act == "zero")
+        else:
+            kept = {"take away": ("first", "head"), "take away all": ()}.get(act, ("first.bias",))
+            take_away(pair, lambda name, kept=kept: not name.startswith(kept))  # type: ignore[misc]
+    return off
+
+
+@pytest.mark.parametrize("blocks", [0, 128])
+@pytest.mark.parametrize("how", TAKEN_AWAY)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_taken_away_stay_away_until_a_rank_uses_them(stage: int, how: str, blocks: int) -> None:
+    for off in run_ranks(2, taken_away, stage, how, blocks):
+        assert max(off) < 1e-12, off
+
+
+def taken_away_in_a_window(stage: int) -> list[bool]:
+    """All gradients but a bias's are set to None after the first of two micro-batches; ranks step at the same call."""
+    settings = make_config(stage=stage, gradient_accumulation_steps=2)
+    pair, taken = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six, micros=2), []
+    for _ in range(3):
+        for micro in range(2):
+            pair.backward(True, True)
+            if micro == 0:
+                take_away(pair, lambda name: name != "first.bias")
+            pair.optimizer.step()
+            taken.append(pair.optimizer.step_was_taken)
+            pair.optimizer.zero_grad()
+        pair.plain_optimizer.step()
+        pair.plain_optimizer.zero_grad()
+        pair.advance()
+    pair.check()
+    return taken
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_taken_away_in_a_window(stage: int) -> None:
+    assert run_ranks(2, taken_away_in_a_window, stage) == [[False, True] * 3] * 2
+
+
 def edited_after_a_look_at_held(stage: int, look: str) -> float:
     """All backwards are held by no_sync(); a look sends them, and what it sent is shown."""
     pair = Pair(Detours(), make_config(stage=stage))

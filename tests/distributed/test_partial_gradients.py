@@ -29,6 +29,11 @@ def stacked(ps: list[nn.Parameter]) -> Tensor:
     return torch.stack([flat, 2 * flat])
 
 
+def columns(ps: list[nn.Parameter]) -> Tensor:
+    """The same as columns."""
+    return torch.stack(list(stacked(ps)), dim=1)
+
+
 NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "clip": lambda ps: clip_grad_norm_(ps, 1.0),
     "clip inf": lambda ps: clip_grad_norm_(ps, 1.0, norm_type=float("inf")),
@@ -54,6 +59,15 @@ NORMS: dict[str, Callable[[list[nn.Parameter]], object]] = {
     "largest few": lambda ps: stacked(ps).topk(1),
     "running sum": lambda ps: [p.grad.cumsum(0) for p in ps if p.grad is not None],
     "entries": lambda ps: [torch.count_nonzero(p.grad) for p in ps if p.grad is not None],
+    "counted": lambda ps: [(p.grad.abs() > 0.1).sum() for p in ps if p.grad is not None],
+    "share of signs": lambda ps: [(p.grad > 0).float().mean() for p in ps if p.grad is not None],
+    "sum by name": lambda ps: [torch.sum(input=p.grad) for p in ps if p.grad is not None],
+    "index": lambda ps: [p.grad.argmax() for p in ps if p.grad is not None],
+    "columns": lambda ps: columns(ps).sum(0),
+    "transposed": lambda ps: stacked(ps).T.mean(dim=0),
+    "products of columns": lambda ps: columns(ps).t() @ columns(ps),
+    "products of vectors": lambda ps: torch.linalg.vecdot(stacked(ps), stacked(ps)),
+    "singular values": lambda ps: torch.linalg.svd(stacked(ps), full_matrices=False),
     "normalized": lambda ps: [nn.functional.normalize(p.grad, dim=0) for p in ps if p.grad is not None],
 }
 
@@ -126,6 +140,10 @@ def trained(settings: dict[str, Any] | None) -> dict[str, Tensor]:
                 rows = torch.stack([parameter.grad.flatten(), parameter.grad.flatten()])
                 merged = (rows.mean(0) + rows.median(0).values + rows.sort(dim=0).values[0]) / 3
                 merged = torch.max(torch.full((2,), 0.5) @ rows, merged)
+                in_columns = torch.stack([parameter.grad.flatten(), merged], dim=1)
+                merged = (in_columns.mean(1) + in_columns @ torch.full((2,), 0.5) + in_columns.T.mean(0)) / 3
+                merged = torch.where(merged > 0, merged, 0.5 * merged)
+                assert not merged.isnan().sum() and merged.isfinite().all()
                 parameter.grad = merged.view_as(parameter.grad)
         for parameter in tensors(optimizer) if step % 2 else ():
             if parameter.grad is not None:

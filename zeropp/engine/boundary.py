@@ -41,7 +41,7 @@ _EDITED = 2  # ranks whose gradients were changed after the last backward
 _HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
 _LATE = 9  # ranks that do not wait for the sum, and _MISSED times those with edits of weights that a forward missed
-_MISSED = 2.0**20  # more than there are ranks
+_MISSED = _REMOVED = 2.0**20  # more than there are ranks
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
@@ -88,8 +88,8 @@ class Boundary:
         # Of the gradients that have arrived, as the verdict knows them; None unless it is to last until the step.
         self._versions: list[int] | None = None
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
-        # gradients, one for strays among these, one for ranks that passed over units, one for each used parameter;
-        # checksums at the end.
+        # gradients, one for strays among these, one for ranks that passed over units and _REMOVED times those that have
+        # untold removed gradients, one for each used parameter; checksums at the end.
         self._unsent = _LATE + 1
         self._stray = self._unsent + len(engine.units)
         self._passed_over = self._stray + 1
@@ -166,12 +166,16 @@ class Boundary:
                     self.engine.reductions.send_unsent(index)
                 sent = True
                 values = self._exchange()
-            # The sum is the same everywhere, so all ranks go in here or none does. A step that is skipped needs no
-            # clean norm.
+            # The sum is the same everywhere, so all ranks go in here or none does.
+            if values[self._passed_over] >= _REMOVED:
+                pending, doing = self.engine.pending, "naming gradients that were set to None"
+                pending.learn_removed(self.engine.agreement.exchange_objects(pending.untold(), doing))
+                values = self._exchange()
+            # A step that is skipped needs no clean norm.
             if math.isfinite(values[0]) and self._clear_unused(values):
                 values = self._exchange()
             self._renew_differing_caches(values)
-            self.engine.schedule.note_passed_over(values[self._passed_over] > 0)
+            self.engine.schedule.note_passed_over(values[self._passed_over] % _REMOVED > 0)
             if self.spoiled and self._vector is not None:
                 values[0] = self._vector[0] = math.nan
             checked = self._checks or self.spoiled
@@ -223,7 +227,7 @@ class Boundary:
         if (monitor := self.engine.agreement.monitor) is not None:
             monitor.note(self._unread, "the sum of norms and flags")
         self._go_on_late()
-        return Verdict(None, [list(flags) for flags in self.engine.pending.used], late=True)
+        return Verdict(None, [[used > 0 for used in flags] for flags in self.engine.pending.used], late=True)
 
     def _go_on_late(self) -> None:
         self.engine.agreement.unconfirmed = True
@@ -236,7 +240,10 @@ class Boundary:
         # What is wrong with them it raises where the others see it.
         self._unread = Unread(self._vector)
         self._go_on_late()
-        self._verdict = Verdict(None, self._flags(values), late=True)
+        flags = self._flags(values)
+        for unit, position in self.engine.pending.untold():
+            flags[unit][position] = False  # ranks that go on late do the same in every step, so none has used it since
+        self._verdict = Verdict(None, flags, late=True)
         return self._verdict
 
     def left_out(self) -> Tensor:
@@ -420,8 +427,8 @@ class Boundary:
         flags.append(late + _MISSED * bool(self.missed))
         flags += [float(any(g.has_unsent() for g in unit.gradients)) for unit in engine.units]
         flags.append(float(any(g.has_stray() for g in engine.gradients)))
-        flags.append(float(engine.schedule.passed_over))
-        flags += [float(used) for unit_flags in engine.pending.used for used in unit_flags]
+        flags.append(engine.schedule.passed_over + _REMOVED * bool(engine.pending.untold()))
+        flags += [float(used > 0) for unit_flags in engine.pending.used for used in unit_flags]
         # Pinned: the copy is queued and not waited for. torch's allocator keeps the block until it is done.
         host = torch.tensor(flags, dtype=torch.float64, device="cpu", pin_memory=engine.device.type == "cuda")
         parts = [self._measure(exact), edited, host.to(engine.device, non_blocking=True)]

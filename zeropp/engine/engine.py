@@ -247,7 +247,7 @@ class Engine(GuardHandler):
         """A parameter has its gradient; the last one of a unit lets it be sent and released."""
         # First: a backward that begins here may forget gradients of before, and flags with them.
         self._begin_backward()
-        self.pending.used[index][position] = True
+        self.pending.used[index][position] = self.pending.looks
         self._backward.last_gradient = index, position
         if self.reductions.count(index, position):
             self.reductions.send_complete()

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from zeropp._compat import unguarded
 from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
+from zeropp.engine.pending import Pending
 from zeropp.optimizer.elementwise import trial_states
 from zeropp.optimizer.partial_gradient import as_partial
 from zeropp.params.flat_buffer import FlatBuffer
@@ -60,7 +61,6 @@ class Slice:
         seen: the same as the groups show it; where ranks have parts of it, one that refuses norms.
         source: the gradient that it is a view of; None for a stand-in.
         shown: whether the optimizer was given the gradient, so that its absence is the user's doing.
-        removed: whether the user has taken it away since.
     """
 
     name: str
@@ -75,7 +75,6 @@ class Slice:
     seen: Tensor
     source: Gradient | None
     shown: bool = False
-    removed: bool = False
 
     @property
     def own(self) -> Tensor:
@@ -99,8 +98,7 @@ class Slice:
         if found is None:
             # Norms are computed over the gradient shard, where a removed gradient must count as nothing.
             self.gradient.zero_()
-            # The shard may hold a gradient still; without this note the step would show it again.
-            self.shown, self.removed = False, True
+            self.shown = False
             return False
         # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
         if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
@@ -111,13 +109,13 @@ class Slice:
         self.seen.data = self.gradient
         # Ours again: clipping writes to it, and is not to be undone by the user's tensor later.
         self.parameter.grad = self.seen
-        self.shown, self.removed = True, False
+        self.shown = True
         return True
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
         self.parameter.grad = self.seen if present else None
-        self.shown, self.removed = present, False
+        self.shown = present
 
 
 class Slices:
@@ -387,16 +385,16 @@ class Slices:
                 if not buffer.trainable:
                     yield from zip(buffer.names, buffer.parameters, strict=True)
 
-    def take_edits(self, used: Sequence[list[bool]]) -> bool:
+    def take_edits(self, pending: Pending) -> bool:
         """Take over gradients that the user has replaced or removed since they were shown.
 
         Args:
-            used: for each unit, whether its trainable parameters have gradients from this rank. It becomes True where
-                the user has set a gradient, and False for a group whose gradients the user has all set to None.
+            pending: is told of them.
 
         Returns:
-            Whether the gradients of all groups were removed.
+            Whether the gradients of all groups were removed, by their markers: the same on every rank.
         """
+        pending.looks += 1
         shown = [part for part in self.stepped if part.shown]
         made = [part for part in self.stepped if not part.shown and part.parameter.grad is not None]
         made = [part for part in made if part.source is not None and self._units[part.unit].trained[part.position]]
@@ -404,46 +402,29 @@ class Slices:
             for part in made:
                 part.take_edit()
             # Of a parameter that nothing used, zeros may be shown; what the user puts in their place is a gradient.
-            made += [part for part in shown if part.take_edit() and self._is_made(part, used)]
+            made += [part for part in shown if part.take_edit() and self._is_made(part, pending)]
         for part in made:
-            used[part.unit][part.position] = True
+            pending.used[part.unit][part.position] = pending.looks
         for mark in self.markers if made else ():
             mark.shown |= mark.parameter.grad is not None
-        removed = [self._is_removed(given, marks) for given, marks in zip(self.given, self._marks, strict=True)]
-        if any(removed):
-            self._forget_groups(removed, used)
-        return bool(removed) and all(removed)
+        for part in shown:
+            if not part.shown and part.source is not None:
+                pending.note_removed(part.unit, part.position)
+        if not self.divided:
+            pending.learn_removed(())  # every rank has found the same
+        return all(mark.shown and mark.parameter.grad is None for mark in self.markers)
 
-    def _is_removed(self, given: Sequence[nn.Parameter], marks: Sequence[Slice]) -> bool:
-        """Tell whether the user has taken away all gradients of a group: by its markers, which all ranks have."""
-        if not all(mark.shown and mark.parameter.grad is None for mark in marks):
+    def _is_made(self, part: Slice, pending: Pending) -> bool:
+        if part.source is None or not self._units[part.unit].trained[part.position]:
             return False
-        return not any(part.shown for parameter in given for part in self._cut.get(id(parameter), []))
+        return not pending.used[part.unit][part.position] and bool(part.gradient.any())
 
-    def _is_made(self, part: Slice, used: Sequence[list[bool]]) -> bool:
-        if part.source is None or used[part.unit][part.position] or not self._units[part.unit].trained[part.position]:
-            return False
-        return bool(part.gradient.any())
-
-    def _forget_groups(self, removed: Sequence[bool], used: Sequence[list[bool]]) -> None:
-        gone: set[int] = set()
-        for given, marks, lost in zip(self.given, self._marks, removed, strict=True):
-            if lost:
-                gone.update(map(id, given))
-                for mark in marks:
-                    mark.show_gradient(False)
-        for unit in self._units:
-            parameters = [parameter for gradient in unit.gradients for parameter in gradient.parameters]
-            for position, parameter in enumerate(parameters):
-                if id(parameter) in gone:
-                    used[unit.index][position] = False
-
-    def show_arrived(self) -> Slice:
+    def show_arrived(self, pending: Pending) -> Slice:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
         self._return_markers()  # a state that could not be loaded has left them away
         for part in self.stepped:
-            part.show_gradient(part.arrived)
-        shown = next((part for part in self.stepped if part.arrived), None)
+            part.show_gradient(part.arrived and not self._is_gone(part, pending))
+        shown = next((part for part in self.stepped if part.shown), None)
         if shown is None:
             shown = self.stepped[0]
             shown.gradient.zero_()  # nothing here: what it holds is of another step
@@ -451,12 +432,16 @@ class Slices:
         self.show_markers(True)
         return shown
 
-    def show_zeros(self) -> None:
+    def _is_gone(self, part: Slice, pending: Pending) -> bool:
+        """Tell whether the user has taken a gradient away that no rank has brought since, as far as can be seen."""
+        return bool(pending.removed) and pending.is_gone(part.unit, part.position) and not bool(part.gradient.any())
+
+    def show_zeros(self, pending: Pending) -> None:
         """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
         self.accumulated.clear()
         zeros = False
         for part in self.stepped:
-            kept = part.source is not None and part.source.arrived
+            kept = part.arrived and not self._is_gone(part, pending)
             part.show_gradient(kept)
             zeros |= kept
         self.show_markers(zeros)
@@ -481,7 +466,7 @@ class Slices:
             # Another rank keeps a gradient that was set to zero, and this one has forgotten its part.
             if present and part.source is not None and not part.source.arrived:
                 part.gradient.zero_()
-            part.show_gradient(present and not part.removed)
+            part.show_gradient(present)
         # A step passes over what has no gradient; it would edit markers and make states for them.
         self.show_markers(False)
 

@@ -218,7 +218,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.require_idle("clip_grad_norm_")
         if self.engine.window.unfinished and not now:
             return torch.tensor(self.grad_norm or 0.0, dtype=torch.float64, device=self.engine.device)
-        self.slices.take_edits(self.engine.pending.used)
+        self.slices.take_edits(self.engine.pending)
         self.boundary.invalidate()  # the user may have edited gradients since
         verdict = self._decide()  # gradients held by no_sync must be in first
         norm = self.boundary.norm_tensor()
@@ -238,7 +238,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.require_idle("grad_norms")
         if not self.engine.window.unfinished:
             self.outcome.wait()  # of the step before: the verdict would read over it
-            self.slices.take_edits(self.engine.pending.used)
+            self.slices.take_edits(self.engine.pending)
             verdict = self.boundary.keep_verdict()
             self._norms = gradient_norms(self.engine, verdict)
             self._show_sent(verdict)
@@ -247,7 +247,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     def _show_sent(self, verdict: Verdict) -> None:
         """Show gradients that were reduced for a verdict, such as those that no_sync() held: the user may edit them."""
         if verdict.sent:
-            self.slices.show_arrived()
+            self.slices.show_arrived(self.engine.pending)
 
     @uncompiled
     def step(  # type: ignore[override]
@@ -298,7 +298,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if rest := self.slices.take_rest():
             self.boundary.missed += rest
             self.engine.note_storages()
-        self.slices.take_edits(self.engine.pending.used)
+        self.slices.take_edits(self.engine.pending)
         self.boundary.recheck()
         verdict = self._decide()
         norm = self.boundary.norm_tensor()
@@ -347,7 +347,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             # Those that the user has made are set to zero, too; not while the host steps with what is there.
             self.engine.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=TRAINING)
             with torch.no_grad():
-                self.slices.take_edits(self.engine.pending.used)
+                self.slices.take_edits(self.engine.pending)
         self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
     def _forget_unsent(self) -> bool:
@@ -441,8 +441,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.slices.refuse_accumulated()
         window = self.engine.window
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
-        if self.slices.take_edits(self.engine.pending.used):  # all were removed, as torch's own zero_grad does
-            self.engine.pending.forget()
+        if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
+            self._forget_removed()
         self.carried.follow(self.grad_scaler)
 
     @torch.no_grad()
@@ -454,10 +454,21 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         # Nothing was reduced, so the shards have nothing new to show.
         if self.engine.reductions.holding:
             return
-        shown = self.slices.show_arrived()
+        shown = self.slices.show_arrived(self.engine.pending)
         # Whether all is finite is asked where a step may follow: GradScaler is refused where that would do nothing.
         if not self.engine.window.unfinished:
             self.boundary.spread_overflow(shown.gradient, shown.source)
+
+    def _forget_removed(self) -> None:
+        """Begin anew without gradients of earlier backwards, which the user has set to None.
+
+        A rank cannot see that one was left which it has no slice of, so flags stay, and the window goes on.
+        """
+        kept = {part.source for part in self.slices.stepped if part.shown and part.source is not None}
+        self.engine.pending.forget_removed(kept)
+        self.boundary.spoiled = False
+        if self.engine.window.count:
+            self.carried.clear()
 
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
@@ -467,7 +478,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.window.restart()
         self.engine.reductions.loss_scale.forget()
-        self.slices.show_zeros()
+        self.slices.show_zeros(self.engine.pending)
 
     @torch.no_grad()
     def apply_requires_grad(self) -> None:

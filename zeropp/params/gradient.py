@@ -358,7 +358,7 @@ class Gradient:
     def forget(self) -> None:
         """Forget what was sent or held; gradients that autograd is just bringing stay."""
         self.arrived = False
-        self._forget_held()
+        self.forget_held()
 
     def begin(self) -> None:
         """Begin a sum of zeros where nothing has come: the user has made a gradient of one of the parameters."""
@@ -378,10 +378,11 @@ class Gradient:
 
     def forget_unsent(self) -> None:
         """Forget what has not been sent."""
-        self._forget_held()
+        self.forget_held()
         self.forget_stray()
 
-    def _forget_held(self) -> None:
+    def forget_held(self) -> None:
+        """Forget what is held for a later backward."""
         self.held, self._held_backwards, self._partly_held = None, 0, False
 
     def forget_stray(self) -> None:
