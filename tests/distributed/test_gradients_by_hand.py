@@ -484,8 +484,29 @@ TAKEN_AWAY = {
     "taken away twice": [(True, True), "take away", (False, True), "take away", (False, False), "step"],
     "all but one": [(True, True), "take away all but a bias", (False, False), "step"],
     "all, then backwards of one rank": [(True, True), "take away all", (False, True), "step", "take away all"],
+    "all, then held backwards": [(True, True), "step", "take away all", "held", "held", (True, False), "step"],
+    "before held backwards": [(True, True), "take away", "held", (False, False), "step"],
+    "by the model": [(True, True), "model to none", (False, False), "step"],
+    "by the model, from zeros": [(True, True), "step", "to zero", "model to none", "step"],
+    "by the model, made by hand": [(True, True), "make", "model to none", "step"],
+    "others by the model": [(True, True), "take away", "model to zero", (False, False), "step"],
+    "made, then set to zero by the model": [(False, False), "make", "model to zero", "step"],
     "a look between": [(True, True), "take away", "look", (False, True), "look", "step"],
 }
+
+
+def by_the_model(pair: Pair, act: str) -> None:
+    for model, optimizer in ((pair.model, pair.optimizer), (pair.plain, pair.plain_optimizer)):
+        if act == "model to zero":
+            model.zero_grad(set_to_none=False)
+        elif act == "model to none":
+            for parameter in model.second.parameters():
+                parameter.grad = None
+        else:
+            for group in optimizer.param_groups:
+                for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                    if name.startswith("second"):
+                        parameter.grad = 0.3 * parameter.detach()
 
 
 def taken_away(stage: int, how: str, blocks: int) -> list[float]:
@@ -500,9 +521,14 @@ def taken_away(stage: int, how: str, blocks: int) -> list[float]:
             off.append(pair.difference())
         elif act == "look":
             pair.optimizer.grad_norms()
+        elif act == "held":
+            with pair.optimizer.no_sync():
+                pair.backward(True, True)
         elif act in ("zero", "to zero"):
             for each in (pair.optimizer, pair.plain_optimizer):
                 each.zero_grad(set_to_none=act == "zero")
+        elif act.startswith("model") or act == "make":
+            by_the_model(pair, act)
         else:
             kept = {"take away": ("first", "head"), "take away all": ()}.get(act, ("first.bias",))
             take_away(pair, lambda name, kept=kept: not name.startswith(kept))  # type: ignore[misc]
@@ -515,6 +541,28 @@ def taken_away(stage: int, how: str, blocks: int) -> list[float]:
 def test_gradients_taken_away_stay_away_until_a_rank_uses_them(stage: int, how: str, blocks: int) -> None:
     for off in run_ranks(2, taken_away, stage, how, blocks):
         assert max(off) < 1e-12, off
+
+
+def made_beside_carried_errors() -> tuple[bool, float]:
+    """The gradient of a bias, which one rank has, is set by hand and stepped; others carry errors of quantized sums."""
+    settings = make_config(stage=2, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 4})
+    pair = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six)
+    pair.backward(True, True)
+    pair.optimizer.step()
+    pair.optimizer.zero_grad()
+    before = zeropp.full_state(pair.model)
+    for group in pair.optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            if name == "first.bias":
+                parameter.grad = torch.ones_like(parameter)
+    pair.optimizer.step()
+    after = zeropp.full_state(pair.model)
+    moved = not torch.equal(after.pop("first.bias"), before.pop("first.bias"))
+    return moved, worst(after, before)
+
+
+def test_gradients_made_beside_carried_errors() -> None:
+    assert run_ranks(2, made_beside_carried_errors) == [(True, 0.0)] * 2
 
 
 def taken_away_in_a_window(stage: int) -> list[bool]:

@@ -37,11 +37,11 @@ __all__ = ["Boundary", "Settings"]
 _log = logging.getLogger("zeropp")
 
 _BAD = 1  # shards that are not finite
-_EDITED = 2  # ranks whose gradients were changed after the last backward
+_EDITED = 2  # ranks whose gradients were changed after the last backward, and _EARLY times those before it
 _HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
 _LATE = 9  # ranks that do not wait for the sum, and _MISSED times those with edits of weights that a forward missed
-_MISSED = _REMOVED = 2.0**20  # more than there are ranks
+_MISSED = _REMOVED = _EARLY = 2.0**20  # more than there are ranks
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
@@ -80,6 +80,7 @@ class Boundary:
         self.cache_checksum = CacheChecksum(engine)
         self.missed: list[str] = []
         self.spoiled = False
+        self._edited_early = False  # gradients were, before a backward; those that were late then have missed it
         self._unread: Unread | None = None
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
@@ -99,6 +100,18 @@ class Boundary:
         """Forget; gradients have changed."""
         self._vector, self._verdict, self._versions = None, None, None
         self._doubts = self._kept = False
+
+    def take_early_edits(self) -> None:
+        """Gradients were edited before a backward begins: what it holds, as in ``no_sync()``, is not to be edited."""
+        edited = [gradient for gradient in self._arrived() if gradient.edited]
+        if edited and not any(gradient.held is not None for gradient in self.engine.gradients):
+            self._edited_early = True
+            for gradient in edited:
+                gradient.measure()
+
+    def forget_early_edits(self) -> None:
+        """A step was decided, or gradients were forgotten."""
+        self._edited_early = self.spoiled = False
 
     def doubt(self) -> None:
         """Somebody has been given the groups, and with them gradients to write to: torch's GradScaler, or the user."""
@@ -157,7 +170,8 @@ class Boundary:
             while unsent := self._unsent_units(values):
                 # Summed, since an edit on one rank alone must make all of them skip. GradScaler has changed gradients
                 # that are not finite, too, and with those the step is skipped anyway.
-                if values[_EDITED] > 0 and values[_BAD] == 0:
+                missed = values[_EDITED] % _EARLY > 0 or (values[_EDITED] > 0 and values[self._stray] > 0)
+                if missed and values[_BAD] == 0:
                     self._refuse_edited(unsent, held=values[self._stray] == 0)
                     self.spoiled = True
                 # Without strays all of it was held on purpose, by no_sync() or a window, and no order was at fault.
@@ -356,11 +370,13 @@ class Boundary:
         for unit, used in zip(self.engine.units, self._flags(values), strict=True):
             flags = iter(used)
             for gradient in unit.gradients:
-                unused = [not next(flags) and trained for trained in gradient.trained]
-                # Without feedback nothing can arrive for a parameter that no rank has used.
-                if gradient.feedbacks and gradient.arrived and any(unused):
-                    gradient.clear(unused)
+                own = [next(flags) for _ in gradient.trained]
+                unused = [not flag and trained for flag, trained in zip(own, gradient.trained, strict=True)]
+                # Without feedback nothing can arrive for a parameter that no rank has used, or where none was used.
+                if gradient.feedbacks and any(own) and any(unused):
                     found = True
+                    if gradient.arrived:
+                        gradient.clear(unused)
         return found
 
     def accept_scaling(self, factor: Tensor) -> None:
@@ -398,8 +414,9 @@ class Boundary:
     def _measure_doubted(self) -> Tensor:
         """Renew reports; float64 [1], 1 if gradients were changed after the last backward."""
         doubted = [gradient for gradient in self._arrived() if gradient.doubted]
+        early = _EARLY * self._edited_early
         if not doubted:
-            return torch.zeros(1, dtype=torch.float64, device=self.engine.device)
+            return torch.full((1,), early, dtype=torch.float64, device=self.engine.device)
         # A version that has risen is a proof. Without one only scaling is looked for, which is GradScaler's.
         edited = any(gradient.edited for gradient in doubted)
         reports = [gradient.report for gradient in doubted]
@@ -408,7 +425,7 @@ class Boundary:
             gradient.measure()
         # A kernel and a pass of its own may add in another order.
         scaled = (Report.total(reports, self.engine.device)[0] - before).abs() > _ROUNDING * before
-        return torch.where(scaled, 1.0, float(edited)).to(torch.float64)[None]
+        return early + torch.where(scaled, 1.0, float(edited)).to(torch.float64)[None]
 
     def _measure(self, exact: bool) -> Tensor:
         """float64 [2]: the square of this rank's part of the norm, and how many of its shards are not finite."""

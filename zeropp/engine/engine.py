@@ -461,13 +461,21 @@ class Engine(GuardHandler):
         if now or not self.window.keeps_gradients:
             if not set_to_none:  # the host may be stepping with them, and they may be off the device
                 self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=TRAINING)
+                if (listener := self.listener) is not None:
+                    listener.gradients_wanted()
             self.pending.forget_all(set_to_none=set_to_none)
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
         """``parameter.grad = None``; see :class:`zeropp.params.guard.GuardHandler`."""
-        self.parking.require("setting .grad to None", TRAINING)
-        self.refresh.wait_stepped()  # what the host is stepping with stays
-        self.pending.forget_one(self.unit_of[id(parameter)], parameter)
+        unit = self.unit_of[id(parameter)]
+        if self.running:
+            return
+        if self.pending.backward_ran or any(gradient.arrived for gradient in unit.gradients):
+            self.parking.require("setting .grad to None", TRAINING)
+            self.refresh.wait_stepped()  # what the host is stepping with stays
+            self.pending.forget_one(unit, parameter)
+        if (listener := self.listener) is not None:
+            listener.gradient_forgotten(parameter)
 
     def has_pending_gradients(self) -> bool:
         """Whether gradients wait for the optimizer, outside of any pass."""

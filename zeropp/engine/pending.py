@@ -29,8 +29,8 @@ class Pending:
         backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
         used: for each unit, of each of its trainable parameters, the look after which this rank brought it a gradient
             last; 0 if it has none from this rank.
-        removed: the look that found the gradient of a parameter set to None, by its unit and position. An entry stays
-            until gradients are forgotten.
+        removed: the look that found the gradient of a parameter set to None, by its unit and position; 0 where all
+            ranks know. An entry stays until gradients are forgotten.
         looks: how often the gradients in the groups were looked at for changes, plus one; alike on every rank.
     """
 
@@ -96,7 +96,8 @@ class Pending:
         """Forget one parameter's gradient on this rank; the next backward starts anew."""
         position = unit.drop_gradient(parameter)
         if position is not None:
-            self.used[unit.index][position] = 0
+            # Look 0, as every rank does the same.
+            self.used[unit.index][position], self.removed[unit.index, position] = 0, 0
 
     # See [Note: gradients taken away].
 

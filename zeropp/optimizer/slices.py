@@ -432,6 +432,11 @@ class Slices:
         self.show_markers(True)
         return shown
 
+    def drop_gradient(self, parameter: nn.Parameter) -> None:
+        """Show none of a parameter, whose gradient was set to None by way of the model."""
+        for part in self._cut.get(id(parameter), []):
+            part.show_gradient(False)
+
     def _is_gone(self, part: Slice, pending: Pending) -> bool:
         """Tell whether the user has taken a gradient away that no rank has brought since, as far as can be seen."""
         return bool(pending.removed) and pending.is_gone(part.unit, part.position) and not bool(part.gradient.any())

@@ -21,7 +21,7 @@ from zeropp.config.base import notify
 from zeropp.engine.boundary import Boundary
 from zeropp.engine.engine import Engine
 from zeropp.engine.idle import refuse_retired
-from zeropp.engine.parking import NOTHING, TRAINING
+from zeropp.engine.parking import NOTHING
 from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import (
     also_forget,
@@ -305,7 +305,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         # The host has not read this sum: the device leaves the step out if a gradient is not finite.
         left_out = self.boundary.left_out() if verdict.late else None
         self.boundary.invalidate()  # a second step asks again: every rank must come to it
-        self.boundary.spoiled = False
+        self.boundary.forget_early_edits()
         # First, since the loss scale may raise: whoever catches that finds a new window.
         if verdict.skips:
             self.carried.clear()
@@ -343,11 +343,6 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             now: discard the gradients of an unfinished window, too.
         """
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
-        if not set_to_none and (now or not self.engine.window.keeps_gradients):
-            # Those that the user has made are set to zero, too; not while the host steps with what is there.
-            self.engine.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=TRAINING)
-            with torch.no_grad():
-                self.slices.take_edits(self.engine.pending)
         self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
     def _forget_unsent(self) -> bool:
@@ -443,6 +438,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.reductions.loss_scale.backward_begins(window.steps, first=window.count == 0)
         if self.slices.take_edits(self.engine.pending):  # all were removed, as torch's own zero_grad does
             self._forget_removed()
+        self.boundary.take_early_edits()
         self.carried.follow(self.grad_scaler)
 
     @torch.no_grad()
@@ -464,16 +460,26 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
 
         A rank cannot see that one was left which it has no slice of, so flags stay, and the window goes on.
         """
+        self.slices.show_markers(False)  # or the next backward would take it for a removal of its own
         kept = {part.source for part in self.slices.stepped if part.shown and part.source is not None}
         self.engine.pending.forget_removed(kept)
-        self.boundary.spoiled = False
+        self.boundary.forget_early_edits()
         if self.engine.window.count:
             self.carried.clear()
+
+    @torch.no_grad()
+    def gradients_wanted(self) -> None:
+        """Those that the user has made are to be set to zero, too, and those that were set to None are not."""
+        self.slices.take_edits(self.engine.pending)
+
+    def gradient_forgotten(self, parameter: nn.Parameter) -> None:
+        """The optimizer is to see none, also if the user has set one in the groups."""
+        self.slices.drop_gradient(parameter)
 
     def gradients_forgotten(self) -> None:
         """A new window begins, with nothing to show."""
         self.boundary.invalidate()
-        self.boundary.spoiled = False
+        self.boundary.forget_early_edits()
         if self.engine.window.count:
             self.carried.clear()  # no step has taken what went with these gradients
         self.engine.window.restart()

@@ -117,7 +117,7 @@ class GuardHandler(Protocol):
         ...
 
     def forget_gradient(self, parameter: nn.Parameter) -> None:
-        """Drop the partitioned gradient of a parameter."""
+        """Drop the partitioned gradient of a parameter, if it has one."""
         ...
 
     def note_requires_grad(self, parameter: nn.Parameter, trained: bool) -> None:
@@ -442,7 +442,7 @@ def _gradient_access(
             "optimizer.clip_grad_norm_(max_norm)"
         )
     # ``grad = None`` clears, as without zeropp, where the gradient really is.
-    if func == _SET_GRAD and handler.has_pending_gradients():
+    if func == _SET_GRAD:
         handler.forget_gradient(args[0])
     if handler.has_pending_gradients() and func == _GET_GRAD:
         raise RuntimeError(

@@ -12,6 +12,7 @@ from zeropp.comm.members import Group
 from zeropp.config import Config, require_supported
 from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
+from zeropp.engine.listener import Listener
 from zeropp.params.guard import handler_of
 from zeropp.setup.build import build_engine
 
@@ -22,26 +23,8 @@ __all__ = ["thaw", "wrap_for_inference"]
 _frozen: weakref.WeakKeyDictionary[Engine, list[weakref.ref[nn.Parameter]]] = weakref.WeakKeyDictionary()
 
 
-class _Nobody:
+class _Nobody(Listener):
     """Listens to an engine whose gradients nobody steps."""
-
-    def forward_begins(self) -> None:
-        """No optimizer shows weights to edit."""
-
-    def weights_wanted(self) -> None:
-        """Nor weights to put others in the place of."""
-
-    def graph_begins(self) -> None:
-        """Nothing is trained."""
-
-    def backward_begins(self) -> None:
-        """As of losses in inputs, which is allowed."""
-
-    def backward_ended(self) -> None:
-        """No gradient has come."""
-
-    def gradients_forgotten(self) -> None:
-        """There was none."""
 
 
 def wrap_for_inference(model: nn.Module, config: Config, group: Group, device: torch.device | None) -> Engine:
