@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import zeropp
 from tests.distributed.harness import RankError, run_ranks
-from tests.distributed.shapes import apart, make_config, worst
+from tests.distributed.shapes import apart, logged, make_config, worst
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
@@ -523,3 +523,21 @@ def test_an_edit_of_whole_groups_on_one_rank_ends_on_every_rank() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, alone, {**SETTINGS["stage 2"], "hang_timeout": 4})
     assert all("edit of weights in optimizer.param_groups" in str(failure) for failure in caught.value.failures)
+
+
+def edited_and_evaluated(settings: dict[str, Any]) -> list[str]:
+    """One weight is edited in the groups, and a forward without gradients follows; no step does."""
+    model = make_model()
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, make_config(**settings))
+    with logged() as said, torch.no_grad():
+        model(batch(0))
+        optimizer.param_groups[0]["params"][0].mul_(0)
+        for step in range(2):
+            model(batch(step))
+    return [text for text in said if "this forward computes with the old weights" in text]
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("stage 2", 1), ("persistent", 1), ("stage 0", 0), ("stage 3", 0)])
+def test_a_forward_that_misses_an_edit_says_so(name: str, warnings: int) -> None:
+    for said in run_ranks(2, edited_and_evaluated, SETTINGS[name]):
+        assert len(said) == warnings, said

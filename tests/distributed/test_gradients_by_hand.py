@@ -543,6 +543,30 @@ def test_gradients_taken_away_stay_away_until_a_rank_uses_them(stage: int, how: 
         assert max(off) < 1e-12, off
 
 
+def clipped_by_layer(stage: int) -> float:
+    """A loop over names and tensors of the groups clips each gradient by its own norm."""
+    pair = Pair(Headed(), make_config(stage=stage), optimizer=by_names, batch=rows_of_six)
+    for _ in range(2):
+        pair.backward(True, True)
+        norms = pair.optimizer.grad_norms()
+        for group in pair.optimizer.param_groups:
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
+                parameter.grad.mul_(min(1, 0.02 / norms[name]))
+        for parameter in pair.plain.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(min(1, 0.02 / float(parameter.grad.norm())))
+        pair.step()
+        pair.zero_grad()
+    with pytest.raises(KeyError):
+        norms["no such name"]
+    return pair.difference()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_clipped_by_layer(stage: int) -> None:
+    assert max(run_ranks(2, clipped_by_layer, stage)) < 1e-12
+
+
 def made_beside_carried_errors() -> tuple[bool, float]:
     """The gradient of a bias, which one rank has, is set by hand and stepped; others carry errors of quantized sums."""
     settings = make_config(stage=2, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 4})

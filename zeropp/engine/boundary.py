@@ -42,6 +42,11 @@ _HASH = slice(3, 6)  # of what was issued, see spread
 _SETTINGS = slice(6, 9)  # of the optimizer's
 _LATE = 9  # ranks that do not wait for the sum, and _MISSED times those with edits of weights that a forward missed
 _MISSED = _REMOVED = _EARLY = 2.0**20  # more than there are ranks
+_HOW_TO_EDIT = (
+    "The model computes with weights that all ranks gather together, and a rank that holds no part of what was edited "
+    "cannot know of the edit. Edit all tensors of a parameter group in one loop, on every rank; or edit whole "
+    "parameters in zeropp.zero.GatheredParameters(parameters, modifier_rank=0)"
+)
 _ROUNDING = 1e-6  # between two orders of adding up squares in float32
 
 
@@ -478,6 +483,17 @@ class Boundary:
         if values[_LATE] >= _MISSED:
             raise self._missed_edits(late=late)
 
+    def note_missed(self, names: list[str]) -> None:
+        """A forward computes without this rank's edits of weights: say so now, since a step may never follow."""
+        if names and not self.missed:
+            _log.warning(
+                "weights were edited in some of %s, in optimizer.param_groups, and this forward computes with the old "
+                "weights; the next step() will be refused. %s",
+                names[:8],
+                _HOW_TO_EDIT,
+            )
+        self.missed += names
+
     def _missed_edits(self, *, late: bool) -> RuntimeError:
         """The error for edits that a forward has missed. Collective; of a step that is over, ``late``, local."""
         own, self.missed = self.missed, []
@@ -491,10 +507,7 @@ class Boundary:
         where = f"on rank{'s' * (len(ranks) > 1)} {ranks}, in some of {names[:8]}," if names else "on another rank"
         return RuntimeError(
             f"weights were edited between steps {where} and a forward has computed with the old weights, so "
-            "nothing was stepped. The model computes with weights that all ranks gather together, and a "
-            "rank that holds no part of what was edited cannot know of the edit. Edit all tensors of a parameter group "
-            "in one loop, on every rank; or edit whole parameters in zeropp.zero.GatheredParameters(parameters, "
-            "modifier_rank=0)"
+            f"nothing was stepped. {_HOW_TO_EDIT}"
         )
 
     def _disagree(self, numbers: list[float]) -> bool:

@@ -13,8 +13,20 @@ from torch.optim import Optimizer
 from zeropp.engine.engine import Engine
 from zeropp.engine.verdict import Verdict
 
-__all__ = ["clip_divisor", "clipping", "gradient_norms", "may_leave_out", "scale_gradients", "takes_divisor"]
+__all__ = [
+    "MARKER_GRADIENT",
+    "NOTHING",
+    "GradientNorms",
+    "clip_divisor",
+    "clipping",
+    "gradient_norms",
+    "may_leave_out",
+    "scale_gradients",
+    "takes_divisor",
+]
 
+NOTHING = "<nothing>"  # the name in groups of what is no part of a parameter
+MARKER_GRADIENT = 1e-30  # not zero, since some loops set gradients of zero to None; too small to change a sum
 _EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
@@ -85,7 +97,16 @@ def clipping(
                 gradient.doubt()
 
 
-def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:
+class GradientNorms(dict[str, float]):
+    """Norms by name. The markers at the end of each group have one, too, as loops over names and tensors ask for it."""
+
+    def __missing__(self, name: str) -> float:
+        if name == NOTHING:
+            return MARKER_GRADIENT
+        raise KeyError(name)
+
+
+def gradient_norms(engine: Engine, verdict: Verdict) -> GradientNorms:
     """Norm of each parameter's gradient by its name, for those that have one. Collective: one sum of 8 bytes each."""
     names: list[str] = []
     squares: list[Tensor] = []
@@ -107,4 +128,4 @@ def gradient_norms(engine: Engine, verdict: Verdict) -> dict[str, float]:
     if total.numel():
         with engine.agreement.watching("adding up norms of parameters", call="grad_norms()"):
             engine.comm.sum(total)
-    return dict(zip(names, total.sqrt().tolist(), strict=True))
+    return GradientNorms(zip(names, total.sqrt().tolist(), strict=True))

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeropp._compat import storage_id, unguarded
+from zeropp._compat import storage_id, uncompiled, unguarded
 
 __all__ = ["as_partial"]
 
@@ -29,36 +30,42 @@ _NORMS = frozenset(
         torch.functional.norm, torch._foreach_norm, torch.nn.functional.normalize, torch.renorm, Tensor.renorm,
     )
 )  # fmt: skip
-# Functions that multiply gradients with each other, or that count elements of one.
-_PRODUCTS = frozenset(("matmul", "__matmul__", "mm", "bmm"))
+# Functions that multiply gradients with each other, or that count or compare the elements of one.
+_PRODUCTS = frozenset(("matmul", "__matmul__", "mm", "bmm", "mv"))
 _ACROSS = frozenset(
     (
-        "mv", "addmm", "addmv", "baddbmm", "addbmm", "linear", "bilinear", "inner", "tensordot", "einsum", "cdist",
-        "__rmatmul__", "cosine_similarity", "pairwise_distance", "corrcoef", "cov", "histc", "count_nonzero", "unique",
-        "vecdot", "linalg_vecdot", "svd", "linalg_svd", "linalg_svdvals", "qr", "linalg_qr", "pinverse", "linalg_pinv",
-        "linalg_multi_dot", "linalg_cond", "linalg_matrix_rank", "ger", "outer", "kron",
+        "addmm", "addmv", "addr", "baddbmm", "addbmm", "linear", "bilinear", "inner", "tensordot", "einsum", "cdist",
+        "__rmatmul__", "cosine_similarity", "pairwise_distance", "corrcoef", "cov", "histc", "histogram", "histogramdd",
+        "count_nonzero", "unique", "vecdot", "linalg_vecdot", "svd", "linalg_svd", "linalg_svdvals", "svd_lowrank",
+        "qr", "linalg_qr", "pinverse", "linalg_pinv", "linalg_multi_dot", "linalg_cond", "linalg_matrix_rank", "ger",
+        "outer", "kron", "layer_norm", "rms_norm",
     )
 )  # fmt: skip
-_TRANSPOSES = frozenset(("t", "transpose", "swapaxes", "swapdims", "adjoint", "__get__"))  # the last is of .T, .mT
-_TESTS = frozenset(("isnan", "isinf", "isfinite", "isposinf", "isneginf"))
 # Functions that go over a dimension -> the place of ``dim`` among their arguments, and what it is if it is not given.
 _OVER: dict[str, tuple[int, int | None]] = {
     **dict.fromkeys(
         (
             "sum", "nansum", "mean", "nanmean", "prod", "cumsum", "cumprod", "logcumsumexp", "amax", "amin", "max",
             "min", "aminmax", "var", "std", "var_mean", "std_mean", "logsumexp", "argmax", "argmin", "softmax",
-            "log_softmax", "median", "nanmedian",
+            "log_softmax", "median", "nanmedian", "cummax", "cummin",
         ),
         (1, None),
     ),
     **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
     **dict.fromkeys(("topk", "kthvalue"), (2, -1)),
     **dict.fromkeys(("quantile", "nanquantile"), (2, None)),
+    "msort": (1, 0),
 }  # fmt: skip
+_TRANSPOSES = frozenset(
+    ("t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "movedim", "permute", "adjoint")
+)
+# What is to be counted, as NaN, and what is no result: torch.compile asks for bases of views until there is none.
+_UNMARKED = frozenset(("isnan", "isinf", "isfinite", "isposinf", "isneginf", "_base"))
+# Functions that give some of the elements, or a tensor with other values.
 _ELEMENTS = frozenset(
     (
-        Tensor.__getitem__, Tensor.select, torch.select, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty,
-        Tensor.new_full, Tensor.new_tensor,
+        "__getitem__", "select", "masked_select", "nonzero", "argwhere", "where", "take", "new_zeros", "new_ones",
+        "new_empty", "new_full", "new_tensor",
     )
 )  # fmt: skip
 
@@ -77,64 +84,102 @@ class PartialGradient(Tensor):
         cls, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse norms and other single numbers, compute everything else, and mark what is computed as parts."""
-        name, kwargs = func.__name__, kwargs or {}
-        given = args or tuple(kwargs.values())
         # Without it ``func`` would lead back to this method.
         with unguarded():
-            in_columns = _has_columns(given)
-            if func in _NORMS or _mixes_elements(name, given, kwargs, in_columns):
-                raise _refused(func)
-            found = func(*args, **kwargs)
-            several = isinstance(found, (tuple, list))
-            for each in found if several else (found,):
-                if _is_computed(each, given) and func not in _ELEMENTS and _is_number(each, given):
-                    raise _refused(func)
-            if name in _TESTS:
-                return found
-            in_columns ^= _turns(name, given, kwargs)
-            if type(found) in (tuple, list):  # of splits, not the named results of max, say
-                return type(found)(_marked(each, given, in_columns) for each in found)
-            return found if several else _marked(found, given, in_columns)
+            return _compute(func, args, kwargs or {})
 
-    # A copy or a file has no part in training.
+    # A file has no part in training.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return copy.deepcopy(_plain(self), memo)
+        return _marked(copy.deepcopy(_plain(self), memo), self.in_columns)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _plain(self).__reduce_ex__(protocol)
 
 
-def _marked(found: Any, args: tuple[Any, ...], in_columns: bool) -> Any:
-    """A result as a part of gradients, if it is one."""
-    if not _is_computed(found, args) or not found.ndim:
+@dataclass(frozen=True)
+class _Given:
+    """The arguments of an operation, with what they say of its result.
+
+    Attributes:
+        args: those by place, or by name where there are no others.
+        kwargs: those by name.
+        numel: elements of each gradient that is a part of some argument.
+        in_columns: whether one has them in its first dimension.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    numel: int
+    in_columns: bool
+
+    @staticmethod
+    def of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Given:
+        """Look at all arguments, and at the entries of lists."""
+        args = args or tuple(kwargs.values())
+        each = [one for arg in args for one in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+        parts = [one for one in each if isinstance(one, PartialGradient) and one.ndim]
+        columns = any(part.in_columns for part in parts)
+        return _Given(args, kwargs, max((part.shape[0 if columns else -1] for part in parts), default=1), columns)
+
+    def has_columns(self, found: Tensor, name: str) -> bool:
+        """Tell whether a result has the elements of gradients in its first dimension."""
+        if found.ndim != 2 or (found.shape[0] == self.numel) != (found.shape[1] == self.numel):
+            return found.ndim == 2 and found.shape[0] == self.numel
+        # A square tells nothing by its shape.
+        dim = self.kwargs.get("dim", self.args[1] if len(self.args) > 1 else 0)
+        if name in ("stack", "column_stack"):
+            return name == "column_stack" or dim in (1, -1)
+        return self.in_columns != (name in _TRANSPOSES)
+
+
+@uncompiled
+def _compute(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Attributes such as ``.T`` come as the ``__get__`` of a descriptor, which has their name.
+    name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__  # type: ignore[attr-defined]
+    given = _Given.of(args, kwargs)
+    if func in _NORMS or _mixes_elements(name, given):
+        raise _refused(func)
+    found = func(*args, **kwargs)
+    several = isinstance(found, (tuple, list))
+    results = [each for each in (found if several else (found,)) if _is_computed(each, args)]
+    if name not in _ELEMENTS and any(_is_number(each, name, given) for each in results):
+        raise _refused(func)
+    if name in _UNMARKED:
         return found
-    found = found.as_subclass(PartialGradient)
-    found.in_columns = in_columns and found.ndim > 1
+    _mark_target(name, args)
+    if several:
+        parts = [_marked(each, given.has_columns(each, name)) if _is_computed(each, args) else each for each in found]
+        return type(found)(parts)
+    return _marked(found, given.has_columns(found, name)) if results else found
+
+
+def _mark_target(name: str, args: tuple[Any, ...]) -> None:
+    """A tensor that was written to, as a buffer for several gradients, is a part from here on."""
+    if name != "__setitem__" and (not name.endswith("_") or name.endswith("__")):
+        return
+    for target in args[0] if isinstance(args[0], (tuple, list)) else args[:1]:
+        # Not a weight, nor a view of one.
+        if type(target) is Tensor and target.ndim and target._base is None and not target.requires_grad:
+            target.__class__ = PartialGradient
+
+
+def _marked(found: Tensor, in_columns: bool) -> Tensor:
+    """A result as a part of gradients, unless it is a number."""
+    if found.ndim:
+        found = found.as_subclass(PartialGradient)
+        found.in_columns = in_columns
     return found
 
 
-def _has_columns(args: tuple[Any, ...]) -> bool:
-    """Tell whether some argument, or an entry of a list, has elements of gradients in its first dimension."""
-    each = [one for arg in args for one in (arg if isinstance(arg, (tuple, list)) else (arg,))]
-    return any(isinstance(one, PartialGradient) and one.in_columns for one in each)
-
-
-def _turns(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether an operation brings the elements of gradients from a matrix's last dimension to the first."""
-    if name == "stack":
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-        return dim in (1, -1) and args[0][0].ndim == 1
-    return name in _TRANSPOSES
-
-
-def _mixes_elements(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in_columns: bool) -> bool:
+def _mixes_elements(name: str, given: _Given) -> bool:
     """Tell whether an operation goes over the dimension where gradients, also stacked ones, have their elements."""
+    args, kwargs = given.args, given.kwargs
     if name in _PRODUCTS and len(args) > 1:
         # Weights [tasks] @ gradients [tasks, elements] work on each element by itself; so do columns @ weights.
         if isinstance(args[0], PartialGradient):
-            return not in_columns or isinstance(args[1], PartialGradient)
-        return in_columns or args[1].ndim < 2
+            return not given.in_columns or isinstance(args[1], PartialGradient)
+        return given.in_columns or args[1].ndim < 2
     if name not in _OVER or not args or not isinstance(args[0], Tensor):
         return name in _ACROSS
     place, dim = _OVER[name]
@@ -143,7 +188,7 @@ def _mixes_elements(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], in
         return False
     if dim is None and name in ("quantile", "nanquantile"):
         return True
-    elements = (0, -args[0].ndim) if in_columns else (-1, args[0].ndim - 1)
+    elements = (0, -args[0].ndim) if given.in_columns else (-1, args[0].ndim - 1)
     return any(each in elements for each in (dim if isinstance(dim, (tuple, list)) else (dim,)))
 
 
@@ -152,14 +197,15 @@ def _is_computed(found: object, args: tuple[Any, ...]) -> bool:
     return type(found) is Tensor and all(found is not each for each in args)
 
 
-def _is_number(found: Tensor, args: tuple[Any, ...]) -> bool:
-    """Tell whether a result is one number that was made of several."""
-    given = [each for each in args if isinstance(each, Tensor)]
-    # A part of what was given is an element of it.
+def _is_number(found: Tensor, name: str, given: _Given) -> bool:
+    """Tell whether a result is one number that was made of several elements."""
     # ``any`` and ``all`` are tests.
-    if found.numel() != 1 or found.dtype == torch.bool or any(storage_id(found) == storage_id(each) for each in given):
+    if found.numel() != 1 or found.dtype == torch.bool:
         return False
-    return found.ndim == 0 or any(each.numel() > 1 for each in given)
+    if found.ndim and (given.numel == 1 or name.startswith("_foreach_")):  # an element of one that has no others
+        return False
+    # A part of what was given is an element of it.
+    return not any(isinstance(each, Tensor) and storage_id(found) == storage_id(each) for each in given.args)
 
 
 def _refused(func: Callable[..., Any]) -> RuntimeError:

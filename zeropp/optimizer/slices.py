@@ -28,6 +28,7 @@ from zeropp.config.base import notify
 from zeropp.engine.engine import Engine
 from zeropp.engine.pending import Pending
 from zeropp.optimizer.elementwise import trial_states
+from zeropp.optimizer.norms import MARKER_GRADIENT, NOTHING
 from zeropp.optimizer.partial_gradient import as_partial
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.gradient import Gradient
@@ -37,9 +38,7 @@ from zeropp.partition.layout import Fragment
 
 __all__ = ["Slice", "SliceStates", "Slices"]
 
-_NOTHING = "<nothing>"  # the name of what is no part of a parameter
 _MARKERS = 2  # in each group: an edit of a single entry, by its index, is not to pass for one of all
-_MARKER_GRADIENT = 1e-30  # not zero, see show_markers; too small to change a sum
 _MARKER_NUMEL = 2  # a loop that leaves out tensors of one element edits markers, too
 
 
@@ -456,7 +455,7 @@ class Slices:
         for marker in self.markers:
             if present:
                 # The user may have written to it. It is not zero, since some loops set gradients of zero to None.
-                marker.gradient.fill_(_MARKER_GRADIENT)
+                marker.gradient.fill_(MARKER_GRADIENT)
             marker.show_gradient(present)
 
     def show_used(self, used: Sequence[Sequence[bool]]) -> None:
@@ -505,7 +504,7 @@ class Slices:
             RuntimeError: there are such gradients. They are no part of what ranks sum, and may be lost.
         """
         if self.accumulated:
-            of = next((f", as of {name!r}" for name in self.accumulated if name != _NOTHING), "")
+            of = next((f", as of {name!r}" for name in self.accumulated if name != NOTHING), "")
             self.accumulated.clear()
             raise RuntimeError(
                 f"backward came to tensors of optimizer.param_groups{of}: a loss has a term that was computed with "
@@ -717,7 +716,7 @@ def _cut(buffer: FlatBuffer, fragment: Fragment, unit: int, position: int) -> Sl
 def _stand_in(device: torch.device, dtype: torch.dtype, kind: type[nn.Parameter], numel: int = 1) -> Slice:
     """A slice of nothing, for a rank that owns no part of a tiny model: GradScaler insists on a gradient to look at."""
     parameter, gradient = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(2))
-    return Slice(_NOTHING, -1, 0, None, 0, 0, (), kind(parameter), gradient, gradient, None)
+    return Slice(NOTHING, -1, 0, None, 0, 0, (), kind(parameter), gradient, gradient, None)
 
 
 class _Marker(nn.Parameter):

@@ -41,7 +41,7 @@ from zeropp.optimizer.groups import add_group, load_optimizer
 from zeropp.optimizer.host_step import waits_for_main_weights
 from zeropp.optimizer.losses import TakesLosses
 from zeropp.optimizer.modes import switch_mode, take_weight_edits
-from zeropp.optimizer.norms import gradient_norms, scale_gradients
+from zeropp.optimizer.norms import GradientNorms, gradient_norms, scale_gradients
 from zeropp.optimizer.outcome import Outcome, told
 from zeropp.optimizer.phases import OffloadsStates
 from zeropp.optimizer.settings import GroupSettings
@@ -131,7 +131,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
         optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
-        self.outcome, self._norms = Outcome(self.boundary, self.engine.reductions.loss_scale), dict[str, float]()
+        self.outcome, self._norms = Outcome(self.boundary, self.engine.reductions.loss_scale), GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
     # The optimizer's own surface.
@@ -242,7 +242,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             verdict = self.boundary.keep_verdict()
             self._norms = gradient_norms(self.engine, verdict)
             self._show_sent(verdict)
-        return dict(self._norms)
+        return GradientNorms(self._norms)
 
     def _show_sent(self, verdict: Verdict) -> None:
         """Show gradients that were reduced for a verdict, such as those that no_sync() held: the user may edit them."""
@@ -415,7 +415,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
 
     def forward_begins(self) -> None:
         """Weights may have been edited through the groups."""
-        self.boundary.missed += take_weight_edits(self.engine, self.slices)
+        self.boundary.note_missed(take_weight_edits(self.engine, self.slices))
 
     def weights_wanted(self) -> None:
         """Main weights are about to be read, or to be loaded."""
