@@ -1,11 +1,12 @@
 """Gradients that wait for the optimizer: which parameters have some, and how they are forgotten.
 
-[Note: gradients taken away] In plain torch a gradient that the user sets to None is gone, and its parameter is not
-stepped unless a later backward uses it. Here a rank sees this of its own slices only, while other ranks may have used
-the parameter. All ranks look for such changes at the same calls, so they number the looks alike. Each rank keeps for a
-parameter the look after which it was used last, and the look that found its gradient taken away. Where a gradient is
-gone that the owner has not used since, the sum of the next step tells all ranks, and the owners' looks are exchanged:
-what a rank used before that look no longer counts. Other steps exchange nothing.
+[Note: gradients taken away] In plain torch a parameter whose gradient the user sets to None is not stepped, unless a
+later backward uses it. Here only ranks with a slice of the parameter see the None, and others may have used it before.
+All ranks look for such changes at the same calls and count these looks, so a look has the same number on every rank.
+For each parameter a rank keeps the number of the last look before it used the parameter, and the number of the look
+that found its gradient gone. If a rank has found a gradient gone and has not used the parameter since, a flag in the
+sum of the next step says so. Ranks then exchange the numbers of these looks, and each drops its own use of a parameter
+if it came before. A step without that flag exchanges nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Pending:
 
     Attributes:
         backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
-        used: for each unit, of each of its trainable parameters, the look after which this rank brought it a gradient
-            last; 0 if it has none from this rank.
-        removed: the look that found the gradient of a parameter set to None, by its unit and position; 0 where all
-            ranks know. An entry stays until gradients are forgotten.
-        looks: how often the gradients in the groups were looked at for changes, plus one; alike on every rank.
+        used: for each unit, and each of its trainable parameters, the number of the last look before this rank used it;
+            0 if the parameter has no gradient from this rank.
+        removed: the number of the look that found a gradient set to None, by unit and position of its parameter; 0 where
+            every rank knows. An entry stays until gradients are forgotten.
+        looks: how often gradients in the groups were looked at for changes, plus one; the same on every rank.
     """
 
     def __init__(self, units: Sequence[Unit], listener: weakref.ref[Listener]) -> None:
@@ -68,27 +69,18 @@ class Pending:
 
         Zeros count as gradients: the next step takes their parameters along, and backwards add to them.
         """
+        self.backward_ran = False
+        for unit in self._units:
+            for gradient in unit.gradients:
+                if set_to_none:
+                    gradient.forget_unsent()
+                    gradient.forget()
+                else:
+                    gradient.set_to_zero()
         if set_to_none:
-            self.forget_unsent()
-            self.forget()
-            return
-        self.backward_ran = False
-        for unit in self._units:
-            for gradient in unit.gradients:
-                gradient.set_to_zero()
-        if (listener := self._listener()) is not None:
-            listener.gradients_forgotten()
-
-    def forget(self) -> None:
-        """Forget the gradients of finished backwards; those that autograd is just bringing stay."""
-        self.backward_ran = False
-        for unit in self._units:
-            for gradient in unit.gradients:
-                # Not forget_unsent: this also runs as a backward begins, when autograd may have filled a .grad.
-                gradient.forget()
-        for flags in self.used:
-            flags[:] = [0] * len(flags)
-        self.removed.clear()
+            for flags in self.used:
+                flags[:] = [0] * len(flags)
+            self.removed.clear()
         if (listener := self._listener()) is not None:
             listener.gradients_forgotten()
 
@@ -125,6 +117,7 @@ class Pending:
         """The user has set gradients of all groups to None, apart from parts of ``kept``; the next sums begin anew."""
         for unit in self._units:
             for gradient in unit.gradients:
+                # Not forget_unsent: this runs as a backward begins, when autograd may have filled a .grad.
                 if gradient in kept:
                     gradient.forget_held()
                 else:
