@@ -30,8 +30,8 @@ class Pending:
         backward_ran: whether there are gradients of one since the last step or ``zero_grad``.
         used: for each unit, and each of its trainable parameters, the number of the last look before this rank used it;
             0 if the parameter has no gradient from this rank.
-        removed: the number of the look that found a gradient set to None, by unit and position of its parameter; 0 where
-            every rank knows. An entry stays until gradients are forgotten.
+        removed: by unit and position of a parameter, the number of the look that found its gradient set to None; 0
+            where every rank knows. An entry stays until gradients are forgotten.
         looks: how often gradients in the groups were looked at for changes, plus one; the same on every rank.
     """
 

@@ -422,7 +422,7 @@ class Slices:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
         self._return_markers()  # a state that could not be loaded has left them away
         for part in self.stepped:
-            part.show_gradient(part.arrived and not self._is_gone(part, pending))
+            part.show_gradient(part.arrived and not (pending.removed and self._is_gone(part, pending)))
         shown = next((part for part in self.stepped if part.shown), None)
         if shown is None:
             shown = self.stepped[0]
@@ -438,14 +438,14 @@ class Slices:
 
     def _is_gone(self, part: Slice, pending: Pending) -> bool:
         """Tell whether the user has taken a gradient away that no rank has brought since, as far as can be seen."""
-        return bool(pending.removed) and pending.is_gone(part.unit, part.position) and not bool(part.gradient.any())
+        return pending.is_gone(part.unit, part.position) and not bool(part.gradient.any())
 
     def show_zeros(self, pending: Pending) -> None:
         """Show gradients that were set to zero, and no others; all were set to zero or forgotten."""
         self.accumulated.clear()
         zeros = False
         for part in self.stepped:
-            kept = part.arrived and not self._is_gone(part, pending)
+            kept = part.arrived and not (pending.removed and self._is_gone(part, pending))
             part.show_gradient(kept)
             zeros |= kept
         self.show_markers(zeros)
