@@ -93,6 +93,8 @@ TAKEN_AWAY = {
     "by the model, made by hand": [(True, True), "make", "model to none", "step"],
     "others by the model": [(True, True), "take away", "model to zero", (False, False), "step"],
     "made, then set to zero by the model": [(False, False), "make", "model to zero", "step"],
+    "held, then thrown away": [(True, True), "step", "held", "zero by the wrapped one", (False, False), "step"],
+    "made where frozen": ["freeze", (True, True), "make", "step", "unfreeze"],
     "a look between": [(True, True), "take away", "look", (False, True), "look", "step"],
 }
 
@@ -129,6 +131,12 @@ def taken_away(stage: int, how: str, blocks: int) -> list[float]:
         elif act in ("zero", "to zero"):
             for each in (pair.optimizer, pair.plain_optimizer):
                 each.zero_grad(set_to_none=act == "zero")
+        elif act == "zero by the wrapped one":
+            pair.optimizer.inner.zero_grad()
+            pair.plain_optimizer.zero_grad()
+        elif act.endswith("freeze"):
+            for model in (pair.model, pair.plain):
+                model.second.requires_grad_(act == "unfreeze")  # type: ignore[operator]
         elif act.startswith("model") or act == "make":
             by_the_model(pair, act)
         else:
@@ -189,6 +197,26 @@ def made_beside_carried_errors() -> tuple[bool, float]:
 
 def test_gradients_made_beside_carried_errors() -> None:
     assert run_ranks(2, made_beside_carried_errors) == [(True, 0.0)] * 2
+
+
+def replaced_beside_carried_errors() -> list[bool]:
+    """A layer that no rank uses stays where it is, also if gradients are replaced: carried errors are no gradient."""
+    settings = make_config(stage=2, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.8, "reset_T": 40})
+    pair, moved = Pair(Headed(), settings, optimizer=by_names, batch=rows_of_six), []
+    for step in range(4):
+        before = zeropp.full_state(pair.model)["second.weight"]
+        pair.sharded.backward(step % 2 == 0)
+        for parameter in parameters_of(pair.optimizer):
+            if parameter.grad is not None:
+                parameter.grad = 0.5 * parameter.grad
+        pair.sharded.step()
+        moved.append(not torch.equal(zeropp.full_state(pair.model)["second.weight"], before))
+        pair.sharded.zero_grad()
+    return moved
+
+
+def test_gradients_replaced_beside_carried_errors() -> None:
+    assert run_ranks(2, replaced_beside_carried_errors) == [[True, False] * 2] * 2
 
 
 def taken_away_in_a_window(stage: int) -> list[bool]:

@@ -52,12 +52,6 @@ class Pending:
             # What is unfrozen gets a buffer of its own, the last of its unit.
             flags += [0] * (len(unit.trained) - len(flags))
 
-    def forget_unsent(self) -> None:
-        """Forget what has not been sent, on this rank."""
-        for unit in self._units:
-            for gradient in unit.gradients:
-                gradient.forget_unsent()
-
     def forget_stray(self) -> None:
         """Forget what a failed backward has brought, not what earlier ones have."""
         for unit in self._units:

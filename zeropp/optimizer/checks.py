@@ -19,7 +19,6 @@ from zeropp.engine.window import Window
 from zeropp.optimizer.elementwise import Twin
 
 __all__ = [
-    "also_forget",
     "check_optimizer",
     "check_scale",
     "describe_optimizer",
@@ -30,6 +29,7 @@ __all__ = [
     "refuse_scaler",
     "refuse_unused",
     "weakly",
+    "zero_grad_by",
 ]
 
 _T = TypeVar("_T")
@@ -181,20 +181,19 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
-def also_forget(optimizer: Optimizer, forget: Callable[[], bool | None]) -> Callable[..., None]:
+def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[], Any]) -> Callable[..., None]:
     """Make a substitute for the wrapped optimizer's ``zero_grad``, which does not see gradients that are held.
 
     Args:
         optimizer: the wrapped one.
-        forget: forgets those; False in the middle of a window whose gradients stay.
+        wrapper: gives the ZeroOptimizer, whose ``zero_grad`` is called; None if it is gone or closed.
     """
     # The optimizer holds this function in its __dict__: a strong reference would be a circle.
     ref = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        target = ref()
-        # None says that the wrapper is gone, and with it all that was held.
-        if target is not None and forget() is not False:
+        target = wrapper() or ref()
+        if target is not None:
             type(target).zero_grad(target, set_to_none)
 
     return zero_grad

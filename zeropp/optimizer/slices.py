@@ -91,17 +91,23 @@ class Slice:
         """True if the view holds a gradient of this step."""
         return self.source is not None and self.source.arrived
 
-    def take_edit(self) -> bool:
-        """Take over a gradient that the user has put in place of ours, or taken away; tell whether there is one."""
+    @property
+    def is_replaced(self) -> bool:
+        """True if the user has put a gradient in place of ours."""
+        # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
+        found = self.parameter.grad
+        return found is not None and not (found is self.seen and found.data_ptr() == self.gradient.data_ptr())
+
+    def take_edit(self) -> None:
+        """Take over a gradient that the user has put in place of ours, or taken away."""
         found = self.parameter.grad
         if found is None:
             # Norms are computed over the gradient shard, where a removed gradient must count as nothing.
             self.gradient.zero_()
             self.shown = False
-            return False
-        # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
-        if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
-            return False
+            return
+        if not self.is_replaced:
+            return
         if self.source is not None:
             self.source.begin()  # nothing may have come to the shard in this step
         self.gradient.copy_(found)
@@ -109,7 +115,6 @@ class Slice:
         # Ours again: clipping writes to it, and is not to be undone by the user's tensor later.
         self.parameter.grad = self.seen
         self.shown = True
-        return True
 
     def show_gradient(self, present: bool) -> None:
         """Give the optimizer the gradient, or none, as torch has it for unused parameters."""
@@ -198,6 +203,11 @@ class Slices:
         if type(self._optimizer.state) is defaultdict:
             self._optimizer.state = SliceStates(self._optimizer.state.default_factory, self._optimizer.state)
             self._optimizer.state.slices = weakref.ref(self)
+
+    def show_trained(self) -> None:
+        """Give slices the ``requires_grad`` of their parameters, as loops over the groups ask for it."""
+        for part in self.stepped:
+            part.parameter.requires_grad_(part.unit < 0 or self._units[part.unit].trained[part.position])
 
     @property
     def markers(self) -> list[Slice]:
@@ -396,12 +406,13 @@ class Slices:
         pending.looks += 1
         shown = [part for part in self.stepped if part.shown]
         made = [part for part in self.stepped if not part.shown and part.parameter.grad is not None]
-        made = [part for part in made if part.source is not None and self._units[part.unit].trained[part.position]]
+        made = [part for part in made if part.source is not None]
         with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
-            for part in made:
-                part.take_edit()
             # Of a parameter that nothing used, zeros may be shown; what the user puts in their place is a gradient.
-            made += [part for part in shown if part.take_edit() and self._is_made(part, pending)]
+            zeros = [part for part in shown if self._is_replaced_zeros(part, pending)]
+            for part in (*made, *shown):
+                part.take_edit()
+            made += [part for part in zeros if part.gradient.any()]
         for part in made:
             pending.used[part.unit][part.position] = pending.looks
         for mark in self.markers if made else ():
@@ -413,10 +424,11 @@ class Slices:
             pending.learn_removed(())  # every rank has found the same
         return all(mark.shown and mark.parameter.grad is None for mark in self.markers)
 
-    def _is_made(self, part: Slice, pending: Pending) -> bool:
-        if part.source is None or not self._units[part.unit].trained[part.position]:
+    def _is_replaced_zeros(self, part: Slice, pending: Pending) -> bool:
+        if part.source is None or pending.used[part.unit][part.position] or not part.is_replaced:
             return False
-        return not pending.used[part.unit][part.position] and bool(part.gradient.any())
+        # Else another rank has used the parameter, or carried errors have come to it.
+        return not part.gradient.any()
 
     def show_arrived(self, pending: Pending) -> Slice:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""

@@ -24,7 +24,6 @@ from zeropp.engine.idle import refuse_retired
 from zeropp.engine.parking import NOTHING
 from zeropp.engine.verdict import Verdict
 from zeropp.optimizer.checks import (
-    also_forget,
     check_optimizer,
     check_scale,
     describe_optimizer,
@@ -34,6 +33,7 @@ from zeropp.optimizer.checks import (
     refuse_scaler,
     refuse_unused,
     weakly,
+    zero_grad_by,
 )
 from zeropp.optimizer.elementwise import check_elementwise, count_states
 from zeropp.optimizer.feedback import CarriedErrors
@@ -130,7 +130,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self._patch_step_function()  # Optimizer.__init__ would, and would make groups and states of its own, too
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
-        optimizer.zero_grad = also_forget(optimizer, weakly(self._forget_unsent))  # type: ignore[method-assign]
+        optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._unless_closed))  # type: ignore[method-assign]
         self.outcome, self._norms = Outcome(self.boundary, self.engine.reductions.loss_scale), GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
@@ -345,14 +345,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
         self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
-    def _forget_unsent(self) -> bool:
-        """The wrapped optimizer forgets what it sees; whether it may."""
-        if self.engine.window.keeps_gradients:
-            return False
-        # It may set them to zero, and the host may be stepping with them.
-        self.engine.refresh.wait_stepped()
-        self.engine.pending.forget_unsent()
-        return True
+    def _unless_closed(self) -> ZeroOptimizer | None:
+        return None if self.engine.closed else self
 
     @uncompiled
     def state_dict(self) -> dict[str, Any]:
@@ -489,6 +483,9 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     @torch.no_grad()
     def apply_requires_grad(self) -> None:
         """Take over which parameters are trained, as the next forward would. Collective where that has changed."""
+        changed = bool(self.engine.flipped)
         if self._trainability.apply():
             self.slices.put()
             self.boundary.invalidate()
+        if changed:
+            self.slices.show_trained()
