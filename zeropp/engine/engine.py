@@ -460,7 +460,7 @@ class Engine(GuardHandler):
         """Forget gradients or set them to zero; unless ``now``, not in a window whose ``step()`` did nothing."""
         if now or not self.window.keeps_gradients:
             if not set_to_none:  # the host may be stepping with them, and they may be off the device
-                self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=TRAINING)
+                self.require_idle("zero_grad(set_to_none=False)", averaged=True, needs=["lp_grads"])
                 if (listener := self.listener) is not None:
                     listener.gradients_wanted()
             self.pending.forget_all(set_to_none=set_to_none)
