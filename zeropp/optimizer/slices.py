@@ -94,9 +94,8 @@ class Slice:
     @property
     def is_replaced(self) -> bool:
         """True if the user has put a gradient in place of ours."""
-        # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
         found = self.parameter.grad
-        return found is not None and not (found is self.seen and found.data_ptr() == self.gradient.data_ptr())
+        return found is not None and (found is not self.seen or found.data_ptr() != self.gradient.data_ptr())
 
     def take_edit(self) -> None:
         """Take over a gradient that the user has put in place of ours, or taken away."""
@@ -106,7 +105,8 @@ class Slice:
             self.gradient.zero_()
             self.shown = False
             return
-        if not self.is_replaced:
+        # Edits in place need no copy: the gradient that is shown is a view of the shard, unless ``.data`` was set.
+        if found is self.seen and found.data_ptr() == self.gradient.data_ptr():
             return
         if self.source is not None:
             self.source.begin()  # nothing may have come to the shard in this step
@@ -408,8 +408,10 @@ class Slices:
         made = [part for part in self.stepped if not part.shown and part.parameter.grad is not None]
         made = [part for part in made if part.source is not None]
         with unguarded():  # it looks at addresses, which a gradient that refuses norms would look up in Python
-            # Of a parameter that nothing used, zeros may be shown; what the user puts in their place is a gradient.
-            zeros = [part for part in shown if self._is_replaced_zeros(part, pending)]
+            # Of a parameter that nothing used, zeros may be shown; what the user puts in their place is a gradient. If
+            # there is more than zeros, another rank has used the parameter, or carried errors have come to it.
+            unused = [part for part in shown if part.source is not None and not pending.used[part.unit][part.position]]
+            zeros = [part for part in unused if part.is_replaced and not part.gradient.any()]
             for part in (*made, *shown):
                 part.take_edit()
             made += [part for part in zeros if part.gradient.any()]
@@ -423,12 +425,6 @@ class Slices:
         if not self.divided:
             pending.learn_removed(())  # every rank has found the same
         return all(mark.shown and mark.parameter.grad is None for mark in self.markers)
-
-    def _is_replaced_zeros(self, part: Slice, pending: Pending) -> bool:
-        if part.source is None or pending.used[part.unit][part.position] or not part.is_replaced:
-            return False
-        # Else another rank has used the parameter, or carried errors have come to it.
-        return not part.gradient.any()
 
     def show_arrived(self, pending: Pending) -> Slice:
         """Show what has arrived; returns a slice that is shown, if need be one of zeros."""
