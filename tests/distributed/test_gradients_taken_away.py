@@ -95,6 +95,14 @@ TAKEN_AWAY = {
     "made, then set to zero by the model": [(False, False), "make", "model to zero", "step"],
     "held, then thrown away": [(True, True), "step", "held", "zero by the wrapped one", (False, False), "step"],
     "made where frozen": ["freeze", (True, True), "make", "step", "unfreeze"],
+    "from zeros that one rank brought": [
+        (True, True),
+        "model to none",
+        (False, True),
+        "to zero",
+        "take away",
+        "step",
+    ],
     "a look between": [(True, True), "take away", "look", (False, True), "look", "step"],
 }
 
@@ -197,6 +205,39 @@ def made_beside_carried_errors() -> tuple[bool, float]:
 
 def test_gradients_made_beside_carried_errors() -> None:
     assert run_ranks(2, made_beside_carried_errors) == [(True, 0.0)] * 2
+
+
+class Clearing(torch.optim.SGD):
+    """Its step forgets gradients at the end, and its zero_grad counts calls."""
+
+    calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        found = super().step(closure)
+        self.zero_grad()
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls += 1
+        super().zero_grad(set_to_none)
+
+
+def cleared_by_the_step(settings: dict[str, Any]) -> int:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Clearing(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05)
+
+    pair = Pair(Headed(), make_config(**settings), optimizer=make, batch=rows_of_six)
+    for both in (True, True, False, True):
+        pair.backward(both)
+        pair.step()
+        pair.check()
+    pair.optimizer.inner.zero_grad()
+    return int(pair.optimizer.inner.calls)
+
+
+@pytest.mark.parametrize("settings", [{"stage": 0}, {"stage": 2, "offload_optimizer": {"device": "cpu"}}, {"stage": 3}])
+def test_gradients_cleared_by_the_wrapped_step(settings: dict[str, Any]) -> None:
+    assert run_ranks(2, cleared_by_the_step, settings) == [1, 1]
 
 
 def replaced_beside_carried_errors() -> list[bool]:

@@ -6,7 +6,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ __all__ = [
     "zero_grad_by",
 ]
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
@@ -181,31 +182,32 @@ def _plain(value: object) -> object:
     return value if isinstance(value, (int, float, str, type(None))) else type(value).__name__
 
 
-def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[], Any]) -> Callable[..., None]:
+def zero_grad_by(optimizer: Optimizer, wrapper: Callable[[bool], bool | None]) -> Callable[..., None]:
     """Make a substitute for the wrapped optimizer's ``zero_grad``, which does not see gradients that are held.
 
     Args:
         optimizer: the wrapped one.
-        wrapper: gives the ZeroOptimizer, whose ``zero_grad`` is called; None if it is gone or closed.
+        wrapper: calls that of the ZeroOptimizer; False if that does nothing now, None if it is gone or closed.
     """
     # The optimizer holds this function in its __dict__: a strong reference would be a circle.
     ref = weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        target = wrapper() or ref()
-        if target is not None:
+        done, target = wrapper(set_to_none), ref()
+        # A class may do more in a method of its own.
+        if target is not None and (done is None or (done and type(target).zero_grad is not Optimizer.zero_grad)):
             type(target).zero_grad(target, set_to_none)
 
     return zero_grad
 
 
-def weakly(method: Callable[[], _T]) -> Callable[[], _T | None]:
+def weakly(method: Callable[_P, _T]) -> Callable[_P, _T | None]:
     """The method, unless its object is gone: the engine must not keep its wrapper alive."""
     ref = weakref.WeakMethod(method)
 
-    def call() -> _T | None:
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
         target = ref()
-        return None if target is None else target()
+        return None if target is None else target(*args, **kwargs)
 
     return call
 

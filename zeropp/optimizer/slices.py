@@ -453,6 +453,8 @@ class Slices:
         self.accumulated.clear()
         zeros = False
         for part in self.stepped:
+            if part.shown:  # some rank has brought one since the user took it away, which zeros could not tell
+                pending.removed.pop((part.unit, part.position), None)
             kept = part.arrived and not (pending.removed and self._is_gone(part, pending))
             part.show_gradient(kept)
             zeros |= kept

@@ -74,6 +74,9 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
     step_was_skipped: bool = told("step_was_skipped")
     step_was_taken: bool = told("step_was_taken")
 
+    _steps = False  # the wrapped optimizer's step runs
+    _zero_after: bool | None = None  # that has called zero_grad, with this set_to_none
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -130,7 +133,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self._patch_step_function()  # Optimizer.__init__ would, and would make groups and states of its own, too
         optimizer.step = refuse_inner_step  # type: ignore[assignment, method-assign]
         optimizer.add_param_group = refuse_inner_group  # type: ignore[method-assign]
-        optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._unless_closed))  # type: ignore[method-assign]
+        optimizer.zero_grad = zero_grad_by(optimizer, weakly(self._zero_by_inner))  # type: ignore[method-assign]
         self.outcome, self._norms = Outcome(self.boundary, self.engine.reductions.loss_scale), GradientNorms()
         self.grad_scaler: torch.amp.GradScaler | None = None
 
@@ -316,7 +319,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if not self.config.zero.ignore_unused_parameters:
             refuse_unused(self.engine, verdict)
         self.slices.show_used(verdict.used)
-        self._update.run(norm, left_out)
+        self._steps = True
+        try:
+            self._update.run(norm, left_out)
+        finally:
+            self._steps = False
         self.slices.accept_edits()
         # Gradients stay until zero_grad(), and norms over the groups stay refused as long.
         self.slices.show_markers(True)
@@ -325,6 +332,9 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.window.restart()
         # Not where nothing had a gradient, as after batches that were all thrown away.
         self.outcome.step_was_taken = any(map(any, verdict.used))
+        zero, self._zero_after = self._zero_after, None
+        if zero is not None:
+            self.zero_grad(set_to_none=zero)
         return loss
 
     def _decide(self) -> Verdict:
@@ -345,8 +355,17 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self.engine.require_idle("zero_grad", averaged=True, beside_step=True, needs=NOTHING)
         self.engine.zero_grad(set_to_none=set_to_none, now=now)
 
-    def _unless_closed(self) -> ZeroOptimizer | None:
-        return None if self.engine.closed else self
+    def _zero_by_inner(self, set_to_none: bool) -> bool | None:
+        """Do what the wrapped optimizer's ``zero_grad`` is to do; see :func:`zero_grad_by`."""
+        if self.engine.closed:
+            return None
+        if self._steps:  # a class may call it at the end of its step, which runs for a part of the slices at a time
+            self._zero_after = set_to_none
+            return False
+        if self.engine.window.keeps_gradients:
+            return False
+        self.zero_grad(set_to_none=set_to_none)
+        return True
 
     @uncompiled
     def state_dict(self) -> dict[str, Any]:
