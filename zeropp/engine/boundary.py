@@ -85,7 +85,7 @@ class Boundary:
         self.cache_checksum = CacheChecksum(engine)
         self.missed: list[str] = []
         self.spoiled = False
-        self._edited_early = False  # gradients were, before a backward; those that were late then have missed it
+        self._edited_early = False  # edits were accepted as a backward began; late gradients may have missed them
         self._unread: Unread | None = None
         self._vector: Tensor | None = None
         self._verdict: Verdict | None = None
@@ -94,8 +94,8 @@ class Boundary:
         # Of the gradients that have arrived, as the verdict knows them; None unless it is to last until the step.
         self._versions: list[int] | None = None
         # Places in the vector, behind the square of the norm and what is named above: a flag for each unit with unsent
-        # gradients, one for strays among these, one for ranks that passed over units and _REMOVED times those that have
-        # untold removed gradients, one for each used parameter; checksums at the end.
+        # gradients, one for strays among these, one that counts ranks that passed over units, and _REMOVED times those
+        # with removed gradients to tell of, one for each used parameter; checksums at the end.
         self._unsent = _LATE + 1
         self._stray = self._unsent + len(engine.units)
         self._passed_over = self._stray + 1
@@ -107,7 +107,11 @@ class Boundary:
         self._doubts = self._kept = False
 
     def take_early_edits(self) -> None:
-        """Gradients were edited before a backward begins: what it holds, as in ``no_sync()``, is not to be edited."""
+        """Accept edits that were made before the backward that begins now.
+
+        Plain torch would not apply them to the gradients of this backward, so nothing is lost if it holds these, as in
+        ``no_sync()``. Gradients that an earlier backward holds have missed the edit: then it stays noted.
+        """
         edited = [gradient for gradient in self._arrived() if gradient.edited]
         if edited and not any(gradient.held is not None for gradient in self.engine.gradients):
             self._edited_early = True
@@ -115,7 +119,7 @@ class Boundary:
                 gradient.measure()
 
     def forget_early_edits(self) -> None:
-        """A step was decided, or gradients were forgotten."""
+        """Forget which edits the step was to reckon with: it was decided, or its gradients were forgotten."""
         self._edited_early = self.spoiled = False
 
     def doubt(self) -> None:

@@ -322,6 +322,9 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         self._steps = True
         try:
             self._update.run(norm, left_out)
+        except BaseException:
+            self._zero_after = None  # no later step is to do what this one has asked for
+            raise
         finally:
             self._steps = False
         self.slices.accept_edits()
@@ -482,11 +485,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
 
     @torch.no_grad()
     def gradients_wanted(self) -> None:
-        """Those that the user has made are to be set to zero, too, and those that were set to None are not."""
+        """Take over gradients that the user has set, which become zeros, too, or set to None, which stay None."""
         self.slices.take_edits(self.engine.pending)
 
     def gradient_forgotten(self, parameter: nn.Parameter) -> None:
-        """The optimizer is to see none, also if the user has set one in the groups."""
+        """Show the optimizer no gradient of it, even if the user has set one in the groups."""
         self.slices.drop_gradient(parameter)
 
     def gradients_forgotten(self) -> None:
