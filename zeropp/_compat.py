@@ -300,7 +300,12 @@ def default_store() -> dist.Store:
 
 
 def new_group(
-    ranks: Sequence[int], backend: str, timeout: timedelta, name: str, device: torch.device
+    ranks: Sequence[int],
+    backend: str,
+    timeout: timedelta,
+    name: str,
+    device: torch.device,
+    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """A process group of global ranks, numbered in the order given; only its members call.
 
@@ -314,6 +319,7 @@ def new_group(
         name: never used before in this job, the same on every member.
         device: whose tensors it will carry. On an accelerator the members connect now, and not in their first
             collective, which may be in the middle of a step.
+        max_ctas: thread blocks that NCCL's kernels may have at most; None for its own choice.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_group()
@@ -327,6 +333,7 @@ def new_group(
             dist.Backend(backend),
             default_store(),
             cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
+            _nccl_options(timeout, max_ctas) if backend == "nccl" and max_ctas is not None else None,
             timeout=timeout,
             group_desc=name,
             # Backends written in Python are asked for what they do not have, if a device is named.
@@ -338,6 +345,15 @@ def new_group(
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+def _nccl_options(timeout: timedelta, max_ctas: int) -> Any:
+    """Settings of an NCCL communicator, as torch makes them for a group without any, but for the limit."""
+    options = dist.ProcessGroupNCCL.Options()
+    # torch warns where this differs from the group's, although the group's is used.
+    options._timeout = timeout
+    options.config.max_ctas = max_ctas
+    return options
 
 
 # They step lists of tensors in place. Untyped: the stubs have one overload for each kind of lr.

@@ -342,16 +342,17 @@ def test_checkpoint_and_named_blocks() -> None:
 def test_extension_choices() -> None:
     extension = load_config({}).zeropp
     assert (extension.feedback, extension.weight_codec, extension.secondary) == ("cross", None, "weights")
-    assert (extension.hang_timeout, extension.warn_after) == (600.0, 30.0)
+    assert (extension.hang_timeout, extension.warn_after) == (420.0, 30.0)
     assert load_config({"zeropp": {"warn_after": 2}}).zeropp.warn_after == 2
     assert load_config({"zeropp": {"warn_after": None}}).zeropp.warn_after is None
     bits = load_config({"zeropp": {"gradient_bits": {"local": 4.0}}}).zeropp.gradient_bits
     assert bits is not None and (bits.local, bits.cross) == (4, 4)
     bits = load_config({"zeropp": {"gradient_bits": {}}}).zeropp.gradient_bits
     assert bits is not None and (bits.local, bits.cross) == (8, 4)
+    assert extension.share_communicators and extension.max_ctas.local is extension.max_ctas.cross is None
     wrong = (0, -1, 1e9, math.inf, math.nan, True)
     timeouts = ({key: seconds} for key in ("hang_timeout", "warn_after") for seconds in wrong)
-    for bad in (*timeouts, {"gradient_bits": {"cross": 5}}):
+    for bad in (*timeouts, {"gradient_bits": {"cross": 5}}, {"max_ctas": {"local": 0}}):
         with pytest.raises(ConfigError, match=r"^the configuration cannot be used: zeropp\."):
             load_config({"zeropp": bad})
     wrong = {"feedback": "local", "reduce_scatter": "nccl", "weight_codec": "int4", "secondary": "none"}

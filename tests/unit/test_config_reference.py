@@ -98,7 +98,7 @@ def test_links_lead_to_sections() -> None:
         ("`zero_optimization`", "stage", ("integer", "`0`", ">= 0, <= 3", "works")),
         ("`zero_optimization`", "reduce_scatter", ("boolean", "`true`", "", "nothing to do")),
         ("`zero_optimization.offload_optimizer`", "device", ('"none" or "cpu" or "nvme"', '`"none"`', "", "works")),
-        ("`zeropp`", "hang_timeout", ("number", "`600.0`", "> 0, <= 100,000,000", "works")),
+        ("`zeropp`", "hang_timeout", ("number", "`420.0`", "> 0, <= 100,000,000", "works")),
         ("`zeropp`", "warn_after", ("number or null", "`30.0`", "> 0, <= 100,000,000", "works")),
         ("Top level", "managed_gradient_accumulation", ("boolean", "`true`", "", "works")),
         ("Top level", "train_batch_size", ("integer or null", "`null`", ">= 1", "works")),

@@ -35,10 +35,11 @@ _log = logging.getLogger("zeropp")
 _WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pass
 # Kinds of exchanges between passes; the schedule has its own below 100.
 _SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK, _OBJECTS = 100, 101, 102, 103, 104, 105, 106, 107
-MICRO_BATCHES = 108
+MICRO_BATCHES, _CLOSING = 108, 109
 
 _FIRST_LOOK = 1.0  # seconds of waiting until the others are asked whether one of them has failed
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
+_MEETING = 10.0  # seconds a rank that closes waits for the others to close
 
 
 class Agreement:
@@ -75,6 +76,7 @@ class Agreement:
         alone = comm.world == 1 or comm.backend == "fake"
         self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
         self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up)
+        comm.on_lost_elsewhere(self._lost_elsewhere)
 
     def wait(self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None) -> None:
         """Call ``arrives(hang_timeout)``; raise the common error if it is in vain or what it waits for has failed.
@@ -151,6 +153,11 @@ class Agreement:
             self._sent.append(event)
         if self.monitor is not None:
             self.monitor.note(event, f"the {kind} of unit {unit!r}")
+
+    def monitors(self, event: Event, doing: str) -> None:
+        """Other work that waits for other ranks was queued; ``doing`` says which, after "waiting for"."""
+        if self.monitor is not None:
+            self.monitor.note(event, doing)
 
     def _give_up(self, waited_for: str) -> None:
         """On the monitor's thread: the device has not come on for ``hang_timeout``."""
@@ -241,6 +248,35 @@ class Agreement:
         """
         return self._lose(Account(doing, call, where or self.where, beyond=self.beyond), waited=waited)
 
+    def meet_to_close(self) -> list[int] | None:
+        """Wait a few seconds for all ranks to close, which ranks do before they destroy communicators.
+
+        Returns:
+            How many communicators each rank wants to destroy; None if some rank does not come, and this one is alone.
+        """
+        comm = self.comm
+        if not comm.communicates:
+            return []
+        if self.lost is not None:
+            return None
+        head, seconds = self._place << 8 | _CLOSING, min(self.hang_timeout, _MEETING)
+        try:
+            rows = comm.all_gather_ints([head, comm.unused_after, *[0] * (_WIDTH - 1)], seconds)
+            late = "are in another call" if any(row[0] != head for row in rows) else ""
+        except RuntimeError as error:
+            late = f"do not close theirs within {seconds:g} s ({error})"
+        if not late:
+            return [row[1] for row in rows]
+        _log.warning(
+            "rank %d closes its optimizer, and other ranks %s; it aborts the communicators that it would have "
+            "destroyed together with them",
+            comm.rank, late,
+        )  # fmt: skip
+        # For ranks that train on and would wait for this one.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self.watch.publish(Account("closing its optimizer", failure="it closed its optimizer before the others"))
+        return None
+
     def close(self) -> None:
         """Stop watching."""
         self.watch.close()
@@ -276,12 +312,25 @@ class Agreement:
                 'raise {"zeropp": {"hang_timeout": seconds}} and the timeout given to init_process_group'
             )
         first, self.lost = self.lost is None, ". ".join(parts)
-        for action in self._when_lost if first else ():
+        if first:
+            self._end_work()
+            comm.tell_sharers(self.lost)
+        return RuntimeError(self.lost)
+
+    def _lost_elsewhere(self, reason: str) -> None:
+        """Another engine has aborted process groups that this one uses."""
+        if self.lost is None:
+            self.lost = (
+                f"another model of this process has lost its ranks, and shares process groups with this: {reason}"
+            )
+            self._end_work()
+
+    def _end_work(self) -> None:
+        for action in self._when_lost:
             try:
                 action()
             except Exception as error:  # the others must still be done, and the error be raised
                 _log.error("after the ranks lost each other: %s", error)
-        return RuntimeError(self.lost)
 
     def _has_sent(self) -> bool:
         """Tell whether weights are stepped, and have come to where they are cached."""

@@ -32,7 +32,12 @@ _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = 
 
 
 def make_group(
-    ranks: Sequence[int], backend: str, timeout: timedelta, name: str, device: torch.device
+    ranks: Sequence[int],
+    backend: str,
+    timeout: timedelta,
+    name: str,
+    device: torch.device,
+    max_ctas: int | None = None,
 ) -> dist.ProcessGroup:
     """A process group whose members connect now; only they call. Arguments as in :func:`zeropp._compat.new_group`.
 
@@ -48,7 +53,7 @@ def make_group(
     try:
         with warn_of_waiting(_SILENCE, f"still making process group {name!r} after {_SILENCE:g} s. {remedy}"):
             # Members find each other through the store, which may not answer: see zeropp.comm.watch.
-            make = partial(new_group, ranks, backend, timeout, name, device)
+            make = partial(new_group, ranks, backend, timeout, name, device, max_ctas)
             return within(timeout.total_seconds() + _MARGIN, make, "connecting ranks")
     except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -17,8 +18,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import all_gather_single, backends, is_registered, reduce_scatter_single
+from zeropp._compat import all_gather_single, reduce_scatter_single
 from zeropp.comm.accounts import CollectiveError
+from zeropp.comm.communicators import (
+    WORLD,
+    Communicator,
+    Ctas,
+    Key,
+    Sharing,
+    destroy_unused,
+    forget,
+    held_here,
+    kind_of,
+    obtain,
+    release,
+)  # fmt: skip
 from zeropp.comm.groups import HOST, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects, gather_sized
@@ -29,9 +43,8 @@ _T = TypeVar("_T")
 
 __all__ = ["Comm", "GroupKey", "Groups", "Hop", "make_comm"]
 
-_OUTLASTS = 2  # times hang_timeout; the monitor's looks and the ranks' last words come before
+_OUTLASTS = 60.0  # seconds more than hang_timeout; the monitor's looks and the ranks' last words come before
 _ABORTING = 5.0  # seconds for communicators to end
-_dropped: list[dist.ProcessGroup] = []  # of engines that are gone and were not closed
 
 GroupKey = tuple[str, int, int]
 """What a process group of hops is for: a kind of work, and the levels that data moves between."""
@@ -155,9 +168,15 @@ class Groups(Protocol):
 
 
 class Comm:
-    """The process groups of one engine."""
+    """The process groups of one engine.
 
-    def __init__(self, members: Members, chain: Chain, rank: int, timeout: timedelta, job: str) -> None:
+    Attributes:
+        communicators: those that carry weights and gradients, where engines may share them.
+    """
+
+    def __init__(
+        self, members: Members, chain: Chain, rank: int, timeout: timedelta, job: str, sharing: Sharing, ctas: Ctas
+    ) -> None:
         """Make the groups of all ranks; collective over the members. Those of hops come with their paths.
 
         Args:
@@ -166,6 +185,8 @@ class Comm:
             rank: this rank in the group.
             timeout: after which waiting for other ranks is an error.
             job: unique prefix of the groups' names, the same on every member.
+            sharing: which kinds of work and which engines have communicators in common.
+            ctas: limits of their kernels.
         """
         self.job = job
         self.chain = chain
@@ -178,36 +199,51 @@ class Comm:
         self.ledger = Ledger()
         self.lost_at: float | None = None  # when the ranks lost each other, by time.monotonic()
         self.world_group: dist.ProcessGroup | None = None
+        self.communicators: list[Communicator] = []
+        self._sharing, self._ctas = sharing, ctas
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
-        self._made: list[dist.ProcessGroup] = []
-        # Of an engine that is dropped, and not closed. NCCL destroys a group where all of its ranks do, and ranks need
-        # not collect garbage at the same time: its groups go when an engine is made and all of them have dropped it.
-        weakref.finalize(self, _drop, self._made).atexit = False
+        self._made: list[dist.ProcessGroup] = []  # groups of this engine alone, which end without waiting for others
+        self._held: dict[int, dict[str, bool]] = {}  # while wrapping: communicators of each global rank
+        self._told: weakref.WeakMethod[Callable[[str], None]] | None = None
+        weakref.finalize(self, free_groups, self._made).atexit = False
+        _engines.add(self)
         # Here, where all ranks are at the same place: the members connect while a group is made.
         if chain.world > 1:
+            # Agreement is about numbers on the host; over NCCL they would have to go through the device.
+            self.control_group = self._make(ranks, "gloo" if backend != "fake" else "fake", "control")
+            if self.communicates:
+                own = held_here()
+                self._held = dict(zip(ranks, self.all_gather_objects(own), strict=True))
+                destroy_unused(self._held, own)
             # What is small and for all goes over the user's group where that serves, since a communicator costs memory
             # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
-            self.world_group = self._shared(members) or self._make(ranks, backend, "world")
-            # Agreement is about numbers on the host; over NCCL they would have to go through the device.
-            control = "gloo" if backend != "fake" else "fake"
-            self.control_group = self._make(ranks, control, "control")
-            if backend not in ("gloo", "fake"):
-                self._free_dropped()
+            self.world_group = self._shared(members) or self._obtain(ranks, WORLD, self._widest, WORLD)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether weights and gradients travel over communicators that ranks make and destroy together."""
+        return self.world > 1 and self.backend not in ("gloo", "fake")
 
     @property
     def world(self) -> int:
         """Number of ranks."""
         return self.chain.world
 
+    @property
+    def _widest(self) -> str:
+        """The class of links between all ranks."""
+        return "local" if self.local >= self.world else "cross"
+
     def hop(self, kind: str, spec: HopSpec) -> Hop:
         """A hop, on a group of one kind of work. Collective over the members."""
-        # Each kind of work has groups of its own, so that one thread gives a group its collectives, in one order. Sums
-        # that go back to replicas share the groups of reductions: they run on the same lanes.
+        # Where threads launch, each kind of work has groups of its own, so that one thread gives a group its
+        # collectives, in one order: see [Note: communicators]. Sums that go back to replicas share the groups of
+        # reductions: they run on the same lanes.
         key = (kind, spec.outer, spec.inner)
         if key not in self._groups:
             # In piece order, which need not ascend. new_group keeps it, so that member i of the group has part i.
             members = tuple(self.ranks[rank] for rank in spec.ranks)
-            self._groups[key] = self._make(members, self.backend, f"{kind} {spec.outer}->{spec.inner}")
+            self._groups[key] = self._obtain(members, kind, spec.link, f"{kind} {spec.outer}->{spec.inner}")
         return Hop(spec, self._groups[key], self.backend, self.rank, self.ledger, kind)
 
     def broadcast(self, tensor: Tensor, source: int | None = None) -> None:
@@ -245,10 +281,13 @@ class Comm:
 
     def all_ranks(self, kind: str) -> dist.ProcessGroup:
         """The group of all ranks for a kind of work. Collective over the members when first asked for."""
+        if self._sharing.kinds:
+            assert self.world_group is not None  # there are other ranks
+            return self.world_group
         # 0 is no level, so this meets no hop's key; the group differs from the world's own in whose thread uses it.
         key = (kind, self.world, 0)
         if key not in self._groups:
-            self._groups[key] = self._make(self.ranks, self.backend, f"{kind} all")
+            self._groups[key] = self._obtain(self.ranks, kind, self._widest, f"{kind} all")
         return self._groups[key]
 
     def host_group(self, kind: str) -> dist.ProcessGroup:
@@ -261,13 +300,19 @@ class Comm:
     def _note_control(self, unit: str, nbytes: int) -> None:
         self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
 
-    def all_gather_ints(self, values: list[int]) -> list[list[int]]:
-        """Every rank's row of integers; blocks the host. For agreement outside the steady state."""
+    def all_gather_ints(self, values: list[int], seconds: float | None = None) -> list[list[int]]:
+        """Every rank's row of integers; blocks the host. For agreement outside the steady state.
+
+        Args:
+            values: this rank's; as many on all.
+            seconds: limit of each step; None for the usual one.
+        """
         if self.world == 1 or self.backend == "fake":
             return [values] * self.world
         self._note_control("<agreement>", (self.world - 1) * 8 * len(values))
         own = torch.tensor(values, dtype=torch.int64, device="cpu")
-        table: list[list[int]] = gather_rows(own, self.control_group, self.timeout).tolist()
+        limit = self.timeout if seconds is None else timedelta(seconds=seconds)
+        table: list[list[int]] = gather_rows(own, self.control_group, limit).tolist()
         return table
 
     def all_gather_objects(self, value: _T) -> list[_T]:
@@ -287,10 +332,35 @@ class Comm:
             self._made.remove(group)
             free_groups([group])
 
-    def close(self) -> None:
-        """Destroy the groups. They are not used again."""
+    def end_of_wrap(self) -> None:
+        """Share no communicator from here on that this engine does not use yet: other ranks may have closed it."""
+        self._held = {}
+
+    @property
+    def unused_after(self) -> int:
+        """How many communicators nothing in this process uses, once this engine is closed."""
+        return sum(set(each.users) <= {self} for each in self.communicators)
+
+    def close(self, unused: list[int] | None) -> None:
+        """Destroy the groups that no other engine of this process uses. They are not used again.
+
+        Args:
+            unused: how many communicators each rank wants to destroy now; None if this rank is alone, and aborts them.
+        """
         # Hops keep their groups, which are of no use from here on.
         self._groups = {}
+        _engines.discard(self)
+        ended = release(self.communicators, self)
+        if unused is None:
+            _abort([each.group for each in ended if not each.aborted])
+        elif len(set(unused)) > 1:
+            # Another rank still has an engine that was dropped here, or the other way round. These end when a model is
+            # wrapped after that: see `destroy_unused`.
+            ended = []
+        forget(ended)
+        # Sorted: ranks wait for each other, one group after another.
+        free_groups([each.group for each in sorted(ended, key=lambda each: each.name, reverse=True)])
+        self.communicators = []
         free_groups(self._made)
 
     def abort(self) -> None:
@@ -300,18 +370,28 @@ class Comm:
         have limits of their own.
         """
         self.lost_at = time.monotonic()
-        groups = [] if self.backend == "gloo" else [*self._made, self.world_group]
-        ending = [
-            threading.Thread(target=_abort, args=(group,), name="zeropp abort", daemon=True)
-            for group in groups
-            if group is not None and group is not self.control_group
-        ]
-        # Side by side: each may wait for the device, which another one's kernel holds up.
-        for thread in ending:
-            thread.start()
-        until = time.monotonic() + _ABORTING
-        for thread in ending:
-            thread.join(max(until - time.monotonic(), 0.0))
+        for each in self.communicators:
+            each.aborted = True
+        _abort(self._carriers())
+
+    def on_lost_elsewhere(self, told: Callable[[str], None]) -> None:
+        """Call a method, which is not kept alive, when another engine has aborted a group that this one uses."""
+        self._told = weakref.WeakMethod(told)
+
+    def tell_sharers(self, reason: str) -> None:
+        """Tell the engines of this process that use an aborted group of this one."""
+        aborted = set(self._carriers())
+        for engine in list(_engines):
+            told = engine._told() if engine._told is not None else None
+            if engine is not self and told is not None and aborted.intersection(engine._carriers()):
+                told(reason)
+
+    def _carriers(self) -> list[dist.ProcessGroup]:
+        """Groups that other engines may use."""
+        if not self.communicates:
+            return []
+        groups = [each.group for each in self.communicators]
+        return groups if self.world_group is None else list(dict.fromkeys([*groups, self.world_group]))
 
     def hang_up(self) -> None:
         """Let ranks that wait for this one in an exchange of numbers hear that it does not come."""
@@ -320,46 +400,63 @@ class Comm:
 
     def _shared(self, members: Members) -> dist.ProcessGroup | None:
         """The user's group, if its timeout, at which NCCL ends the process, comes after the error that names ranks."""
-        enough = members.limit is None or members.limit >= _OUTLASTS * self.timeout.total_seconds()
+        enough = members.limit is None or members.limit >= self.timeout.total_seconds() + _OUTLASTS
         return members.shared if enough else None
 
-    def _free_dropped(self) -> None:
-        """Destroy groups of engines that are gone on all of their ranks; in one order, since ranks wait there."""
-        # Taken out first: others may come to it, from whichever thread collects garbage.
-        dropped = [_dropped.pop() for _ in range(len(_dropped))]
-        gone = dict(zip(self.ranks, self.all_gather_objects([group.group_name for group in dropped]), strict=True))
-        for group in sorted(dropped, key=lambda group: group.group_name):
-            ranks = dist.get_process_group_ranks(group) if is_registered(group) else []
-            if all(group.group_name in gone.get(rank, []) for rank in ranks):
-                free_groups([group])
-            else:
-                _dropped.append(group)
+    def _obtain(self, ranks: tuple[int, ...], kind: str, link: str, description: str) -> dist.ProcessGroup:
+        """The group that carries a kind of work over links of a class; collective over ``ranks``."""
+        if not self.communicates:
+            return self._make(ranks, self.backend, description)
+        owner = "" if self._sharing.engines else self.job
+        timeout = self.timeout + timedelta(seconds=_OUTLASTS)
+        kind, limit = kind_of(kind, self._sharing), self._ctas.of(link)
+        key = Key(kind, owner, ranks, self.backend, self.device, timeout, limit)
+        found = next((each for each in self.communicators if each.key == key), None)
+        if found is None:
+            found = obtain(key, self, self._held, self._name(ranks, description))
+            self.communicators.append(found)
+        return found.group
 
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
-        # Groups of one kind exist side by side and share no member, so the first one tells them apart.
-        first = self.ranks.index(ranks[0])
-        # NCCL kills the process at its timeout; the error that names what every rank waits for must come before.
-        timeout = self.timeout if backend == "gloo" else _OUTLASTS * self.timeout
+        """A group of this engine alone."""
         device = HOST if backend == "gloo" else self.device
-        group = make_group(ranks, backend, timeout, f"{self.job} {description} {first}", device)
+        group = make_group(ranks, backend, self.timeout, self._name(ranks, description), device)
         self._made.append(group)
         return group
 
-
-def _drop(groups: list[dist.ProcessGroup]) -> None:
-    """Destroy the groups of an engine that is gone; those that may wait for other ranks there, later."""
-    waiting = [group for group in groups if is_registered(group) and "gloo" not in backends(group).values()]
-    free_groups([group for group in groups if group not in waiting])
-    _dropped.extend(waiting)
+    def _name(self, ranks: tuple[int, ...], description: str) -> str:
+        # Groups of one kind exist side by side and share no member, so the first one tells them apart.
+        return f"{self.job} {description} {self.ranks.index(ranks[0])}"
 
 
-def _abort(group: dist.ProcessGroup) -> None:
+_engines: weakref.WeakSet[Comm] = weakref.WeakSet()  # of this process, that are not closed
+
+
+def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort groups, in a limited time."""
+    ending = [threading.Thread(target=_abort_one, args=(group,), name="zeropp abort", daemon=True) for group in groups]
+    # Side by side: each may wait for the device, which another one's kernel holds up.
+    for thread in ending:
+        thread.start()
+    until = time.monotonic() + _ABORTING
+    for thread in ending:
+        thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _abort_one(group: dist.ProcessGroup) -> None:
     # The group may be ending by itself, or its backend has no abort.
     with contextlib.suppress(RuntimeError, NotImplementedError):
         group.abort()
 
 
-def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> Comm:
+def make_comm(
+    members: Members,
+    chain: Chain,
+    hang_timeout: float,
+    job: str,
+    sharing: Sharing = Sharing(),  # noqa: B008  # immutable
+    ctas: Ctas = Ctas(),  # noqa: B008  # immutable
+) -> Comm:
     """Make the process groups of a run. Collective over the members.
 
     Args:
@@ -367,6 +464,8 @@ def make_comm(members: Members, chain: Chain, hang_timeout: float, job: str) -> 
         chain: levels of the run.
         hang_timeout: seconds after which a collective that does not finish is an error.
         job: unique name, the same on every member.
+        sharing: which kinds of work and which engines have communicators in common.
+        ctas: limits of their kernels.
     """
     rank = members.ranks.index(dist.get_rank()) if dist.is_initialized() else 0
-    return Comm(members, chain, rank, timedelta(seconds=hang_timeout), job)
+    return Comm(members, chain, rank, timedelta(seconds=hang_timeout), job, sharing, ctas)

@@ -27,6 +27,20 @@ class GradientBitsConfig(Block):
     """Bits an element takes between nodes; also the width where there is only one hop."""
 
 
+class MaxCtasConfig(Block):
+    """Thread blocks that the kernels of one NCCL communicator have at most; NCCL calls it maxCTAs.
+
+    More of them move bytes faster and leave fewer multiprocessors to the model. Wrapping refuses limits whose sum over
+    the communicators is more than the card has.
+    """
+
+    local: Positive | None = None
+    """Of a communicator inside a node. `null` takes 16, and at most an eighth of the card's multiprocessors."""
+
+    cross: Positive | None = None
+    """Of a communicator between nodes. `null` takes 8, and at most a sixteenth."""
+
+
 class ExtensionConfig(Block):
     """Settings of zeropp itself. DeepSpeed does not know this block."""
 
@@ -48,9 +62,17 @@ class ExtensionConfig(Block):
     `zero.Init` and `materialize`, a model as soon as its pieces alone are more. `zeropp.plan.memory` counts; Python,
     torch, activations, buffers and the model as it was built are not in it. `null` asks for no limit."""
 
-    hang_timeout: Seconds = 600.0
-    """Seconds that a rank waits for a collective before it raises and names the units each rank waits
-    for."""
+    hang_timeout: Seconds = 420.0
+    """Seconds that a rank waits for a collective before it raises and names the units each rank waits for. Torch ends
+    the process without these names 480 s after its own watchdog stands still, unless
+    `TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC` says otherwise."""
+
+    max_ctas: MaxCtasConfig = MaxCtasConfig()
+    """Thread blocks of NCCL's kernels, by link."""
+
+    share_communicators: bool = True
+    """Lets the engines of one process use the same NCCL communicators where their ranks are the same. Then all ranks
+    must use the engines in the same order. False gives each engine its own, and costs their memory."""
 
     warn_after: Seconds | None = 30.0
     """Seconds after which a rank that waits for others logs once who waits where; long before

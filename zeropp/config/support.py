@@ -9,7 +9,7 @@ from enum import Enum
 from zeropp.config.base import Block, spellings
 from zeropp.config.describe import nested_block, value_text
 from zeropp.config.errors import ConfigError, UnsupportedConfigError
-from zeropp.config.extension import ExtensionConfig, GradientBitsConfig
+from zeropp.config.extension import ExtensionConfig, GradientBitsConfig, MaxCtasConfig
 from zeropp.config.foreign import meant_type
 from zeropp.config.inert import (
     CompileConfig,
@@ -191,13 +191,15 @@ SUPPORT: Mapping[type[Block], Mapping[str, Support]] = {
         **_each(
             EFFECT,
             "local_world_size host_memory_limit unit_numel unit_min_blocks hang_timeout warn_after static_graph "
-            "lazy_step warm_up cast_inputs defer_cross_reduction weight_codec reduce_scatter",
+            "lazy_step warm_up cast_inputs defer_cross_reduction weight_codec reduce_scatter share_communicators",
         ),
         "hadamard": _with(_QUANTIZED),
         "feedback": _with("zero_optimization.zeropp_loco_param", _QUANTIZED),
         "secondary": _with("zero_optimization.zero_quantized_weights", "zero_optimization.zero_hpz_partition_size"),
         "gradient_bits": Support(Kind.BLOCK, needs=(_QUANTIZED,)),
+        "max_ctas": BLOCK,
     },
+    MaxCtasConfig: _all(MaxCtasConfig, EFFECT),
     GradientBitsConfig: _all(GradientBitsConfig, _with(_QUANTIZED)),
     AioConfig: _all(AioConfig, EFFECT),
     CheckpointConfig: {

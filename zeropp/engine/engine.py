@@ -433,8 +433,10 @@ class Engine(GuardHandler):
             action()
         for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
             lanes.close()
+        # Before the watching ends: what never ends on a card is given up there.
+        unused = self.agreement.meet_to_close()
         self.agreement.close()
-        self.comm.close()
+        self.comm.close(unused)
 
     @property
     def listener(self) -> Listener | None:

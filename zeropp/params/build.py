@@ -18,6 +18,7 @@ from zeropp.params.dtypes import DTYPES, ComputedWith, computed_with, main_dtype
 from zeropp.params.flat_buffer import FlatBuffer, WeightPaths
 from zeropp.params.gradient import Gradient, GradientPaths
 from zeropp.params.guard import own_dtype
+from zeropp.params.transfers import Transfer, transfers
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
 from zeropp.partition.levels import Mode, Placement
@@ -28,8 +29,8 @@ from zeropp.wire.encoding import Encoding, choose_encoding
 from zeropp.wire.paths import CodedGatherPath, GatherPath, ReduceHop, ReducePath
 
 __all__ = [
-    "BufferKey", "BufferMaker", "ask_for_hops", "buffer_layouts", "check_dtypes", "gradient_paths", "largest_shard",
-    "weight_paths",
+    "BufferKey", "BufferMaker", "buffer_layouts", "check_dtypes", "gradient_paths", "largest_shard",
+    "planned_transfers", "weight_paths",
 ]  # fmt: skip
 
 
@@ -79,14 +80,16 @@ def largest_shard(model: nn.Module, config: Config, mode: Mode, world: int) -> t
     return numel, itemsize
 
 
-def ask_for_hops(
+def planned_transfers(
     groups: Groups, placement: Placement, key: BufferKey, layout: BufferLayout, encoding: Encoding
-) -> None:
-    """Ask for every hop that a buffer will need, as its making does, and make nothing else."""
-    weight_paths(groups, placement, key, encoding)
+) -> Iterator[Transfer]:
+    """Every transfer of a buffer that is not made; ``groups`` is asked for hops as in its making."""
+    weights = weight_paths(groups, placement, key, encoding)
+    gradients = None
     if key.trainable:
         # A path has the errors that are fed back; on the meta device they take no memory.
-        gradient_paths(groups, placement, layout, key, encoding, torch.device("meta"))
+        gradients = gradient_paths(groups, placement, layout, key, encoding, torch.device("meta"))
+    return transfers(weights, gradients, layout.numel)
 
 
 def _wire_dtype(dtype: torch.dtype, config: Config) -> torch.dtype:

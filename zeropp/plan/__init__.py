@@ -4,6 +4,7 @@ Knows the cut, the placement and the codecs that training would have; no process
 Start with `outline`, then `memory` and `traffic`; `estimate` needs no configuration.
 """
 
+from zeropp.plan.communicators import COMMUNICATOR_NBYTES, CommunicatorMemory
 from zeropp.plan.estimate import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -13,11 +14,12 @@ from zeropp.plan.estimate import (
     estimate_zero3_model_states_mem_needs_all_live,
 )
 from zeropp.plan.limits import MemoryLimitError
-from zeropp.plan.memory import COMMUNICATOR_NBYTES, MemoryPlan, UnitMemory, memory
+from zeropp.plan.memory import MemoryPlan, UnitMemory, memory
 from zeropp.plan.traffic import TrafficPlan, TrafficRow, traffic
 
 __all__ = [
     "COMMUNICATOR_NBYTES",
+    "CommunicatorMemory",
     "MemoryLimitError",
     "MemoryPlan",
     "TrafficPlan",

@@ -18,18 +18,15 @@ from zeropp.params.flat_buffer import make_source
 from zeropp.params.unit import TERMS
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import choose_mode
+from zeropp.plan.communicators import CommunicatorMemory
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import Outline, OutlineUnit, outline
 from zeropp.plan.places import PlannedExtent, PlannedMemory, plan_homes
 from zeropp.wire.report import report_nbytes
 
-__all__ = ["COMMUNICATOR_NBYTES", "MemoryPlan", "UnitMemory", "memory"]
+__all__ = ["MemoryPlan", "UnitMemory", "memory"]
 
 _MARKERS = 2 * 2  # elements of each parameter group's, as in zeropp.optimizer.slices
-COMMUNICATOR_NBYTES = 688 * 2**20
-"""What one NCCL communicator takes on a card, estimated: 544 MiB for two ranks and 688 for more were seen on four A100
-with NVLink (NVIDIA/nccl issue 964). It is proportional to the channels and to NCCL_BUFFSIZE, and so less on slow links.
-"""
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,8 @@ class MemoryPlan:
             each parameter group, by which edits of weights are noticed, and their gradients). The optimizer's states
             are not among them.
         units: what comes on top while a unit is gathered, or its gradients are on their way.
-        communicators: process groups that carry weights and gradients, and one for what is small and for all, on a
-            card one NCCL communicator each. Their memory is none that torch allocates, and in no other number here.
+        communicators: NCCL communicators of the first engine of a process, on a card; further engines of the same
+            placement use the same ones. Their memory is not torch's, and in no other number here.
         host: the same in the host's memory, of what is offloaded: ``main_weights``, ``gradients``, ``frozen_weights``,
             ``wire_weights``, and ``optimizer_states``; and the rings through which all of it moves: ``step_staging`` of
             what is stepped, ``gather_staging`` of what is read for gathers.
@@ -85,7 +82,7 @@ class MemoryPlan:
 
     terms: dict[str, int]
     units: tuple[UnitMemory, ...]
-    communicators: int
+    communicators: tuple[CommunicatorMemory, ...]
     host: dict[str, int]
     disk: dict[str, int]
     paths: dict[str, int]
@@ -98,8 +95,8 @@ class MemoryPlan:
 
     @property
     def communicator_nbytes(self) -> int:
-        """Bytes that the communicators are likely to take on a card, by :data:`COMMUNICATOR_NBYTES`."""
-        return self.communicators * COMMUNICATOR_NBYTES
+        """Bytes that the communicators are likely to take on a card, estimated from figures of others."""
+        return sum(each.nbytes for each in self.communicators)
 
     @property
     def total(self) -> int:
@@ -171,8 +168,11 @@ class MemoryPlan:
         lines = [f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows]
         # A CPU's have no buffers to speak of.
         if self.communicators and not self.on_host:
-            estimate = f"{self.communicators} NCCL communicators, about"
-            lines.append(f"{estimate:32}{self.communicator_nbytes:>12,} bytes, outside of torch's own")
+            count = len(self.communicators)
+            lines.append(
+                f"{count} NCCL communicators take about {self.communicator_nbytes:,} bytes outside of torch's own"
+            )
+            lines += [f"  {each}: about {each.nbytes:,} bytes" for each in self.communicators]
         return "\n".join(lines)
 
 
@@ -210,7 +210,7 @@ def memory(
     return MemoryPlan(
         {**{term: tally.terms["device"][term] for term in TERMS}, "edit_markers": groups * _markers_nbytes(cut)},
         units,
-        len(cut.groups(world)) + (world > 1),
+        cut.communicators(world, kind),
         {**tally.terms["host"], **staging},
         dict(tally.terms["disk"]),
         dict(tally.paths),

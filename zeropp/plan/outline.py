@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from zeropp.comm.hops import GroupKey, Groups, Hop
+from zeropp.comm.communicators import WORLD, Sharing, kind_of
+from zeropp.comm.hops import Groups, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.config import Config, ConfigSource, load_config, require_stage_for_offload
-from zeropp.params.build import BufferKey, ask_for_hops, buffer_layouts, check_dtypes
+from zeropp.params.build import BufferKey, buffer_layouts, check_dtypes, planned_transfers
 from zeropp.params.dtypes import computed_with
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement, choose_mode
 from zeropp.partition.topology import ranks_per_node
 from zeropp.partition.units import form_units, unit_options
+from zeropp.plan.communicators import CommunicatorMemory, choose_sharing, estimate_nbytes, planned_ctas
 from zeropp.wire.encoding import Encoding, choose_encoding, require_base
 
 __all__ = ["Outline", "OutlineUnit", "outline"]
@@ -42,29 +45,49 @@ class Outline:
         """What makes hops for paths on which nothing will be sent."""
         return _Groups(world)
 
-    def groups(self, world: int) -> set[GroupKey]:
-        """The process groups that rank 0's hops will have; other ranks have as many."""
-        found = _Groups(world)
+    def communicators(self, world: int, device: torch.device) -> tuple[CommunicatorMemory, ...]:
+        """The communicators that rank 0 will have; other ranks have as many. On CPU gloo's groups are not shared."""
+        groups, sharing = _Groups(world), Sharing() if device.type == "cpu" else choose_sharing(self.settings, device)
+        every, widest = tuple(range(world)), "local" if self.local >= world else "cross"
+        # (kind, ranks, link) -> (kinds of work, collectives)
+        found: dict[tuple[str, tuple[int, ...], str], tuple[set[str], set[str]]] = {}
+
+        def add(kind: str, ranks: tuple[int, ...], link: str, *names: str) -> None:
+            kinds, collectives = found.setdefault((kind_of(kind, sharing), ranks, link), (set(), set()))
+            kinds.add(kind)
+            collectives.update(names)
+
+        if world > 1:
+            add(WORLD, every, widest, "all_reduce", "broadcast")
         for unit in self.units:
             for key, layout in unit.buffers:
-                ask_for_hops(found, unit.placement, key, layout, self.encoding)
-        return found.keys
+                for each in planned_transfers(groups, unit.placement, key, layout, self.encoding):
+                    add(each.hop.kind, each.hop.spec.ranks, each.hop.spec.link, each.collective)
+        for kind in groups.of_all:
+            add(WORLD if sharing.kinds else f"{kind} all", every, widest, "all_reduce")
+        ctas = planned_ctas(self.settings)
+        return tuple(
+            CommunicatorMemory(
+                " and ".join(sorted(kinds)), len(ranks), link, tuple(sorted(collectives)),
+                estimate_nbytes(len(ranks), link, collectives, ctas.of(link)),
+            )
+            for (_, ranks, link), (kinds, collectives) in found.items()
+        )  # fmt: skip
 
 
 class _Groups:
-    """Notes what hops ask for, as :class:`zeropp.comm.hops.Comm` would make it."""
+    """Makes hops that send nothing, as :class:`zeropp.comm.hops.Comm` would make them over NCCL."""
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.keys: set[GroupKey] = set()
+        self.of_all: list[str] = []  # kinds of work that were asked about among all ranks
         self._ledger = Ledger()
 
     def hop(self, kind: str, spec: HopSpec) -> Hop:
-        self.keys.add((kind, spec.outer, spec.inner))
-        return Hop(spec, None, "none", 0, self._ledger, kind)
+        return Hop(spec, None, "nccl", 0, self._ledger, kind)
 
     def all_ranks(self, kind: str) -> object:
-        self.keys.add((kind, self.world, 0))
+        self.of_all = [kind]
         return None
 
 

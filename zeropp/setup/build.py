@@ -20,6 +20,7 @@ from zeropp.access.refusals import refuse_changes
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
 from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
+from zeropp.comm.communicators import Ctas, require_room
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
@@ -38,11 +39,13 @@ from zeropp.params.unit import Unit
 from zeropp.partition.layout import dense_strides
 from zeropp.partition.levels import Mode, choose_mode
 from zeropp.partition.units import LEAF_AS, UnitSpec, direct_parameters, form_units, never_called, unit_options
+from zeropp.plan.communicators import choose_sharing, planned_ctas
 from zeropp.plan.memory import memory
 from zeropp.setup.autocast import autocast_forwards
 from zeropp.setup.built import built_for, check_built, complete
 from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
+from zeropp.setup.rehearsal import rehearse
 from zeropp.setup.warm_up import warm_up
 from zeropp.wire.encoding import require_base
 
@@ -95,7 +98,7 @@ def build_engine(
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
     with naming_absence("wrapping the model"):
-        comm = make_comm(members, mode.chain, patience, job)
+        comm = make_comm(members, mode.chain, patience, job, choose_sharing(config, device), _ctas(config, device))
         # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
         _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
@@ -122,6 +125,9 @@ def _partition(
     _warn_of_unknown_names(model, config, first=comm.rank == 0)
     specs = form_units(model, comm.world, unit_options(config))
     units = maker.make_units(model, specs)
+    comm.end_of_wrap()
+    if device.type == "cuda":
+        require_room(device, _processors(device))
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
@@ -135,6 +141,7 @@ def _partition(
     _install(model, engine, specs, own)
     autocast_forwards(model, engine, config)
     await_values(model, engine, awaited)
+    rehearse(engine)
     # What is cached between uses has never been filled.
     engine.refresh.start()
     return engine
@@ -219,6 +226,16 @@ def _choose(model: nn.Module, config: Config, members: Members, states: Callable
         world, local, device = len(members.ranks), members.local, members.device
         memory(model, config, world, local, device=device, states=states()).require(host_bytes=limit)
     return mode
+
+
+def _processors(device: torch.device) -> int:
+    """Multiprocessors (SMs) of a card."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _ctas(config: Config, device: torch.device) -> Ctas:
+    """Limits of NCCL's thread blocks; nothing else has any."""
+    return planned_ctas(config, _processors(device)) if device.type == "cuda" else Ctas()
 
 
 def _make_room(model: nn.Module, config: Config, mode: Mode, comm: Comm, job: str, states: Callable[[], int]) -> Homes:

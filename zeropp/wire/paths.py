@@ -71,6 +71,15 @@ class GatherPath:
         """Parts of a result that :meth:`gather` will fill: this rank's own, then what it has after each hop."""
         return self._views(whole)
 
+    def results(self, numel: int) -> Iterator[tuple[Hop, int]]:
+        """Each hop, and the bytes that a rank has after it of a whole buffer of [numel] elements."""
+        views = self._views(self._travels(numel // self.inner))
+        yield from zip(self.hops, [view.nbytes for view in views[1:]], strict=True)
+
+    def _travels(self, numel: int) -> Tensor:
+        """The result as the last hop leaves it, on the meta device."""
+        return self.empty(numel, torch.device("meta"))
+
     def _views(self, whole: Tensor) -> list[Tensor]:
         # ``whole`` is a slice at ``inner``, of values or of the bytes of messages. All slices at one level are equally
         # long in either, so both are cut alike, and numel counts whichever it is.
@@ -159,6 +168,9 @@ class CodedGatherPath(GatherPath):
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """See :class:`GatherPath`; the messages of [numel] elements, if that is the result."""
         return super().empty(numel, device) if self.decodes else self._messages(numel, device)
+
+    def _travels(self, numel: int) -> Tensor:
+        return self._messages(numel, torch.device("meta"))
 
     def _messages(self, numel: int, device: torch.device) -> Tensor:
         return self.codec.empty(numel // self.count, self.count, device)
