@@ -21,7 +21,7 @@ from zeropp._compat import all_gather_single, backends, is_registered, reduce_sc
 from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.groups import HOST, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
-from zeropp.comm.members import Members, gather_objects, gather_sized
+from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
 from zeropp.partition.levels import HopSpec
 from zeropp.partition.topology import Chain
 
@@ -279,6 +279,10 @@ class Comm:
     def all_gather_sized(self, data: bytes, sizes: list[int]) -> list[Any]:
         """What every rank has pickled, whose sizes in bytes all of them know."""
         return gather_sized(data, sizes, self.control_group, self.timeout.total_seconds())
+
+    def send_to_all(self, value: _T, source: int) -> _T:
+        """The picklable value of one rank of the group, on every rank of a world of several; blocks the host."""
+        return send_to_all(value, source, self.control_group, self.timeout.total_seconds())
 
     def free_host_group(self, kind: str) -> None:
         """Destroy the group of a thread that is not going to use it again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -314,16 +315,19 @@ def _describe(model: nn.Module) -> list[str]:
 
 def _check_agreement(own: list[str], comm: Comm) -> None:
     """Every rank must bring the same parameters, configuration and optimizer."""
-    tables = comm.all_gather_objects(own)
-    for rank, table in enumerate(tables):
-        if table != tables[0]:
-            width = max(len(table), len(tables[0]))
-            rows = zip(table + ["nothing"] * width, tables[0] + ["nothing"] * width, strict=False)
-            there, here = _where_they_differ(*next((a, b) for a, b in rows if a != b))
-            raise ValueError(
-                f"ranks 0 and {rank} bring different models, configurations or optimizers: rank 0 has {here!r} where "
-                f"rank {rank} has {there!r}. Build the same model, configuration and optimizer on every rank"
-            )
+    # A digest: whole descriptions are megabytes a rank, and every rank would receive those of all others.
+    digests = comm.all_gather_objects(hashlib.sha256(repr(own).encode()).digest())
+    rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if rank is None:
+        return
+    first, table = (comm.send_to_all(own, source) for source in (0, rank))
+    width = max(len(table), len(first))
+    rows = zip(table + ["nothing"] * width, first + ["nothing"] * width, strict=False)
+    there, here = _where_they_differ(*next((a, b) for a, b in rows if a != b))
+    raise ValueError(
+        f"ranks 0 and {rank} bring different models, configurations or optimizers: rank 0 has {here!r} where "
+        f"rank {rank} has {there!r}. Build the same model, configuration and optimizer on every rank"
+    )
 
 
 def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, str]:
