@@ -8,11 +8,11 @@ last module, without the garbage collector. The optimizer owns the engine, too, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from zeropp.access.refusals import has_tensors, restorer
+from zeropp.access.refusals import replace_in
 from zeropp.access.resting import RestingWeights
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.hops import Comm
@@ -30,13 +30,10 @@ from zeropp.params.spread import is_whole, take_over
 __all__ = ["Former", "cached_whole", "former_engines", "give_back", "give_to_modules"]
 
 
-def give_to_modules(model: nn.Module, engine: Engine) -> None:
-    """Let every module of the model own the engine, until that is closed."""
-    for module in filter(has_tensors, model.modules()):
-        # Past nn.Module's own __setattr__, and those of others. Every module: any of them may be all that the user
-        # keeps.
-        module.__dict__[OWNED_AS] = engine
-        engine.on_close(restorer(module, OWNED_AS))
+def give_to_modules(modules: Sequence[nn.Module], engine: Engine) -> None:
+    """Let these modules of the model own the engine, until that is closed."""
+    # Every module that has values: any of them may be all that the user keeps.
+    replace_in(modules, engine, OWNED_AS, lambda module: engine)
 
 
 def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:

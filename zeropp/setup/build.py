@@ -17,7 +17,7 @@ from zeropp.access.awaited import await_values, awaited_names
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
 from zeropp.access.external import external_parameters
 from zeropp.access.ownership import Former, former_engines, give_to_modules
-from zeropp.access.refusals import refuse_changes
+from zeropp.access.refusals import holding_tensors, refuse_changes
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
 from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
@@ -101,27 +101,26 @@ def build_engine(
         _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
         together("placing the model", lambda: place(model, device) if trained_on is not None else None)
-        together("looking for CUDA graphs", lambda: refuse_cuda_graphs(model, device, _moving(model, config, comm)))
+        specs = together("looking for CUDA graphs", lambda: _cut(model, config, comm, device))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
         homes = together(
-            "making room for what is offloaded", lambda: _make_room(model, config, mode, comm, job, states)
+            "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, job, states)
         )
         maker = BufferMaker(config, mode, comm, homes)
-        return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
+        return _partition(model, specs, config, comm, maker, partial(_make_engine, listener, scale, patience))
 
 
 def _partition(
     model: nn.Module,
+    specs: list[UnitSpec],
     config: Config,
     comm: Comm,
     maker: BufferMaker,
-    device: torch.device,
     make_engine: Callable[[Config, Comm, BufferMaker, Sequence[Unit], torch.device], Engine],
 ) -> Engine:
     """Cut a model that all ranks have alike, and give it an engine."""
     _warn_of_unknown_names(model, config, first=comm.rank == 0)
-    specs = form_units(model, comm.world, unit_options(config))
     units = maker.make_units(model, specs)
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
@@ -129,8 +128,8 @@ def _partition(
     own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
     awaited = awaited_names(model)
     _adopt(model, units, comm)
-    _share_buffers(model, config, comm, device)
-    engine = make_engine(config, comm, maker, units, device)
+    _share_buffers(model, config, comm, comm.device)
+    engine = make_engine(config, comm, maker, units, comm.device)
     engine.on_close(maker.homes.close)
     engine.on_close(engine.reductions.loss_scale.forget)
     _install(model, engine, specs, own)
@@ -191,9 +190,10 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     _hook_modules(model, engine, specs)
     for unit in engine.units:
         engine.hooks.watch_gradients(unit)
-    install_state_hooks(model, engine)
-    refuse_changes(model, engine)
-    give_to_modules(model, engine)
+    modules = holding_tensors(model)
+    install_state_hooks(modules, engine)
+    refuse_changes(model, modules, engine)
+    give_to_modules(modules, engine)
     # Below it nothing is away that a script would gather.
     if engine.maker.config.zero.stage == 3:
         carry_attributes(model, engine)
@@ -222,14 +222,23 @@ def _choose(model: nn.Module, config: Config, members: Members, states: Callable
     return mode
 
 
-def _make_room(model: nn.Module, config: Config, mode: Mode, comm: Comm, job: str, states: Callable[[], int]) -> Homes:
+def _make_room(
+    model: nn.Module,
+    specs: list[UnitSpec],
+    config: Config,
+    mode: Mode,
+    comm: Comm,
+    job: str,
+    states: Callable[[], int],
+) -> Homes:
     """Homes of all that the engine will have, with all the space that it will take on disks."""
     offloading = (config.zero.offload_optimizer, config.zero.offload_param)
     space: Mapping[str, int] = {}
     if any(block is not None and block.device == "nvme" for block in offloading):
         # Also of optimizer states, which are made in the first step: what is missing is to show before anything is cut.
         space = memory(model, config, comm.world, comm.local, device=comm.device, states=states()).paths
-    return open_homes(config, comm.device, job, comm.rank, *largest_shard(model, config, mode, comm.world), space=space)
+    largest = largest_shard(model, specs, config, mode, comm.world) if any(offloading) else (0, 1)
+    return open_homes(config, comm.device, job, comm.rank, *largest, space=space)
 
 
 def _check_model(model: nn.Module, config: Config, device: torch.device | str | int | None) -> torch.device:
@@ -279,12 +288,14 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
     return find_device(model, device)
 
 
-def _moving(model: nn.Module, config: Config, comm: Comm) -> Callable[[nn.Parameter], bool]:
-    """Tells parameters that will be gathered at each use."""
+def _cut(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> list[UnitSpec]:
+    """The cut into units, of which no compiled module is refused."""
     specs = form_units(model, comm.world, unit_options(config))
-    whole = {name for spec in specs if spec.persistent for name in spec.parameters}
-    moving = {id(p) for name, p in model.named_parameters() if name not in whole and p.is_floating_point()}
-    return lambda parameter: config.zero.stage == 3 and id(parameter) in moving
+    if config.zero.stage == 3:
+        moving = {name for spec in specs if not spec.persistent for name in spec.parameters}
+        ids = {id(parameter) for name, parameter in model.named_parameters() if name in moving}
+        refuse_cuda_graphs(model, device, lambda parameter: id(parameter) in ids)
+    return specs
 
 
 def _warn_of_unknown_names(model: nn.Module, config: Config, first: bool) -> None:
