@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeropp._compat import sharing_versions
+from zeropp._compat import sharing_versions, unguarded
 from zeropp.access.attributes import carry_attributes
 from zeropp.access.awaited import await_values, awaited_names
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
@@ -50,6 +52,21 @@ from zeropp.wire.encoding import require_base
 __all__ = ["build_engine"]
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python's garbage collector from running."""
+    # It runs each time so many objects have been made, and goes through all that there are: a model of thousands of
+    # units would have it search, again and again, for garbage among objects all of which stay.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collections()
 def build_engine(
     model: nn.Module,
     config: Config,
@@ -81,38 +98,43 @@ def build_engine(
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     extension = config.zeropp
     together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
+    parameters: Mapping[str, nn.Parameter] = {}
     if isinstance(model, nn.Module):
         complete(model)
-        trained_on = built_for(model) if trained_on is None else trained_on
-    device = together("checking the model", lambda: _check_model(model, config, trained_on))
+        # Once for all that look at them: a walk over the modules of a large model takes long.
+        parameters = dict(model.named_parameters())
+        trained_on = built_for(parameters.values()) if trained_on is None else trained_on
+    device = together("checking the model", lambda: _check_model(model, parameters, config, trained_on))
     hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
     members = together(
         "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
     )
     warn_if_alone(members)
-    mode = together("choosing groups", lambda: _choose(model, config, members, states))
+    mode = together("choosing groups", lambda: _choose(model, parameters, config, members, states))
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
     with naming_absence("wrapping the model"):
         comm = make_comm(members, mode.chain, patience, job)
         # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
-        _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
+        _check_agreement([*_describe(model, parameters), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
         together("placing the model", lambda: place(model, device) if trained_on is not None else None)
-        specs = together("looking for CUDA graphs", lambda: _cut(model, config, comm, device))
+        specs = together("looking for CUDA graphs", lambda: _cut(model, parameters, config, comm, device))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
         homes = together(
             "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, job, states)
         )
         maker = BufferMaker(config, mode, comm, homes)
-        return _partition(model, specs, config, comm, maker, partial(_make_engine, listener, scale, patience))
+        make_engine = partial(_make_engine, listener, scale, patience)
+        return _partition(model, parameters, specs, config, comm, maker, make_engine)
 
 
 def _partition(
     model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
     specs: list[UnitSpec],
     config: Config,
     comm: Comm,
@@ -120,19 +142,21 @@ def _partition(
     make_engine: Callable[[Config, Comm, BufferMaker, Sequence[Unit], torch.device], Engine],
 ) -> Engine:
     """Cut a model that all ranks have alike, and give it an engine."""
-    _warn_of_unknown_names(model, config, first=comm.rank == 0)
+    _warn_of_unknown_names(model, parameters, config, first=comm.rank == 0)
     units = maker.make_units(model, specs)
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
-    own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
-    awaited = awaited_names(model)
-    _adopt(model, units, comm)
-    _share_buffers(model, config, comm, comm.device)
+    own = {id(parameter): own_dtype(parameter) for parameter in parameters.values()}
+    awaited = awaited_names(parameters)
+    _adopt(model, parameters, units, comm)
+    _share_buffers(model, parameters, config, comm, comm.device)
     engine = make_engine(config, comm, maker, units, comm.device)
     engine.on_close(maker.homes.close)
     engine.on_close(engine.reductions.loss_scale.forget)
-    _install(model, engine, specs, own)
+    # Every question to a guarded parameter would go through Python, and none here is about values.
+    with unguarded():
+        _install(model, parameters, engine, specs, own)
     autocast_forwards(model, engine, config)
     await_values(model, engine, awaited)
     # What is cached between uses has never been filled.
@@ -171,9 +195,9 @@ def _make_engine(
     )
 
 
-def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
+def _adopt(model: nn.Module, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], comm: Comm) -> None:
     """Cut the model's values, rank 0's or those of an engine from before, into the units' buffers."""
-    former = Former(model)
+    former = Former(model, parameters)
     for unit in units:
         for buffer in unit.buffers:
             former.adopt(buffer, comm)
@@ -181,13 +205,19 @@ def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
     former.close()
 
 
-def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[int, torch.dtype]) -> None:
+def _install(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    engine: Engine,
+    specs: list[UnitSpec],
+    own: dict[int, torch.dtype],
+) -> None:
     """Tie an engine that is ready to the model's modules and parameters, which had dtypes of their ``own``."""
     for buffer in engine.buffers:
         for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
             # By this tag the guard, watch_structure and a later wrapping know a managed parameter.
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
-    _hook_modules(model, engine, specs)
+    _hook_modules(model, parameters, engine, specs)
     for unit in engine.units:
         engine.hooks.watch_gradients(unit)
     modules = holding_tensors(model)
@@ -201,17 +231,23 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     watch_structure(model, engine)
 
 
-def _choose(model: nn.Module, config: Config, members: Members, states: Callable[[], int]) -> Mode:
+def _choose(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    config: Config,
+    members: Members,
+    states: Callable[[], int],
+) -> Mode:
     if whereabouts()[0] == members.ranks[0]:
-        require_values(model)
-    for engine in former_engines(model):
+        require_values(model, parameters)
+    for engine in former_engines(model, parameters):
         # Former values are gathered by the ranks that hold them, into buffers of these ranks.
         if engine.comm.ranks != members.ranks:
             raise ValueError(
                 f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
                 f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
             )
-    check_built(model, config, members.ranks)
+    check_built(parameters.values(), config, members.ranks)
     config.resolve_batch(len(members.ranks))  # for its errors: sizes may contradict each other
     mode = choose_mode(config, len(members.ranks), members.local)
     require_base(config, mode)
@@ -241,7 +277,12 @@ def _make_room(
     return open_homes(config, comm.device, job, comm.rank, *largest, space=space)
 
 
-def _check_model(model: nn.Module, config: Config, device: torch.device | str | int | None) -> torch.device:
+def _check_model(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    config: Config,
+    device: torch.device | str | int | None,
+) -> torch.device:
     """Everything about a model that can be refused without asking other ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
@@ -252,7 +293,7 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
         )
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a model was wrapped inside torch.inference_mode(), where nothing can be trained; leave it")
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run the model once before wrapping")
         if isinstance(parameter, DTensor):
@@ -265,13 +306,12 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
             raise ValueError(f"parameter {name!r} {kind}; expected a dense tensor that autograd can track")
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
-    named = list(model.named_parameters())
     # Versions tell of a stale weight: two parameters with one counter would refuse each other's graphs. See
     # [Note: versions].
-    sharing = sharing_versions([parameter for _, parameter in named])
+    sharing = sharing_versions(list(parameters.values()))
     if sharing:
         raise ValueError(
-            f"parameter {named[sharing[0]][0]!r} was made from a view of another tensor and shares its version "
+            f"parameter {list(parameters)[sharing[0]]!r} was made from a view of another tensor and shares its version "
             "counter; make it from a copy: nn.Parameter(view.clone())"
         )
     for path, module in model.named_modules():
@@ -284,44 +324,48 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
             )
     check_dtypes(model, config)
     # Only for what it refuses; what it finds is asked for again where it is used.
-    former_engines(model)
-    return find_device(model, device)
+    former_engines(model, parameters)
+    return find_device(model, parameters, device)
 
 
-def _cut(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> list[UnitSpec]:
+def _cut(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, comm: Comm, device: torch.device
+) -> list[UnitSpec]:
     """The cut into units, of which no compiled module is refused."""
     specs = form_units(model, comm.world, unit_options(config))
     if config.zero.stage == 3:
-        moving = {name for spec in specs if not spec.persistent for name in spec.parameters}
-        ids = {id(parameter) for name, parameter in model.named_parameters() if name in moving}
-        refuse_cuda_graphs(model, device, lambda parameter: id(parameter) in ids)
+        moving = {id(parameters[name]) for spec in specs if not spec.persistent for name in spec.parameters}
+        refuse_cuda_graphs(model, device, lambda parameter: id(parameter) in moving)
     return specs
 
 
-def _warn_of_unknown_names(model: nn.Module, config: Config, first: bool) -> None:
-    known = dict(model.named_modules())
-    unknown = [name for name in unit_options(config).leaf_names if name not in known]
+def _warn_of_unknown_names(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, first: bool
+) -> None:
+    leaves = unit_options(config).leaf_names
+    known = {name for name, _ in model.named_modules()} if leaves else set()
+    unknown = [name for name in leaves if name not in known]
     if unknown:
         notify_once(f"leaf_module.names: the model has no modules {unknown}; they change nothing", first=first)
     kept = config.data_types.keep_in_fp32_modules or ()
-    unknown = [part for part in kept if not any(keeps_float32(part, name) for name, _ in model.named_parameters())]
+    unknown = [part for part in kept if not any(keeps_float32(part, name) for name in parameters)]
     if unknown:
         told = f"data_types.keep_in_fp32_modules: no parameter's name has a part {unknown}; they change nothing"
         notify_once(told, first=first)
 
 
-def _describe(model: nn.Module) -> list[str]:
+def _describe(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     # Values of a former engine are gathered, which is collective: ranks must know of the same ones.
     # Buffers are laid out by strides, those of overlapping elements aside: with others a rank would cut other pieces.
-    parameters = [
+    rows = [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
         f"{f' strides {dense_strides(tuple(p.shape), p.stride())}' if p.is_floating_point() else ''}"
         f"{' (wrapped before)' if is_managed(p) else ''}"
-        for name, p in model.named_parameters()
+        for name, p in parameters.items()
     ]
     # Ranks with other leaves would cut other units.
     leaves = [f"leaf module {path}" for path, module in model.named_modules() if module.__dict__.get(LEAF_AS) is True]
-    return [*parameters, *leaves, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
+    return [*rows, *leaves, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
 def _check_agreement(own: list[str], comm: Comm) -> None:
@@ -348,7 +392,9 @@ def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, st
     return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
 
 
-def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> None:
+def _share_buffers(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, comm: Comm, device: torch.device
+) -> None:
     """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
     named = config.data_types.buffer_dtype
     dtype = None if named is None else DTYPES[named]
@@ -359,9 +405,9 @@ def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.d
                 buffer.data = buffer.data.to(dtype)
             if buffer.numel():
                 _broadcast(buffer, comm, device)
-        for parameter in model.parameters():
+        for parameter in parameters.values():
             # The others have rank 0's values from being adopted.
-            if not parameter.is_floating_point():
+            if not own_dtype(parameter).is_floating_point:
                 _broadcast(parameter, comm, device)
 
 
@@ -389,12 +435,14 @@ def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
     return found
 
 
-def _hook_modules(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
+def _hook_modules(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], engine: Engine, specs: list[UnitSpec]
+) -> None:
     """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
     modules = dict(model.named_modules())
     unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
     # A tied parameter has its first name here, and so its first owner's unit.
-    by_id = {id(p): unit_of[name] for name, p in model.named_parameters() if name in unit_of}
+    by_id = {id(parameters[name]): unit for name, unit in unit_of.items()}
     needs: dict[str, dict[int, Unit]] = {"": {}}
 
     def need(path: str, recurse: bool) -> None:
