@@ -204,9 +204,7 @@ def wrap_table(rows: list[dict[str, Any]]) -> str:
     """Costs of wrapping for people."""
     lines = [f"{'world':>6}{'units':>7}{'seconds':>9}{'stays MiB':>11}{'most MiB':>10}"]
     for r in rows:
-        lines.append(
-            f"{r['world']:>6}{r['units']:>7}{r['seconds']:>9.2f}{r['stays_mib']:>11.0f}{r['most_mib']:>10.0f}"
-        )
+        lines.append(f"{r['world']:>6}{r['units']:>7}{r['seconds']:>9.2f}{r['stays_mib']:>11.0f}{r['most_mib']:>10.0f}")
     return "\n".join([*lines, f"bounds: {WRAP_S:g} s, and {WRAP_MIB:g} MiB beyond the smallest world"])
 
 

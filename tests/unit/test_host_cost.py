@@ -10,6 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from bench import host_cost
+from zeropp.comm.hops import Hop
+from zeropp.comm.ledger import Ledger
+from zeropp.partition.levels import HopSpec
+from zeropp.wire import codecs
+from zeropp.wire.codecs import BlockCodec, PlainCodec
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 8
@@ -93,6 +102,24 @@ def test_hooks_and_schedule_add_no_operators(rows: list[dict[str, object]]) -> N
     for row in rows:
         assert row["forward_collectives"] == row["hops"], row
         assert row["forward_aten"] <= 25, row  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("codec", [PlainCodec(torch.bfloat16), BlockCodec(8)], ids=str)
+def test_an_exchange_makes_no_tensor_for_each_rank(
+    codec: PlainCodec | BlockCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the collective and the kernel, which stand in for NCCL's and a card's here."""
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, message, group: out.copy_(message))
+    monkeypatch.setattr(codecs, "summed_by_kernels", lambda out: True)
+    found = []
+    for world in (8, 1024):
+        hop = Hop(HopSpec(world, 1, tuple(range(world)), "cross"), None, "nccl", 0, Ledger(), "reduce")
+        message, out = codec.empty(256, world, torch.device("cpu")).zero_(), torch.empty(256)
+        with host_cost.Calls() as calls:
+            parts = hop.all_to_all(message, "a unit", codec.name, apart=codec.apart)
+            codec.decode_sum_(parts, out)
+        found.append(calls.names)
+    assert found[0] == found[1] and found[0].total() <= 6, found
 
 
 def test_times_are_reported(rows: list[dict[str, object]]) -> None:

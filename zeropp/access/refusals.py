@@ -9,7 +9,7 @@ from torch import nn
 
 from zeropp.engine.engine import Engine
 from zeropp.params.unit import UnitState
-from zeropp.partition.units import holders
+from zeropp.partition.units import have_tensors
 
 __all__ = ["explain_freed", "holding_tensors", "refuse_changes", "replace_in", "restorer"]
 
@@ -66,12 +66,12 @@ def holding_tensors(model: nn.Module) -> list[nn.Module]:
     Metrics and the like have none: nothing of theirs is partitioned, and libraries move and copy them.
     """
     modules = list(model.modules())
-    return [module for module, found in zip(modules, holders(modules, ("_parameters", "_buffers")), strict=True) if found]
+    return [
+        each for each, found in zip(modules, have_tensors(modules, ("_parameters", "_buffers")), strict=True) if found
+    ]
 
 
-def replace_in(
-    modules: Sequence[nn.Module], engine: Engine, name: str, value: Callable[[nn.Module], object]
-) -> None:
+def replace_in(modules: Sequence[nn.Module], engine: Engine, name: str, value: Callable[[nn.Module], object]) -> None:
     """Give each of these module objects an attribute, past ``__setattr__``, until the engine is closed."""
     for module in modules:
         module.__dict__[name] = value(module)

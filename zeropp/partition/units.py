@@ -20,7 +20,7 @@ from zeropp.config import Config
 from zeropp.partition.layout import BLOCK
 
 __all__ = [
-    "LEAF_AS", "Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "holders", "never_called",
+    "LEAF_AS", "Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "have_tensors", "never_called",
     "unit_options",
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
             yield from direct_parameters(child)
 
 
-def holders(modules: Sequence[nn.Module], tables: Sequence[str]) -> list[bool]:
+def have_tensors(modules: Sequence[nn.Module], tables: Sequence[str]) -> list[bool]:
     """Tell for each module whether it has tensors, or one below it has, in time linear in all of them.
 
     Args:
@@ -252,7 +252,9 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     builder = _UnitBuilder(options, {name: p for name, p in parameters.items() if name not in persistent})
     builder.first_name = {id(p): name for name, p in named}
     modules = list(model.modules())
-    builder.holding = {id(m) for m, found in zip(modules, holders(modules, ("_parameters",)), strict=True) if found}
+    builder.holding = {
+        id(m) for m, found in zip(modules, have_tensors(modules, ("_parameters",)), strict=True) if found
+    }
     runs = builder.form(model, "", repeated=False)
     minimum = options.unit_min_blocks * BLOCK * world
     # The end of a buffer is padded by less than a block for each rank. With so many blocks a rank, that is at most

@@ -98,18 +98,13 @@ def build_engine(
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     extension = config.zeropp
     together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
-    parameters: Mapping[str, nn.Parameter] = {}
-    if isinstance(model, nn.Module):
-        complete(model)
-        # Once for all that look at them: a walk over the modules of a large model takes long.
-        parameters = dict(model.named_parameters())
-        trained_on = built_for(parameters.values()) if trained_on is None else trained_on
+    parameters = _named_parameters(model)
+    trained_on = built_for(parameters.values()) if trained_on is None else trained_on
     device = together("checking the model", lambda: _check_model(model, parameters, config, trained_on))
     hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
+    find = partial(find_members, group, device, extension.local_world_size, hosts)
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
-    members = together(
-        "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
-    )
+    members = together("finding nodes", find, same=True)
     warn_if_alone(members)
     mode = together("choosing groups", lambda: _choose(model, parameters, config, members, states))
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
@@ -130,6 +125,14 @@ def build_engine(
         maker = BufferMaker(config, mode, comm, homes)
         make_engine = partial(_make_engine, listener, scale, patience)
         return _partition(model, parameters, specs, config, comm, maker, make_engine)
+
+
+def _named_parameters(model: object) -> dict[str, nn.Parameter]:
+    """All parameters of a model, by name, once for all that look at them: it takes a walk over all modules."""
+    if not isinstance(model, nn.Module):
+        return {}  # it is refused a little later
+    complete(model)
+    return dict(model.named_parameters())
 
 
 def _partition(
