@@ -1,4 +1,4 @@
-"""What one fetch and release costs the host, on torch's fake process group in a process of its own."""
+"""What one fetch and release costs the host, and wrapping, on torch's fake process group in a process of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from bench import host_cost
+from zeropp.comm.hops import Hop
+from zeropp.comm.ledger import Ledger
+from zeropp.partition.levels import HopSpec
+from zeropp.wire import codecs
+from zeropp.wire.codecs import BlockCodec, PlainCodec
 
 ROOT = Path(__file__).resolve().parents[2]
 WORLD = 8
@@ -19,22 +29,66 @@ from bench import host_cost
 rows = [host_cost.measure(int(sys.argv[1]), int(local), blocks=4, repeats=8) for local in sys.argv[2:]]
 print(json.dumps(rows))
 """
+# Calls of Python functions while a model is wrapped; the second time, since some are made once in a process.
+COUNT = """
+import collections, json, sys
+import torch, torch.distributed as dist, zeropp
+from bench import host_cost
+
+def count(world, units, depth):
+    host_cost.join(world, 8)
+    parts = [host_cost.Block(parameters=15) for _ in range(units)]
+    model = torch.nn.Sequential(*parts)
+    for _ in range(depth):
+        model = torch.nn.Sequential(model)
+    optimizer, calls = torch.optim.SGD(model.parameters(), lr=0.1), collections.Counter()
+
+    def note(frame, event, arg):
+        if event == "call":
+            calls[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    wrapped = zeropp.ZeroOptimizer(optimizer, model, host_cost.CONFIG)
+    sys.setprofile(None)
+    assert len(wrapped.engine.units) == units
+    wrapped.engine.close()
+    dist.destroy_process_group()
+    return {"all": calls.total(), "walks": calls["_named_members"] / (15 * units)}
+
+count(8, 4, 0)
+rows = {name: count(*args) for name, args in json.loads(sys.argv[1]).items()}
+print(json.dumps(rows))
+"""
 
 
-@pytest.fixture(scope="module")
-def rows() -> list[dict[str, object]]:
-    """One row of bench/host_cost.py for each number of ranks to a node."""
+def run(program: str, *args: str) -> Any:
+    """What a Python program prints last, as JSON."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(WORLD), *map(str, LOCALS)],
+        [sys.executable, "-c", program, *args],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, object]] = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def rows() -> list[dict[str, object]]:
+    """One row of bench/host_cost.py for each number of ranks to a node."""
+    found: list[dict[str, object]] = run(MEASURE, str(WORLD), *map(str, LOCALS))
     return found
+
+
+def test_wrapping_takes_calls_in_proportion_to_the_model_whatever_the_world_and_the_depth() -> None:
+    """Counted and not timed. A walk is one look at every parameter of the model by ``named_parameters``."""
+    cases = {"small": (8, 20, 0), "large": (8, 80, 0), "ranks": (1024, 80, 0), "deep": (8, 80, 12)}
+    found = run(COUNT, json.dumps(cases))
+    assert found["large"]["all"] < 4 * found["small"]["all"]
+    assert found["ranks"]["all"] < 1.02 * found["large"]["all"]
+    assert found["deep"]["walks"] < 1.1 * found["large"]["walks"] < 12
 
 
 def test_few_operators_and_one_collective_a_hop(rows: list[dict[str, object]]) -> None:
@@ -48,6 +102,24 @@ def test_hooks_and_schedule_add_no_operators(rows: list[dict[str, object]]) -> N
     for row in rows:
         assert row["forward_collectives"] == row["hops"], row
         assert row["forward_aten"] <= 25, row  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("codec", [PlainCodec(torch.bfloat16), BlockCodec(8)], ids=str)
+def test_an_exchange_makes_no_tensor_for_each_rank(
+    codec: PlainCodec | BlockCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the collective and the kernel, which stand in for NCCL's and a card's here."""
+    monkeypatch.setattr(dist, "all_to_all_single", lambda out, message, group: out.copy_(message))
+    monkeypatch.setattr(codecs, "summed_by_kernels", lambda out: True)
+    found = []
+    for world in (8, 1024):
+        hop = Hop(HopSpec(world, 1, tuple(range(world)), "cross"), None, "nccl", 0, Ledger(), "reduce")
+        message, out = codec.empty(256, world, torch.device("cpu")).zero_(), torch.empty(256)
+        with host_cost.Calls() as calls:
+            parts = hop.all_to_all(message, "a unit", codec.name, apart=codec.apart)
+            codec.decode_sum_(parts, out)
+        found.append(calls.names)
+    assert found[0] == found[1] and found[0].total() <= 6, found
 
 
 def test_times_are_reported(rows: list[dict[str, object]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zeropp.access.external import external_parameters
-from zeropp.access.refusals import restorer
+from zeropp.access.refusals import replace_in
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import EXTERNAL_AS
 from zeropp.params.carried import CarriedPart, carry
@@ -84,6 +84,4 @@ def carry_attributes(model: nn.Module, engine: Engine) -> None:
     for unit in engine.units:
         for parameter in unit.parameters:
             carry(parameter, LocalPart(engine, parameter), ZeroParamStatus.AVAILABLE, persistent=unit.persistent)
-    for module in model.modules():
-        module.__dict__[EXTERNAL_AS] = _External(module)
-        engine.on_close(restorer(module, EXTERNAL_AS))
+    replace_in(list(model.modules()), engine, EXTERNAL_AS, _External)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -16,9 +17,9 @@ from zeropp.params.piece import piece_of
 __all__ = ["await_values", "awaited_names", "lacks_values", "require_values"]
 
 
-def awaited_names(model: nn.Module) -> frozenset[str]:
+def awaited_names(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
     """Parameters that have no values until they are loaded."""
-    found = ((name, piece_of(parameter)) for name, parameter in model.named_parameters())
+    found = ((name, piece_of(parameter)) for name, parameter in parameters.items())
     return frozenset(name for name, piece in found if piece is not None and piece.awaited)
 
 

@@ -8,11 +8,11 @@ last module, without the garbage collector. The optimizer owns the engine, too, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from zeropp.access.refusals import has_tensors, restorer
+from zeropp.access.refusals import replace_in
 from zeropp.access.resting import RestingWeights
 from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.hops import Comm
@@ -30,13 +30,10 @@ from zeropp.params.spread import is_whole, take_over
 __all__ = ["Former", "cached_whole", "former_engines", "give_back", "give_to_modules"]
 
 
-def give_to_modules(model: nn.Module, engine: Engine) -> None:
-    """Let every module of the model own the engine, until that is closed."""
-    for module in filter(has_tensors, model.modules()):
-        # Past nn.Module's own __setattr__, and those of others. Every module: any of them may be all that the user
-        # keeps.
-        module.__dict__[OWNED_AS] = engine
-        engine.on_close(restorer(module, OWNED_AS))
+def give_to_modules(modules: Sequence[nn.Module], engine: Engine) -> None:
+    """Let these modules of the model own the engine, until that is closed."""
+    # Every module that has values: any of them may be all that the user keeps.
+    replace_in(modules, engine, OWNED_AS, lambda module: engine)
 
 
 def cached_whole(engine: Engine) -> dict[nn.Parameter, Tensor]:
@@ -74,15 +71,18 @@ def give_back(weights: Mapping[nn.Parameter, Tensor]) -> None:
         drop(parameter)
 
 
-def former_engines(model: nn.Module) -> list[Engine]:
+def former_engines(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[Engine]:
     """Engines that hold values of a model, and whose optimizers are gone. Local.
+
+    Args:
+        model: perhaps wrapped before.
+        parameters: all of its, by name.
 
     Raises:
         ValueError: an optimizer is still there, values were given up, or a former model was larger than this one.
         RuntimeError: a pass is running, or values are lent.
     """
     found: dict[int, Engine] = {}
-    parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if not is_managed(parameter) or piece_of(parameter) is not None:
             continue
@@ -100,10 +100,10 @@ def former_engines(model: nn.Module) -> list[Engine]:
                 "optimizer, or let go of that one first (del optimizer): the next takes the main weights over"
             )
         found[id(handler)] = handler
-    modules = set(model.modules())
+    modules = set(model.modules()) if found else set()
     for engine in found.values():
         engine.require_idle("wrapping the model again", needs=NOTHING)
-        missing = _missing(engine, model)
+        missing = _missing(engine, parameters.values())
         # With the former root among these modules, what is missing was taken out of the model; without it, this is a
         # part of what was wrapped, and the rest would lose its weights.
         if missing and engine.hooks.root not in modules:
@@ -114,19 +114,19 @@ def former_engines(model: nn.Module) -> list[Engine]:
     return list(found.values())
 
 
-def _missing(engine: Engine, model: nn.Module) -> list[str]:
-    """Parameters that are no longer in the model."""
-    here = {id(parameter) for parameter in model.parameters()}
+def _missing(engine: Engine, parameters: Iterable[nn.Parameter]) -> list[str]:
+    """Parameters that are no longer in the model, which has these."""
+    here = {id(parameter) for parameter in parameters}
     return [n for b in engine.buffers for n, p in zip(b.names, b.parameters, strict=True) if id(p) not in here]
 
 
 class Former:
     """Main weights of engines whose optimizers are gone, one flat buffer at a time. Collective over their ranks."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._engines = former_engines(model)
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._engines = former_engines(model, parameters)
         for engine in self._engines:
-            missing = _missing(engine, model)
+            missing = _missing(engine, parameters.values())
             if missing:
                 told = f"values of {missing} are given up: they are no longer in the model"
                 notify_once(told, first=engine.comm.rank == 0)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
 from zeropp.engine.engine import Engine
 from zeropp.params.unit import UnitState
+from zeropp.partition.units import have_tensors
 
-__all__ = ["explain_freed", "has_tensors", "refuse_changes", "restorer"]
+__all__ = ["explain_freed", "holding_tensors", "refuse_changes", "replace_in", "restorer"]
 
 
 _MOVING = (
@@ -33,14 +34,19 @@ def _refuse(message: str) -> Callable[..., object]:
     return refuse
 
 
-def refuse_changes(model: nn.Module, engine: Engine) -> None:
-    """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``."""
-    for module in filter(has_tensors, model.modules()):
-        for name, message in (("_apply", _MOVING), ("__reduce_ex__", _PICKLING)):
-            # An attribute of the object hides the method: .to() and its kin all come to _apply, and pickle and copy
-            # ask the object for __reduce_ex__. Classes stay as they are.
-            module.__dict__[name] = _refuse(message)
-            engine.on_close(restorer(module, name))
+def refuse_changes(model: nn.Module, modules: Sequence[nn.Module], engine: Engine) -> None:
+    """Replace, on these module objects only, what would move, cast or pickle parameters; and route ``zero_grad``.
+
+    Args:
+        model: the root.
+        modules: of it, from :func:`holding_tensors`.
+        engine: of the model.
+    """
+    # An attribute of the object hides the method: .to() and its kin all come to _apply, and pickle and copy ask the
+    # object for __reduce_ex__. Classes stay as they are.
+    moving, pickling = _refuse(_MOVING), _refuse(_PICKLING)
+    replace_in(modules, engine, "_apply", lambda module: moving)
+    replace_in(modules, engine, "__reduce_ex__", lambda module: pickling)
     # Weakly: modules own the engine by one attribute alone. See [Note: ownership].
     ref = weakref.ref(engine)
 
@@ -54,12 +60,31 @@ def refuse_changes(model: nn.Module, engine: Engine) -> None:
     engine.on_close(restorer(model, "zero_grad"))
 
 
-def has_tensors(module: nn.Module) -> bool:
-    """Tell whether a module or one below it has parameters or buffers.
+def holding_tensors(model: nn.Module) -> list[nn.Module]:
+    """The modules that have parameters or buffers, or have one below them that has.
 
     Metrics and the like have none: nothing of theirs is partitioned, and libraries move and copy them.
     """
-    return any(True for _ in module.parameters()) or any(True for _ in module.buffers())
+    modules = list(model.modules())
+    return [
+        each for each, found in zip(modules, have_tensors(modules, ("_parameters", "_buffers")), strict=True) if found
+    ]
+
+
+def replace_in(modules: Sequence[nn.Module], engine: Engine, name: str, value: Callable[[nn.Module], object]) -> None:
+    """Give each of these module objects an attribute, past ``__setattr__``, until the engine is closed."""
+    for module in modules:
+        module.__dict__[name] = value(module)
+    # One action for all of them. The engine keeps it, and must not keep modules.
+    refs = [weakref.ref(module) for module in modules]
+
+    def restore() -> None:
+        for ref in refs:
+            target = ref()
+            if target is not None:
+                target.__dict__.pop(name, None)
+
+    engine.on_close(restore)
 
 
 def restorer(module: nn.Module, name: str, before: object = None) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from zeropp.engine.engine import Engine
 from zeropp.engine.parking import EVERYTHING
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
+from zeropp.params.guard import own_dtype
 from zeropp.params.unit import Unit
 
 __all__ = ["Trainability"]
@@ -33,7 +34,7 @@ class Trainability:
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
         # Complex parameters are no part of any unit, so no guard reports their flags: they are asked for.
-        self._complex = {name: p for name, p in model.named_parameters() if p.is_complex()}
+        self._complex = {name: p for name, p in model.named_parameters() if own_dtype(p).is_complex}
         # A number is part of the kind of a backward. None is given twice, or what was learned for one set would be
         # followed for another.
         self._numbers: dict[frozenset[str], int] = {frozenset(): 0}  # of sets of parameters no longer trained

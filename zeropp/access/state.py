@@ -7,14 +7,14 @@ given, straight into its main weights. Both begin with an exchange, by which eve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeropp._compat import uncompiled
-from zeropp.access.refusals import has_tensors, restorer
+from zeropp.access.refusals import replace_in
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.streams import Work
 from zeropp.engine.engine import Engine
@@ -333,19 +333,18 @@ def _alive(ref: weakref.ref[Engine]) -> Engine:
     return engine
 
 
-def install_state_hooks(model: nn.Module, engine: Engine) -> None:
-    """Make ``state_dict`` and ``load_state_dict`` of the model and its modules see whole parameters."""
+def install_state_hooks(modules: Sequence[nn.Module], engine: Engine) -> None:
+    """Make ``state_dict`` and ``load_state_dict`` of these modules see whole parameters."""
     saving, loading = _Saving(engine), _Loading(engine)
+    before, load, loaded = saving.begin, loading.begin, loading.end
 
     # torch marks the hook itself, so it must be a function.
     def saved(module: nn.Module, *_: object) -> None:
         saving.end(module)
 
-    for module in filter(has_tensors, model.modules()):
-        engine.hooks.keep(module.register_state_dict_pre_hook(saving.begin))
+    for module in modules:
+        engine.hooks.keep(module.register_state_dict_pre_hook(before))
         engine.hooks.keep(module.register_state_dict_post_hook(saved))
-        engine.hooks.keep(module.register_load_state_dict_pre_hook(loading.begin))
-        engine.hooks.keep(module.register_load_state_dict_post_hook(loading.end))
-        if module._parameters:
-            module.__dict__["_save_to_state_dict"] = saving.save_of(module)
-            engine.on_close(restorer(module, "_save_to_state_dict"))
+        engine.hooks.keep(module.register_load_state_dict_pre_hook(load))
+        engine.hooks.keep(module.register_load_state_dict_post_hook(loaded))
+    replace_in([each for each in modules if each._parameters], engine, "_save_to_state_dict", saving.save_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -64,8 +65,10 @@ def on_all_ranks(
         error = caught
     late = f"waiting at {what} for {_SILENCE:g} s; some rank has not come; it is collective: every rank calls it"
     with warn_of_waiting(_SILENCE, f"rank {whereabouts()[0]} has been {late}"):
-        # Exceptions travel as text: not every one can be pickled.
-        account = (error and f"{type(error).__name__}: {error}", repr(result) if same else "")
+        # Exceptions travel as text: not every one can be pickled. Of results a digest does: those that name all ranks
+        # are long, and every rank would receive as many of them as there are ranks.
+        told = repr(result) if same else ""
+        account = (error and f"{type(error).__name__}: {error}", hashlib.sha256(told.encode()).digest())
         try:
             accounts = exchange(group, account, what, seconds)
         except RuntimeError as absence:
@@ -73,14 +76,16 @@ def on_all_ranks(
             raise (absence if error is None else error) from absence.__cause__
     if error is not None:
         raise error
-    for rank, (failure, value) in enumerate(accounts):
+    for rank, (failure, _) in enumerate(accounts):
         if failure is not None:
             raise RuntimeError(f"{what} failed on rank {rank}: {failure}")
-        if value != accounts[0][1]:
-            raise ValueError(
-                f"{what}: ranks 0 and {rank} disagree, {accounts[0][1]} and {value}. Give every rank the same "
-                "configuration and the same LOCAL_WORLD_SIZE"
-            )
+    if len({digest for _, digest in accounts}) > 1:
+        results = exchange(group, told, what, seconds)
+        rank = next(rank for rank, other in enumerate(results) if other != results[0])
+        raise ValueError(
+            f"{what}: ranks 0 and {rank} disagree, {results[0]} and {results[rank]}. Give every rank the same "
+            "configuration and the same LOCAL_WORLD_SIZE"
+        )
     return result  # type: ignore[return-value]
 
 

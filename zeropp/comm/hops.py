@@ -35,7 +35,7 @@ from zeropp.comm.communicators import (
 )  # fmt: skip
 from zeropp.comm.groups import HOST, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
-from zeropp.comm.members import Members, gather_objects, gather_sized
+from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
 from zeropp.partition.levels import HopSpec
 from zeropp.partition.topology import Chain
 
@@ -85,8 +85,10 @@ class Hop:
         else:
             all_gather_single(out, own, group=self.group)
 
-    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> list[Tensor]:
+    def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> Tensor | list[Tensor]:
         """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
+
+        They are the rows of one tensor, [members, part], or several tensors where they lie apart.
 
         Args:
             message: one part for each member.
@@ -96,25 +98,28 @@ class Hop:
         """
         sent = message.nbytes // self.size * (self.size - 1)
         self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
+        if not self.pairwise:
+            whole = torch.empty_like(message)
+            dist.all_to_all_single(whole, message, group=self.group)
+            # Without a view of each part: a thousand of them take the host ten milliseconds.
+            return whole.view(self.size, -1)
         parts = list(message.view(self.size, -1).unbind())
-        if self.pairwise and apart:
+        rows = None
+        if apart:
             received = [torch.empty_like(part) for part in parts]
             # Not copied: the sum reads it where it lies, in the message, which the caller keeps until then.
             received[self.index] = parts[self.index]
         else:
-            # For kernels that want all parts in one stretch, this rank's own among them, and for all_to_all_single.
-            whole = torch.empty_like(message)
-            received = list(whole.view(self.size, -1).unbind())
-            if not self.pairwise:
-                dist.all_to_all_single(whole, message, group=self.group)
-                return received
+            # For kernels that want all parts in one stretch, this rank's own among them.
+            rows = torch.empty_like(message).view(self.size, -1)
+            received = list(rows.unbind())
             received[self.index].copy_(parts[self.index])
         try:
             for work in dist.batch_isend_irecv(self._swap(received, parts)):
                 work.wait()
         except RuntimeError as error:
             raise CollectiveError.of(error) from error.__cause__
-        return received
+        return received if rows is None else rows
 
     def reduce_scatter(self, message: Tensor, unit: str, codec: str) -> Tensor:
         """The members' messages, summed by the backend in their dtype: the part for this rank.
@@ -324,6 +329,10 @@ class Comm:
     def all_gather_sized(self, data: bytes, sizes: list[int]) -> list[Any]:
         """What every rank has pickled, whose sizes in bytes all of them know."""
         return gather_sized(data, sizes, self.control_group, self.timeout.total_seconds())
+
+    def send_to_all(self, value: _T, source: int) -> _T:
+        """The picklable value of one rank of the group, on every rank of a world of several; blocks the host."""
+        return send_to_all(value, source, self.control_group, self.timeout.total_seconds())
 
     def free_host_group(self, kind: str) -> None:
         """Destroy the group of a thread that is not going to use it again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import socket
 from collections.abc import Mapping
@@ -11,8 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zeropp._compat import backends, chosen_timeout, group_timeout
+from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.groups import HOST, gather_rows, host_group
 from zeropp.partition.topology import ranks_per_node
 
@@ -25,6 +28,7 @@ __all__ = [
     "gather_sized",
     "group_size",
     "is_fake",
+    "send_to_all",
     "to_process_group",
     "whereabouts",
     "world_group",
@@ -147,7 +151,7 @@ def gather_pickled(value: _T, group: dist.ProcessGroup, seconds: float) -> list[
     first = bytearray(_SIZE + _SHORT)
     first[:_SIZE] = len(data).to_bytes(_SIZE, "little")
     first[_SIZE:] = data[:_SHORT].ljust(_SHORT, b"\0")
-    rows = [bytes(row) for row in gather_rows(torch.frombuffer(first, dtype=torch.uint8), group, timeout).tolist()]
+    rows = _rows_as_bytes(gather_rows(torch.frombuffer(first, dtype=torch.uint8), group, timeout))
     sizes = [int.from_bytes(row[:_SIZE], "little") for row in rows]
     if max(sizes) > _SHORT:
         return gather_sized(data, sizes, group, seconds)
@@ -156,14 +160,37 @@ def gather_pickled(value: _T, group: dist.ProcessGroup, seconds: float) -> list[
 
 def gather_sized(data: bytes, sizes: list[int], group: dist.ProcessGroup, seconds: float) -> list[Any]:
     """What every member has pickled, whose sizes in bytes all of them know, in group order."""
-    # A bytearray: torch warns of memory that it may not write to.
-    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    # Rows are of one length, so each is padded to the longest.
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=HOST)
-    padded[: own.numel()] = own
-    texts = zip(gather_rows(padded, group, timedelta(seconds=seconds)), sizes, strict=True)
-    # tolist and not numpy(): PyTorch does not require NumPy, and zeropp needs nothing beside PyTorch for this.
-    return [pickle.loads(bytes(row[:size].tolist())) for row, size in texts]
+    # A bytearray: torch warns of memory that it may not write to. Rows are of one length: that of the longest.
+    own = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+    rows = _rows_as_bytes(gather_rows(own, group, timedelta(seconds=seconds)))
+    return [pickle.loads(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+
+def send_to_all(value: _T, source: int, group: dist.ProcessGroup, seconds: float) -> _T:
+    """The picklable value of member ``source``, on every member of a group with gloo for the host's memory."""
+    options = dist.BroadcastOptions()
+    options.rootRank, options.timeout = source, timedelta(seconds=seconds)
+    data = pickle.dumps(value) if group.rank() == source else b""
+    try:
+        size = torch.tensor([len(data)], device=HOST)
+        group.broadcast([size], options).wait(options.timeout)
+        row = torch.frombuffer(bytearray(data.ljust(int(size), b"\0")), dtype=torch.uint8)
+        group.broadcast([row], options).wait(options.timeout)
+    except RuntimeError as error:
+        raise CollectiveError.of(error) from error.__cause__
+    received: _T = pickle.loads(_as_bytes(row))
+    return received
+
+
+def _rows_as_bytes(rows: Tensor) -> list[memoryview]:
+    """The rows of a contiguous uint8 matrix."""
+    data, width = memoryview(_as_bytes(rows)), rows.shape[1]
+    return [data[start : start + width] for start in range(0, len(data), width)]
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    # Not numpy(), which PyTorch does not require; tolist() would make an object of 8 bytes and more for every byte.
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
 
 
 def world_group() -> dist.ProcessGroup:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zeropp.wire.codecs import BlockCodec, Codec, Feedback, adjacent, dtype_name
+from zeropp.wire.codecs import BlockCodec, Codec, Feedback, Messages, adjacent, dtype_name
 from zeropp.wire.report import Report
 
 __all__ = ["VALUE_BITS", "MixedCodec"]
@@ -68,7 +67,7 @@ class MixedCodec(BlockCodec):
         places.copy_(pieces[..., self.start : self.start + self.values])
 
     def decode_sum_(
-        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
         report: Report | None = None,
     ) -> None:  # fmt: skip
         """See :class:`Codec`; ``out`` is written, not added to: FSDP2 adds by itself."""
@@ -79,7 +78,7 @@ class MixedCodec(BlockCodec):
         out.view(-1, self.piece)[:, self.start : self.start + self.values].copy_(total)
 
     def encode_sum_(
-        self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
+        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
         feedback: Feedback | None, scale: float, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """See :class:`Codec`."""
@@ -91,6 +90,6 @@ class MixedCodec(BlockCodec):
             places = self.values_in(messages, numel // count)
             places.copy_(source._sum_of_values(parts, numel).view(places.shape))
 
-    def _sum_of_values(self, messages: Sequence[Tensor], numel: int) -> Tensor:
+    def _sum_of_values(self, messages: Messages, numel: int) -> Tensor:
         # In float32, as kernels sum codes.
         return self.values_in(adjacent(messages), numel).sum(0, dtype=torch.float32)

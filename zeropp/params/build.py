@@ -22,7 +22,7 @@ from zeropp.params.transfers import Transfer, transfers
 from zeropp.params.unit import Unit
 from zeropp.partition.layout import BufferLayout, build_layout, dense_strides
 from zeropp.partition.levels import Mode, Placement
-from zeropp.partition.units import UnitSpec, form_units, unit_options
+from zeropp.partition.units import UnitSpec
 from zeropp.wire.codecs import dtype_name
 from zeropp.wire.differences import BASES, DifferencePath, make_difference_codec
 from zeropp.wire.encoding import Encoding, choose_encoding
@@ -70,10 +70,12 @@ def buffer_layouts(
         yield key, names, layout
 
 
-def largest_shard(model: nn.Module, config: Config, mode: Mode, world: int) -> tuple[int, int]:
+def largest_shard(
+    model: nn.Module, specs: Sequence[UnitSpec], config: Config, mode: Mode, world: int
+) -> tuple[int, int]:
     """Elements of the largest shard on a rank, and bytes of the largest element of any."""
     parameters, numel, itemsize = computed_with(model, config), 0, 1
-    for spec in form_units(model, world, unit_options(config)):
+    for spec in specs:
         states = mode.of(spec.persistent).states
         for key, _, layout in buffer_layouts(parameters, spec, config, world):
             numel, itemsize = max(numel, layout.numel // states), max(itemsize, key.main_dtype.itemsize)
@@ -112,8 +114,10 @@ def check_dtypes(model: nn.Module, config: Config) -> None:
             'fp16 block, or set "bf16" or "fp32"'
         )
     codec = choose_encoding(config).differences
+    if codec is None:
+        return
     for name, (parameter, dtype) in computed_with(model, config).items():
-        if codec is not None and parameter.requires_grad and dtype not in BASES[codec]:
+        if parameter.requires_grad and dtype not in BASES[codec]:
             raise ValueError(
                 f'zeropp.weight_codec "{codec}" sends differences of weights in '
                 f"{' or '.join(map(dtype_name, BASES[codec]))}, and parameter {name!r} is computed with in "

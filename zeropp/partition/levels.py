@@ -6,6 +6,7 @@ Stages, hpZ and MiCS end here: whatever takes a mode (layouts, paths, units, the
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from zeropp.config import Config, ConfigError
 from zeropp.partition.topology import Chain, build_chain
@@ -151,7 +152,12 @@ class Placement:
         return tuple(self._hop(high, low) for high, low in reversed(self.chain.hops(outer, inner)))
 
     def _hop(self, outer: int, inner: int) -> HopSpec:
-        ranks = self.chain.hop_ranks(self.rank, outer, inner)
-        # Group ranks lie node after node; ``ranks_per_node`` refuses others.
-        one_node = len({rank // self.local for rank in ranks}) == 1
-        return HopSpec(outer, inner, ranks, "local" if one_node else "cross")
+        return _hop(self.chain, self.rank, self.local, outer, inner)
+
+
+@lru_cache(maxsize=256)  # every unit asks for the same few, and each names as many ranks as a group has
+def _hop(chain: Chain, rank: int, local: int, outer: int, inner: int) -> HopSpec:
+    ranks = chain.hop_ranks(rank, outer, inner)
+    # Group ranks lie node after node; ``ranks_per_node`` refuses others.
+    one_node = len({rank // local for rank in ranks}) == 1
+    return HopSpec(outer, inner, ranks, "local" if one_node else "cross")

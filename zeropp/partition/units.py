@@ -20,7 +20,8 @@ from zeropp.config import Config
 from zeropp.partition.layout import BLOCK
 
 __all__ = [
-    "LEAF_AS", "Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "never_called", "unit_options",
+    "LEAF_AS", "Owner", "UnitOptions", "UnitSpec", "direct_parameters", "form_units", "have_tensors", "never_called",
+    "unit_options",
 ]  # fmt: skip
 
 LEAF_AS = "_z3_leaf"
@@ -52,6 +53,30 @@ def direct_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
         # A ParameterList, or a bare nn.Module that holds things: no hook of its own would ever fire.
         if never_called(child):
             yield from direct_parameters(child)
+
+
+def have_tensors(modules: Sequence[nn.Module], tables: Sequence[str]) -> list[bool]:
+    """Tell for each module whether it has tensors, or one below it has, in time linear in all of them.
+
+    Args:
+        modules: all of a model's.
+        tables: "_parameters", "_buffers" or both.
+    """
+    above: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module.children():
+            above.setdefault(id(child), []).append(module)
+    found = set[int]()
+    for module in modules:
+        # Upwards, until one is reached that is known: then so is all above it. Modules may refer to each other in a
+        # circle.
+        ahead = [module] if any(each is not None for t in tables for each in getattr(module, t).values()) else []
+        while ahead:
+            holder = ahead.pop()
+            if id(holder) not in found:
+                found.add(id(holder))
+                ahead += above.get(id(holder), ())
+    return [id(module) in found for module in modules]
 
 
 def _callers(module: nn.Module, path: str) -> list[Owner]:
@@ -136,6 +161,7 @@ class _UnitBuilder:
     parameters: dict[str, nn.Parameter]  # not persistent, by first name
     claimed: set[str] = field(default_factory=set)
     first_name: dict[int, str] = field(default_factory=dict)
+    holding: set[int] = field(default_factory=set)  # modules with parameters, or with one below that has
 
     def claim(self, found: Iterable[nn.Parameter], owners: list[Owner]) -> _Run | None:
         """Those parameters that no unit has yet, as a run."""
@@ -170,13 +196,18 @@ class _UnitBuilder:
         total = sum(parameter.numel() for parameter in module.parameters())
         return modules > 1 and total // modules <= threshold
 
+    def is_small_enough(self, module: nn.Module) -> bool:
+        """Tell whether a module need not be cut further."""
+        limit = self.options.unit_numel
+        # Counted only where there is a limit: each level of the tree would count all that is below it.
+        return limit == 0 or not module._modules or sum(p.numel() for p in module.parameters()) <= limit
+
     def form(self, module: nn.Module, path: str, repeated: bool) -> list[_Run]:
         """Runs of a subtree, in the order of definition."""
         limit = self.options.unit_numel
-        total = sum(parameter.numel() for parameter in module.parameters())
-        small_enough = limit == 0 or total <= limit or not any(True for _ in module.children())
         # A repeated list cannot be a block itself, since no forward of it brackets a use: its parts are cut one by one.
-        if self.is_leaf(module, path) or (repeated and small_enough and not never_called(module)):
+        block = repeated and not never_called(module)
+        if self.is_leaf(module, path) or (block and self.is_small_enough(module)):
             run = self.claim(module.parameters(), _callers(module, path))
             if run is not None:
                 # A block stays alone unless it is too short: merged, it could not be released, nor its gradients sent,
@@ -187,11 +218,11 @@ class _UnitBuilder:
         uncalled = never_called(module) and path != ""
         direct = None if uncalled else self.claim(direct_parameters(module), [Owner(path, recurse=False)])
         runs = [direct] if direct else []
-        children = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+        children = [(name, child) for name, child in module.named_children() if id(child) in self.holding]
         classes = Counter(type(child) for _, child in children)
         for name, child in children:
-            block = isinstance(module, _CONTAINERS) and classes[type(child)] > 1
-            runs += self.form(child, f"{path}.{name}" if path else name, block)
+            one_of_many = isinstance(module, _CONTAINERS) and classes[type(child)] > 1
+            runs += self.form(child, f"{path}.{name}" if path else name, one_of_many)
         runs = _merge_open(runs, limit)
         if len(runs) == 1 and not runs[0].closed and not uncalled:
             # One run holds all that is left below: the module's own forward brackets every use, with one pair of hooks.
@@ -215,10 +246,15 @@ def form_units(model: nn.Module, world: int, options: UnitOptions) -> list[UnitS
     Returns:
         Units in the order of definition, persistent ones last. Every floating parameter is in exactly one.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.is_floating_point()}
+    named = list(model.named_parameters())
+    parameters = {name: p for name, p in named if p.is_floating_point()}
     persistent = _small_parameters(parameters, options) | (_of_prompts(model) & parameters.keys())
     builder = _UnitBuilder(options, {name: p for name, p in parameters.items() if name not in persistent})
-    builder.first_name = {id(p): name for name, p in model.named_parameters()}
+    builder.first_name = {id(p): name for name, p in named}
+    modules = list(model.modules())
+    builder.holding = {
+        id(m) for m, found in zip(modules, have_tensors(modules, ("_parameters",)), strict=True) if found
+    }
     runs = builder.form(model, "", repeated=False)
     minimum = options.unit_min_blocks * BLOCK * world
     # The end of a buffer is padded by less than a block for each rank. With so many blocks a rank, that is at most
@@ -257,6 +293,8 @@ def _of_prompts(model: nn.Module) -> set[str]:
         if any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__)
     ]
     own = {id(parameter) for encoder in encoders if encoder is not None for parameter in encoder.parameters()}
+    if not own:
+        return set()
     return {name for name, parameter in model.named_parameters() if id(parameter) in own}
 
 

@@ -18,6 +18,7 @@ from zeropp.params.flat_buffer import make_source
 from zeropp.params.unit import TERMS
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import choose_mode
+from zeropp.partition.units import form_units, unit_options
 from zeropp.plan.communicators import CommunicatorMemory
 from zeropp.plan.limits import require_below
 from zeropp.plan.outline import Outline, OutlineUnit, outline
@@ -261,7 +262,8 @@ class _Tally:
     def staging(self, model: nn.Module) -> dict[str, Staging]:
         """Rings of staging buffers, by term."""
         homes, mode = self._homes, choose_mode(self._cut.settings, self._world, self._cut.local)
-        largest, itemsize = largest_shard(model, self._cut.settings, mode, self._world)
+        specs = form_units(model, self._world, unit_options(self._cut.settings))
+        largest, itemsize = largest_shard(model, specs, self._cut.settings, mode, self._world)
         rings = choose_staging(self._cut.settings, self._device, homes.main, homes.weights, largest, itemsize)
         named = zip(("step_staging", "gather_staging"), rings, strict=True)
         return {name: ring for name, ring in named if ring is not None}

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import hashlib
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeropp._compat import sharing_versions
+from zeropp._compat import sharing_versions, unguarded
 from zeropp.access.attributes import carry_attributes
 from zeropp.access.awaited import await_values, awaited_names
 from zeropp.access.cuda_graphs import refuse_cuda_graphs
 from zeropp.access.external import external_parameters
 from zeropp.access.ownership import Former, former_engines, give_to_modules
-from zeropp.access.refusals import refuse_changes
+from zeropp.access.refusals import holding_tensors, refuse_changes
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
 from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
@@ -52,6 +55,21 @@ from zeropp.wire.encoding import require_base
 __all__ = ["build_engine"]
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Keep Python's garbage collector from running."""
+    # It runs each time so many objects have been made, and goes through all that there are: a model of thousands of
+    # units would have it search, again and again, for garbage among objects all of which stay.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_no_collections()
 def build_engine(
     model: nn.Module,
     config: Config,
@@ -83,62 +101,71 @@ def build_engine(
     # Step by step, each failing on all ranks if it fails on one: none goes on and waits for the others.
     extension = config.zeropp
     together = partial(on_all_ranks, group, patience=lambda result: extension.hang_timeout)
-    if isinstance(model, nn.Module):
-        complete(model)
-        trained_on = built_for(model) if trained_on is None else trained_on
-    device = together("checking the model", lambda: _check_model(model, config, trained_on))
+    parameters = _named_parameters(model)
+    trained_on = built_for(parameters.values()) if trained_on is None else trained_on
+    device = together("checking the model", lambda: _check_model(model, parameters, config, trained_on))
     hosts = dict(exchange(group, whereabouts(), "finding nodes", extension.hang_timeout))
+    find = partial(find_members, group, device, extension.local_world_size, hosts)
     # Asked for the same result: ranks that see other nodes would make other groups, and hang in them.
-    members = together(
-        "finding nodes", lambda: find_members(group, device, extension.local_world_size, hosts), same=True
-    )
+    members = together("finding nodes", find, same=True)
     warn_if_alone(members)
-    mode = together("choosing groups", lambda: _choose(model, config, members, states))
+    mode = together("choosing groups", lambda: _choose(model, parameters, config, members, states))
     # Rank 0's: names of groups and keys in the store must be the job's own, also for the second model in it.
     job = exchange(group, f"zeropp-{uuid.uuid4().hex[:12]}", "naming the job", extension.hang_timeout)[0]
     patience = members.patience(extension.hang_timeout)
     with naming_absence("wrapping the model"):
         comm = make_comm(members, mode.chain, patience, job, choose_sharing(config, device), _ctas(config, device))
         # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
-        _check_agreement([*_describe(model), f"configuration {config.model_dump_json()}", *others()], comm)
+        _check_agreement([*_describe(model, parameters), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
         together("placing the model", lambda: place(model, device) if trained_on is not None else None)
-        together("looking for CUDA graphs", lambda: refuse_cuda_graphs(model, device, _moving(model, config, comm)))
+        specs = together("looking for CUDA graphs", lambda: _cut(model, parameters, config, comm, device))
         if extension.warm_up and device.type == "cuda":
             together("compiling kernels", lambda: warm_up(model, config, mode, comm.rank, comm.local, device))
         homes = together(
-            "making room for what is offloaded", lambda: _make_room(model, config, mode, comm, job, states)
+            "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, job, states)
         )
         maker = BufferMaker(config, mode, comm, homes)
-        return _partition(model, config, comm, maker, device, partial(_make_engine, listener, scale, patience))
+        make_engine = partial(_make_engine, listener, scale, patience)
+        return _partition(model, parameters, specs, config, comm, maker, make_engine)
+
+
+def _named_parameters(model: object) -> dict[str, nn.Parameter]:
+    """All parameters of a model, by name, once for all that look at them: it takes a walk over all modules."""
+    if not isinstance(model, nn.Module):
+        return {}  # it is refused a little later
+    complete(model)
+    return dict(model.named_parameters())
 
 
 def _partition(
     model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    specs: list[UnitSpec],
     config: Config,
     comm: Comm,
     maker: BufferMaker,
-    device: torch.device,
     make_engine: Callable[[Config, Comm, BufferMaker, Sequence[Unit], torch.device], Engine],
 ) -> Engine:
     """Cut a model that all ranks have alike, and give it an engine."""
-    _warn_of_unknown_names(model, config, first=comm.rank == 0)
-    specs = form_units(model, comm.world, unit_options(config))
+    _warn_of_unknown_names(model, parameters, config, first=comm.rank == 0)
     units = maker.make_units(model, specs)
     comm.end_of_wrap()
-    if device.type == "cuda":
-        require_room(device, _processors(device))
+    if comm.device.type == "cuda":
+        require_room(comm.device, _processors(comm.device))
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
-    own = {id(parameter): own_dtype(parameter) for parameter in model.parameters()}
-    awaited = awaited_names(model)
-    _adopt(model, units, comm)
-    _share_buffers(model, config, comm, device)
-    engine = make_engine(config, comm, maker, units, device)
+    own = {id(parameter): own_dtype(parameter) for parameter in parameters.values()}
+    awaited = awaited_names(parameters)
+    _adopt(model, parameters, units, comm)
+    _share_buffers(model, parameters, config, comm, comm.device)
+    engine = make_engine(config, comm, maker, units, comm.device)
     engine.on_close(maker.homes.close)
     engine.on_close(engine.reductions.loss_scale.forget)
-    _install(model, engine, specs, own)
+    # Every question to a guarded parameter would go through Python, and none here is about values.
+    with unguarded():
+        _install(model, parameters, engine, specs, own)
     autocast_forwards(model, engine, config)
     await_values(model, engine, awaited)
     rehearse(engine)
@@ -178,9 +205,9 @@ def _make_engine(
     )
 
 
-def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
+def _adopt(model: nn.Module, parameters: Mapping[str, nn.Parameter], units: Sequence[Unit], comm: Comm) -> None:
     """Cut the model's values, rank 0's or those of an engine from before, into the units' buffers."""
-    former = Former(model)
+    former = Former(model, parameters)
     for unit in units:
         for buffer in unit.buffers:
             former.adopt(buffer, comm)
@@ -188,18 +215,25 @@ def _adopt(model: nn.Module, units: Sequence[Unit], comm: Comm) -> None:
     former.close()
 
 
-def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[int, torch.dtype]) -> None:
+def _install(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    engine: Engine,
+    specs: list[UnitSpec],
+    own: dict[int, torch.dtype],
+) -> None:
     """Tie an engine that is ready to the model's modules and parameters, which had dtypes of their ``own``."""
     for buffer in engine.buffers:
         for slot, parameter in zip(buffer.layout.slots, buffer.parameters, strict=True):
             # By this tag the guard, watch_structure and a later wrapping know a managed parameter.
             register(parameter, slot.name, engine, slot.strides, own[id(parameter)])
-    _hook_modules(model, engine, specs)
+    _hook_modules(model, parameters, engine, specs)
     for unit in engine.units:
         engine.hooks.watch_gradients(unit)
-    install_state_hooks(model, engine)
-    refuse_changes(model, engine)
-    give_to_modules(model, engine)
+    modules = holding_tensors(model)
+    install_state_hooks(modules, engine)
+    refuse_changes(model, modules, engine)
+    give_to_modules(modules, engine)
     # Below it nothing is away that a script would gather.
     if engine.maker.config.zero.stage == 3:
         carry_attributes(model, engine)
@@ -207,17 +241,23 @@ def _install(model: nn.Module, engine: Engine, specs: list[UnitSpec], own: dict[
     watch_structure(model, engine)
 
 
-def _choose(model: nn.Module, config: Config, members: Members, states: Callable[[], int]) -> Mode:
+def _choose(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    config: Config,
+    members: Members,
+    states: Callable[[], int],
+) -> Mode:
     if whereabouts()[0] == members.ranks[0]:
-        require_values(model)
-    for engine in former_engines(model):
+        require_values(model, parameters)
+    for engine in former_engines(model, parameters):
         # Former values are gathered by the ranks that hold them, into buffers of these ranks.
         if engine.comm.ranks != members.ranks:
             raise ValueError(
                 f"the model's values are spread over ranks {list(engine.comm.ranks)}, from before, and process_group "
                 f"has ranks {list(members.ranks)}; wrap it again over the same ranks"
             )
-    check_built(model, config, members.ranks)
+    check_built(parameters.values(), config, members.ranks)
     config.resolve_batch(len(members.ranks))  # for its errors: sizes may contradict each other
     mode = choose_mode(config, len(members.ranks), members.local)
     require_base(config, mode)
@@ -238,17 +278,31 @@ def _ctas(config: Config, device: torch.device) -> Ctas:
     return planned_ctas(config, _processors(device)) if device.type == "cuda" else Ctas()
 
 
-def _make_room(model: nn.Module, config: Config, mode: Mode, comm: Comm, job: str, states: Callable[[], int]) -> Homes:
+def _make_room(
+    model: nn.Module,
+    specs: list[UnitSpec],
+    config: Config,
+    mode: Mode,
+    comm: Comm,
+    job: str,
+    states: Callable[[], int],
+) -> Homes:
     """Homes of all that the engine will have, with all the space that it will take on disks."""
     offloading = (config.zero.offload_optimizer, config.zero.offload_param)
     space: Mapping[str, int] = {}
     if any(block is not None and block.device == "nvme" for block in offloading):
         # Also of optimizer states, which are made in the first step: what is missing is to show before anything is cut.
         space = memory(model, config, comm.world, comm.local, device=comm.device, states=states()).paths
-    return open_homes(config, comm.device, job, comm.rank, *largest_shard(model, config, mode, comm.world), space=space)
+    largest = largest_shard(model, specs, config, mode, comm.world) if any(offloading) else (0, 1)
+    return open_homes(config, comm.device, job, comm.rank, *largest, space=space)
 
 
-def _check_model(model: nn.Module, config: Config, device: torch.device | str | int | None) -> torch.device:
+def _check_model(
+    model: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    config: Config,
+    device: torch.device | str | int | None,
+) -> torch.device:
     """Everything about a model that can be refused without asking other ranks."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
@@ -259,7 +313,7 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
         )
     if torch.is_inference_mode_enabled():
         raise RuntimeError("a model was wrapped inside torch.inference_mode(), where nothing can be trained; leave it")
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if nn.parameter.is_lazy(parameter):
             raise ValueError(f"parameter {name!r} has no shape yet; run the model once before wrapping")
         if isinstance(parameter, DTensor):
@@ -272,13 +326,12 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
             raise ValueError(f"parameter {name!r} {kind}; expected a dense tensor that autograd can track")
         if parameter.is_complex() and parameter.requires_grad:
             raise ValueError(f"parameter {name!r} is complex and trainable; train its real view, torch.view_as_real")
-    named = list(model.named_parameters())
     # Versions tell of a stale weight: two parameters with one counter would refuse each other's graphs. See
     # [Note: versions].
-    sharing = sharing_versions([parameter for _, parameter in named])
+    sharing = sharing_versions(list(parameters.values()))
     if sharing:
         raise ValueError(
-            f"parameter {named[sharing[0]][0]!r} was made from a view of another tensor and shares its version "
+            f"parameter {list(parameters)[sharing[0]]!r} was made from a view of another tensor and shares its version "
             "counter; make it from a copy: nn.Parameter(view.clone())"
         )
     for path, module in model.named_modules():
@@ -291,56 +344,65 @@ def _check_model(model: nn.Module, config: Config, device: torch.device | str | 
             )
     check_dtypes(model, config)
     # Only for what it refuses; what it finds is asked for again where it is used.
-    former_engines(model)
-    return find_device(model, device)
+    former_engines(model, parameters)
+    return find_device(model, parameters, device)
 
 
-def _moving(model: nn.Module, config: Config, comm: Comm) -> Callable[[nn.Parameter], bool]:
-    """Tells parameters that will be gathered at each use."""
+def _cut(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, comm: Comm, device: torch.device
+) -> list[UnitSpec]:
+    """The cut into units, of which no compiled module is refused."""
     specs = form_units(model, comm.world, unit_options(config))
-    whole = {name for spec in specs if spec.persistent for name in spec.parameters}
-    moving = {id(p) for name, p in model.named_parameters() if name not in whole and p.is_floating_point()}
-    return lambda parameter: config.zero.stage == 3 and id(parameter) in moving
+    if config.zero.stage == 3:
+        moving = {id(parameters[name]) for spec in specs if not spec.persistent for name in spec.parameters}
+        refuse_cuda_graphs(model, device, lambda parameter: id(parameter) in moving)
+    return specs
 
 
-def _warn_of_unknown_names(model: nn.Module, config: Config, first: bool) -> None:
-    known = dict(model.named_modules())
-    unknown = [name for name in unit_options(config).leaf_names if name not in known]
+def _warn_of_unknown_names(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, first: bool
+) -> None:
+    leaves = unit_options(config).leaf_names
+    known = {name for name, _ in model.named_modules()} if leaves else set()
+    unknown = [name for name in leaves if name not in known]
     if unknown:
         notify_once(f"leaf_module.names: the model has no modules {unknown}; they change nothing", first=first)
     kept = config.data_types.keep_in_fp32_modules or ()
-    unknown = [part for part in kept if not any(keeps_float32(part, name) for name, _ in model.named_parameters())]
+    unknown = [part for part in kept if not any(keeps_float32(part, name) for name in parameters)]
     if unknown:
         told = f"data_types.keep_in_fp32_modules: no parameter's name has a part {unknown}; they change nothing"
         notify_once(told, first=first)
 
 
-def _describe(model: nn.Module) -> list[str]:
+def _describe(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     # Values of a former engine are gathered, which is collective: ranks must know of the same ones.
     # Buffers are laid out by strides, those of overlapping elements aside: with others a rank would cut other pieces.
-    parameters = [
+    rows = [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
         f"{f' strides {dense_strides(tuple(p.shape), p.stride())}' if p.is_floating_point() else ''}"
         f"{' (wrapped before)' if is_managed(p) else ''}"
-        for name, p in model.named_parameters()
+        for name, p in parameters.items()
     ]
     # Ranks with other leaves would cut other units.
     leaves = [f"leaf module {path}" for path, module in model.named_modules() if module.__dict__.get(LEAF_AS) is True]
-    return [*parameters, *leaves, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
+    return [*rows, *leaves, *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers())]
 
 
 def _check_agreement(own: list[str], comm: Comm) -> None:
     """Every rank must bring the same parameters, configuration and optimizer."""
-    tables = comm.all_gather_objects(own)
-    for rank, table in enumerate(tables):
-        if table != tables[0]:
-            width = max(len(table), len(tables[0]))
-            rows = zip(table + ["nothing"] * width, tables[0] + ["nothing"] * width, strict=False)
-            there, here = _where_they_differ(*next((a, b) for a, b in rows if a != b))
-            raise ValueError(
-                f"ranks 0 and {rank} bring different models, configurations or optimizers: rank 0 has {here!r} where "
-                f"rank {rank} has {there!r}. Build the same model, configuration and optimizer on every rank"
-            )
+    # A digest: whole descriptions are megabytes a rank, and every rank would receive those of all others.
+    digests = comm.all_gather_objects(hashlib.sha256(repr(own).encode()).digest())
+    rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if rank is None:
+        return
+    first, table = (comm.send_to_all(own, source) for source in (0, rank))
+    width = max(len(table), len(first))
+    rows = zip(table + ["nothing"] * width, first + ["nothing"] * width, strict=False)
+    there, here = _where_they_differ(*next((a, b) for a, b in rows if a != b))
+    raise ValueError(
+        f"ranks 0 and {rank} bring different models, configurations or optimizers: rank 0 has {here!r} where "
+        f"rank {rank} has {there!r}. Build the same model, configuration and optimizer on every rank"
+    )
 
 
 def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, str]:
@@ -350,7 +412,9 @@ def _where_they_differ(left: str, right: str, around: int = 60) -> tuple[str, st
     return tuple(text if len(text) <= 2 * around else f"...{text[cut]}..." for text in (left, right))  # type: ignore
 
 
-def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.device) -> None:
+def _share_buffers(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], config: Config, comm: Comm, device: torch.device
+) -> None:
     """Give everyone rank 0's buffers, and rank 0's parameters that are not floating point."""
     named = config.data_types.buffer_dtype
     dtype = None if named is None else DTYPES[named]
@@ -361,9 +425,9 @@ def _share_buffers(model: nn.Module, config: Config, comm: Comm, device: torch.d
                 buffer.data = buffer.data.to(dtype)
             if buffer.numel():
                 _broadcast(buffer, comm, device)
-        for parameter in model.parameters():
+        for parameter in parameters.values():
             # The others have rank 0's values from being adopted.
-            if not parameter.is_floating_point():
+            if not own_dtype(parameter).is_floating_point:
                 _broadcast(parameter, comm, device)
 
 
@@ -391,12 +455,14 @@ def _reached_outside(model: nn.Module, whole: set[int]) -> set[int]:
     return found
 
 
-def _hook_modules(model: nn.Module, engine: Engine, specs: list[UnitSpec]) -> None:
+def _hook_modules(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], engine: Engine, specs: list[UnitSpec]
+) -> None:
     """Hook owners, modules that share another unit's parameters, and every module above, where a forward may begin."""
     modules = dict(model.named_modules())
     unit_of = {name: unit for unit, spec in zip(engine.units, specs, strict=True) for name in spec.parameters}
     # A tied parameter has its first name here, and so its first owner's unit.
-    by_id = {id(p): unit_of[name] for name, p in model.named_parameters() if name in unit_of}
+    by_id = {id(parameters[name]): unit for name, unit in unit_of.items()}
     needs: dict[str, dict[int, Unit]] = {"": {}}
 
     def need(path: str, recurse: bool) -> None:

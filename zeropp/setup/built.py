@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 import torch
 from torch import nn
 
@@ -12,19 +14,19 @@ from zeropp.params.spread import Spread
 __all__ = ["built_for", "check_built", "complete"]
 
 
-def _spreads(model: nn.Module) -> list[Spread]:
+def _spreads(parameters: Iterable[nn.Parameter]) -> list[Spread]:
     found: dict[int, Spread] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         piece = piece_of(parameter)
         if piece is not None and isinstance(piece.fetcher, Spread):
             found[id(piece.fetcher)] = piece.fetcher
     return list(found.values())
 
 
-def built_for(model: nn.Module) -> torch.device | None:
+def built_for(parameters: Collection[nn.Parameter]) -> torch.device | None:
     """The device that a model was built to train on, if it is elsewhere and was built to be partitioned."""
-    spreads = _spreads(model)
-    if not spreads or all(parameter.device == spreads[0].trains_on for parameter in model.parameters()):
+    spreads = _spreads(parameters)
+    if not spreads or all(parameter.device == spreads[0].trains_on for parameter in parameters):
         return None
     return spreads[0].trains_on
 
@@ -34,16 +36,16 @@ def complete(model: nn.Module) -> None:
 
     Its block goes on with what is built after it.
     """
-    for spread in _spreads(model):
+    for spread in _spreads(model.parameters()):
         if spread.building:
             spread.complete()
 
 
-def check_built(model: nn.Module, config: Config, ranks: tuple[int, ...]) -> None:
+def check_built(parameters: Collection[nn.Parameter], config: Config, ranks: tuple[int, ...]) -> None:
     """Make sure that a model is wrapped as it was built. Local.
 
     Args:
-        model: of any kind.
+        parameters: all of the model's.
         config: to wrap it with.
         ranks: global ones, of the group to wrap it for.
 
@@ -51,9 +53,9 @@ def check_built(model: nn.Module, config: Config, ranks: tuple[int, ...]) -> Non
         ValueError: other ranks, or another setting.
         RuntimeError: its values are lent.
     """
-    if any(piece is not None and piece.lent for piece in map(piece_of, model.parameters())):
+    if any(piece is not None and piece.lent for piece in map(piece_of, parameters)):
         raise RuntimeError("the model was wrapped inside GatheredParameters; leave that block first")
-    for spread in _spreads(model):
+    for spread in _spreads(parameters):
         if spread.world > 1 and spread.carrier.ranks != ranks:
             raise ValueError(
                 f"the model was built in zero.Init for ranks {list(spread.carrier.ranks)}, and process_group has ranks "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +20,29 @@ from zeropp.params.spread import is_whole
 __all__ = ["find_device", "give_memory", "place", "require_values", "without_weak_weights"]
 
 
-def find_device(model: nn.Module, device: torch.device | str | int | None) -> torch.device:
+def find_device(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], device: torch.device | str | int | None
+) -> torch.device:
     """The device to train on: the one that is given, or else the one that all parameters are on. Local.
+
+    Args:
+        model: to be wrapped.
+        parameters: all of its, by name.
+        device: as given.
 
     Raises:
         ValueError: there is no such device, or none is given and parameters are on several, or on none.
     """
     chosen = None if device is None else _existing(device)
     found: dict[torch.device, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         found.setdefault(parameter.device, name)
     if not found:
         raise ValueError("the model has no parameters; there is nothing to partition")
     if chosen is not None:
         _check_replaceable(model)
         return chosen
-    for kind, name in _on_meta(model):
+    for kind, name in _on_meta(model, parameters):
         raise ValueError(
             f"{kind} {name!r} is on the meta device and has no values. Say where the model trains, "
             "ZeroOptimizer(..., device=...): rank 0's values then become everyone's, and the other ranks need none. Or "
@@ -49,14 +56,18 @@ def find_device(model: nn.Module, device: torch.device | str | int | None) -> to
     return next(iter(found))
 
 
-def require_values(model: nn.Module) -> None:
+def require_values(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
     """On the rank whose values become everyone's.
+
+    Args:
+        model: to be wrapped.
+        parameters: all of its, by name.
 
     Raises:
         ValueError: it has none.
     """
-    awaited = {name for name, parameter in model.named_parameters() if not is_whole(parameter)}
-    for kind, name in _on_meta(model):
+    awaited = {name for name, parameter in parameters.items() if not is_whole(parameter)}
+    for kind, name in _on_meta(model, parameters):
         if kind == "parameter" and name in awaited:
             continue
         raise ValueError(
@@ -103,9 +114,9 @@ def _existing(device: torch.device | str | int) -> torch.device:
     return found
 
 
-def _on_meta(model: nn.Module) -> Iterator[tuple[str, str]]:
+def _on_meta(model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> Iterator[tuple[str, str]]:
     """Kind and name of each tensor without values."""
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if parameter.is_meta:
             yield "parameter", name
     for name, buffer in model.named_buffers():

@@ -99,7 +99,7 @@ def _wrap(
     # The engine has made what these name; whoever wraps the model refuses what it cannot make.
     rest = loaded.model_copy(update={"optimizer": None, "scheduler": None})
     # A model that was built in pieces knows where it is going to train.
-    device = None if built_for(model) is not None else _device(args)
+    device = None if built_for(list(model.parameters())) is not None else _device(args)
     if inner is None:
         wrapped, core = None, wrap_for_inference(model, rest, group, device)
     else:

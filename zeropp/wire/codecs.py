@@ -18,7 +18,10 @@ from zeropp.wire.report import Report, summed_by_kernels
 from zeropp_kernels import BlockTable
 from zeropp_kernels.reference import pack_, sum_messages_
 
-__all__ = ["BlockCodec", "Codec", "Feedback", "PlainCodec", "dtype_name"]
+__all__ = ["BlockCodec", "Codec", "Feedback", "Messages", "PlainCodec", "dtype_name"]
+
+Messages = Tensor | Sequence[Tensor]
+"""Messages of one length: the rows of a contiguous tensor, or tensors."""
 
 
 class Feedback:
@@ -113,7 +116,7 @@ class Codec(Protocol):
         ...
 
     def decode_sum_(
-        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
         report: Report | None = None,
     ) -> None:  # fmt: skip
         """``out`` [numel], any floating dtype, becomes, or gains, ``scale`` times the messages' sum.
@@ -123,7 +126,7 @@ class Codec(Protocol):
         ...
 
     def encode_sum_(
-        self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
+        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
         feedback: Feedback | None, scale: float, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """Write ``scale`` times the sum of messages of [numel] from ``source``, in ``dtype``, as ``count`` messages."""
@@ -195,7 +198,7 @@ class PlainCodec:
         out.copy_(messages)
 
     def decode_sum_(
-        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
         report: Report | None = None,
     ) -> None:  # fmt: skip
         """See :class:`Codec`."""
@@ -220,7 +223,7 @@ class PlainCodec:
         )  # fmt: skip
 
     def encode_sum_(
-        self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
+        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
         feedback: Feedback | None, scale: float, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """See :class:`Codec`."""
@@ -303,7 +306,7 @@ class BlockCodec:
             out.copy_(target)
 
     def decode_sum_(
-        self, messages: Sequence[Tensor], out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
+        self, messages: Messages, out: Tensor, *, scale: float = 1.0, accumulate: bool = False,
         report: Report | None = None,
     ) -> None:  # fmt: skip
         """See :class:`Codec`."""
@@ -322,7 +325,7 @@ class BlockCodec:
             report.measure(out)
 
     def encode_sum_(
-        self, source: Codec, parts: Sequence[Tensor], numel: int, messages: Tensor, *, count: int,
+        self, source: Codec, parts: Messages, numel: int, messages: Tensor, *, count: int,
         feedback: Feedback | None, scale: float, dtype: torch.dtype,
     ) -> None:  # fmt: skip
         """See :class:`Codec`; codes become codes in one kernel, and their float32 sum never goes through memory."""
@@ -346,22 +349,26 @@ class BlockCodec:
         return kernels.state_layout(numel, self.bits).nbytes
 
 
-def _sum(source: Codec, parts: Sequence[Tensor], numel: int, scale: float, dtype: torch.dtype) -> Tensor:
+def _sum(source: Codec, parts: Messages, numel: int, scale: float, dtype: torch.dtype) -> Tensor:
     # In at least float32, so that a hop rounds once, when its sum is encoded, and not at each addition.
     total = torch.empty(numel, dtype=torch.promote_types(dtype, torch.float32), device=parts[0].device)
     source.decode_sum_(parts, total, scale=scale)
     return total
 
 
-def adjacent(messages: Sequence[Tensor]) -> Tensor:
+def adjacent(messages: Messages) -> Tensor:
     """The memory of messages that follow each other in it."""
-    # Rows of one tensor: see Hop.all_to_all, ``apart``. as_strided keeps the first row's offset when given none.
+    if isinstance(messages, Tensor):
+        return messages.view(-1)
+    # as_strided keeps the first one's offset when given none.
     first, total = messages[0], sum(message.numel() for message in messages)
     return first.as_strided((total,), (1,))
 
 
-def _follow_each_other(messages: Sequence[Tensor]) -> bool:
+def _follow_each_other(messages: Messages) -> bool:
     """Whether messages lie one behind the other; over gloo this rank's own stays where it was."""
+    if isinstance(messages, Tensor):
+        return True
     first = messages[0]
     return all(message.data_ptr() == first.data_ptr() + index * first.nbytes for index, message in enumerate(messages))
 

@@ -305,7 +305,7 @@ class ReducePath:
                 if room != 1.0:
                     message.mul_(room)
                     scale /= room
-                parts = [hop.transport.reduce_scatter(message, unit, hop.name)]
+                parts: Tensor | list[Tensor] = [hop.transport.reduce_scatter(message, unit, hop.name)]
             else:
                 parts = hop.transport.all_to_all(message, unit, hop.name, apart=hop.codec.apart)
             numel //= hop.size
