@@ -24,11 +24,14 @@ from zeropp.comm.communicators import (
     WORLD,
     Communicator,
     Ctas,
+    History,
     Key,
     Sharing,
     destroy_unused,
     forget,
     held_here,
+    history_here,
+    join_history,
     kind_of,
     obtain,
     release,
@@ -177,6 +180,7 @@ class Comm:
 
     Attributes:
         communicators: those that carry weights and gradients, where engines may share them.
+        history: of the collectives of this engine, and of those that it shares communicators with.
     """
 
     def __init__(
@@ -205,6 +209,7 @@ class Comm:
         self.lost_at: float | None = None  # when the ranks lost each other, by time.monotonic()
         self.world_group: dist.ProcessGroup | None = None
         self.communicators: list[Communicator] = []
+        self.history = History()
         self._sharing, self._ctas = sharing, ctas
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []  # groups of this engine alone, which end without waiting for others
@@ -217,9 +222,12 @@ class Comm:
             # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             self.control_group = self._make(ranks, "gloo" if backend != "fake" else "fake", "control")
             if self.communicates:
-                own = held_here()
-                self._held = dict(zip(ranks, self.all_gather_objects(own), strict=True))
+                own, before = held_here(), history_here(ranks)
+                rows = self.all_gather_objects((own, None if before is None else before.state))
+                self._held = {rank: held for rank, (held, _) in zip(ranks, rows, strict=True)}
                 destroy_unused(self._held, own)
+                if sharing.engines:
+                    self.history = join_history(ranks, [state for _, state in rows])
             # What is small and for all goes over the user's group where that serves, since a communicator costs memory
             # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
             self.world_group = self._shared(members) or self._obtain(ranks, WORLD, self._widest, WORLD)

@@ -90,7 +90,7 @@ class Engine(GuardHandler):
         # Nothing waits any more for what may never end, and then that ends.
         when_lost = [*(each.abandon for each in lanes), comm.abort]
         self.agreement = Agreement(comm, hang_timeout, warn_after, device, when_lost, at_once=sends and not overlap)
-        self.issued = IssueHash()
+        self.issued = IssueHash(comm.history)
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
         self.hooks = ModuleHooks(self)
         self.schedule = Schedule(
