@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch.distributed as dist
 
-__all__ = ["Account", "CollectiveError", "explain", "likely_cause", "name_ranks", "what_ended"]
+__all__ = ["Account", "CollectiveError", "by_text", "explain", "likely_cause", "name_ranks", "what_ended"]
 
 _TIMED_OUT = "timed? ?out"  # in the words of backends
 _CLOSED = "connection (was )?(closed|reset|refused)|broken pipe|socket closed|closed by peer|connect to .* failed"
@@ -83,7 +83,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 def explain(accounts: Mapping[int, Account], world: int) -> str:
     """The likely cause, then each account: "rank 0 called ... alone; .... rank 0 was ...; rank 1 was ..."."""
-    groups = _by({rank: str(account) for rank, account in accounts.items()})
+    groups = by_text({rank: str(account) for rank, account in accounts.items()})
     said = "; ".join(f"{name_ranks(of)} {'was' if len(of) == 1 else 'were'} {text}" for text, of in groups.items())
     silent = _silent(accounts, world)
     if silent:
@@ -95,16 +95,16 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
     """The thing that the user most probably has to look at, in a sentence without its full stop."""
     # Most telling first: what one rank knows to be wrong explains the rest, and calls of the user that differ explain
     # silence and different phases, and not the other way round.
-    failures = _by({rank: account.failure for rank, account in accounts.items() if account.failure})
+    failures = by_text({rank: account.failure for rank, account in accounts.items() if account.failure})
     if failures:
         return " and ".join(f"{name_ranks(ranks)} failed: {failure}" for failure, ranks in failures.items())
-    beyond = _by({rank: account.beyond for rank, account in accounts.items() if account.beyond})
+    beyond = by_text({rank: account.beyond for rank, account in accounts.items() if account.beyond})
     if beyond:
         parts = " and ".join(f"{name_ranks(ranks)} alone {text}" for text, ranks in beyond.items())
         once = "If all ranks have done so in one pass, as in a first step, each of them may do so alone"
         return f"{parts}; the other ranks cannot know of it, and do not wait there. {once}"
     silent = _silent(accounts, world)
-    calls = _by({rank: account.call for rank, account in accounts.items() if account.call})
+    calls = by_text({rank: account.call for rank, account in accounts.items() if account.call})
     if len(calls) > 1:
         parts = " and ".join(f"{name_ranks(ranks)} called {call}" for call, ranks in calls.items())
         return f"{parts}; they are collective: every rank makes the same calls in the same order"
@@ -121,11 +121,11 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
             f"{name_ranks(silent)} {does} not wait for others: failed or ended, out of data, slow, or in code that "
             "only some ranks run"
         )
-    places = _by({rank: account.where for rank, account in accounts.items()})
+    places = by_text({rank: account.where for rank, account in accounts.items()})
     if len(places) > 1:
         parts = ", ".join(f"{name_ranks(ranks)} in {where or 'no pass'}" for where, ranks in places.items())
         return f"the ranks made different forwards, backwards or steps, or numbers of them: {parts}"
-    if len(_by({rank: account.doing for rank, account in accounts.items()})) > 1:
+    if len(by_text({rank: account.doing for rank, account in accounts.items()})) > 1:
         return "the ranks ran different modules, or in another order; look for code that depends on the rank"
     return "all ranks wait for each other at the same place: a connection or a device may be stuck"
 
@@ -134,7 +134,8 @@ def _silent(accounts: Mapping[int, Account], world: int) -> list[int]:
     return [rank for rank in range(world) if rank not in accounts]
 
 
-def _by(texts: Mapping[int, str]) -> dict[str, list[int]]:
+def by_text(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Ranks by what they say, in ascending order."""
     found: dict[str, list[int]] = {}
     # Ranks in ascending order, so that the same accounts give the same words on every rank.
     for rank in sorted(texts):

@@ -39,6 +39,7 @@ MICRO_BATCHES, _CLOSING = 108, 109
 
 _FIRST_LOOK = 1.0  # seconds of waiting until the others are asked whether one of them has failed
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
+_FEW = 64  # ranks that may ask the store at the same moment
 _MEETING = 10.0  # seconds a rank that closes waits for the others to close
 
 
@@ -345,7 +346,7 @@ class Agreement:
             return False
         # A store that is gone is the business of whoever waits for it.
         with contextlib.suppress(RuntimeError, TimeoutError):
-            return any(account.failure for account in self.watch.heard().values())
+            return self.watch.some_rank_failed()
         return False
 
     def _ask_around(self, account: Account) -> dict[int, Account]:
@@ -354,12 +355,19 @@ class Agreement:
             # Ranks that wait for the device ask for this now and then, but not those in an exchange: gloo's own waits
             # end with their time or the connection.
             self.comm.hang_up()
-        until, pause = time.monotonic() + _GRACE, 0.05
-        accounts = self.watch.heard()
+        rank, world = self.comm.rank, self.comm.world
+        # Many ranks ask one store: the more there are, the less often, and not all at once. See
+        # [Note: accounts in the store].
+        late = rank / world if world > _FEW else 0.0
+        until, pause = time.monotonic() + _GRACE + late, 0.05 * max(world / _FEW, 1.0) + late
+        accounts: dict[int, Account] | None = None
         # Others run into the same failure at nearly the same time, and the message is better with what they say.
-        while (left := until - time.monotonic()) > 0 and len(accounts) < self.comm.world:
+        while (left := until - time.monotonic()) > 0 and (accounts is None or len(accounts) < world):
             time.sleep(min(pause, left))
-            pause *= 2  # many ranks may be asking one store
-            with contextlib.suppress(RuntimeError, TimeoutError):  # what was heard before is worth telling
+            pause *= 2
+            try:
                 accounts = self.watch.heard()
-        return {**accounts, self.comm.rank: account}
+            except (RuntimeError, TimeoutError):
+                if accounts is None:  # what was heard before is worth telling
+                    raise
+        return {**(accounts or {}), rank: account}

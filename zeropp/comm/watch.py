@@ -2,12 +2,19 @@
 
 The thread that waits may be inside a call of torch and cannot speak. So every rank has another one that looks at it now
 and then, puts the rank's account into the job's store once it has waited for long, reads the others' and logs them.
+
+[Note: accounts in the store] One process answers for the store, and all ranks may ask it within the same two seconds.
+So an account that many ranks give is stored once, under a code, and a rank adds one line to a list: its number and the
+code. There is a list of ranks that have failed, and lists of ranks that wait for long. A reading takes at most 3 lines
+of 14 bytes for each rank, and the texts that this rank has not read: with 1024 ranks 43 kB. After a loss each of them
+reads twice, so that the process gives out less than 100 MB.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import logging
 import threading
 import time
@@ -19,7 +26,7 @@ from functools import partial
 import torch.distributed as dist
 
 from zeropp._compat import default_store
-from zeropp.comm.accounts import Account, likely_cause, name_ranks
+from zeropp.comm.accounts import Account, by_text, likely_cause, name_ranks
 from zeropp.comm.within import within
 
 __all__ = ["Watch", "warn_of_waiting"]
@@ -32,6 +39,7 @@ _JOINING = 2.0  # seconds at the end of the program
 # Seconds for one answer of the store. It has no limit of its own where the process that keeps it stands still, and that
 # may be the rank that all others wait for.
 _ANSWER = 2.0
+_PAGE = 1  # lines for each rank in one list of those that wait
 
 
 @contextlib.contextmanager
@@ -70,8 +78,7 @@ class Watch:
         self._job = job
         self._rank = rank
         self._world = world
-        self._key: str | None = None  # of this rank's account, once it has given one
-        self._numbering = threading.Lock()  # both threads of a rank may give its first account
+        self._texts: dict[str, Account] = {}  # by code, those that this rank has written or read
         self._after = after
         self._current: _Wait | None = None
         self._failed = False
@@ -104,27 +111,57 @@ class Watch:
         """Put this rank's account into the store, for good: it fails."""
         # First: ``look``, on the other thread, must not withdraw the account that follows.
         self._failed = True
-        self._set(account.packed())
+        store = default_store()
+        within(_ANSWER, partial(self._write, store, account, f"{self._job}/lost"), "telling why this rank fails")
+        if account.failure:
+            within(_ANSWER, partial(store.set, f"{self._job}/failed", "1"), "telling that this rank has failed")
 
     def _withdraw(self) -> None:
         # The process that keeps the store may be gone.
         with contextlib.suppress(RuntimeError, TimeoutError):
-            # Emptied, not deleted: others may have checked that the key is there, and ``get`` blocks where it is not.
-            self._set("")
+            within(_ANSWER, partial(self._note, default_store(), None), "telling that this rank waits no more")
 
     def heard(self) -> dict[int, Account]:
-        """Accounts that are in the store."""
-        return within(_ANSWER, partial(_read, default_store(), self._job), "reading the accounts of ranks")
+        """Accounts of ranks that have failed or wait for long."""
+        return within(_ANSWER, partial(self._read, default_store()), "reading the accounts of ranks")
 
-    def _set(self, text: str) -> None:
-        within(_ANSWER, partial(self._write, default_store(), text), "telling where this rank waits")
+    def some_rank_failed(self) -> bool:
+        """Tell whether a rank has published an account with a ``failure``."""
+        store = default_store()
+        return within(_ANSWER, partial(store.check, [f"{self._job}/failed"]), "asking whether a rank has failed")
 
-    def _write(self, store: dist.Store, text: str) -> None:
-        # In the order of coming: readers then ask for those that are there, and not for every rank's.
-        with self._numbering:
-            if self._key is None:
-                self._key = _account_key(self._job, store.add(_count_key(self._job), 1))
-        store.set(self._key, f"{self._rank} {text}")
+    def _note(self, store: dist.Store, account: Account | None) -> None:
+        """Add to the lists of ranks that wait for long that this one does, or does no more."""
+        page, begins = divmod(store.add(f"{self._job}/lines", 1), _PAGE * self._world)
+        self._write(store, account, f"{self._job}/waiting/{page}")
+        # Nobody reads those before the last one. A job that runs for months must not fill the store.
+        if begins == 0:
+            store.delete_key(f"{self._job}/waiting/{page - 2}")
+
+    def _write(self, store: dist.Store, account: Account | None, key: str) -> None:
+        code = "-"
+        if account is not None:
+            code = hashlib.blake2s(account.packed().encode(), digest_size=4).hexdigest()
+            if code not in self._texts:
+                store.set(self._text_key(code), account.packed())
+                self._texts[code] = account
+        store.append(key, f"{self._rank} {code}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
+
+    def _read(self, store: dist.Store) -> dict[int, Account]:
+        page = store.add(f"{self._job}/lines", 0) // (_PAGE * self._world)
+        # Later lines replace earlier ones, and what a rank says when it fails is its last word.
+        keys = [f"{self._job}/waiting/{page - 1}", f"{self._job}/waiting/{page}", f"{self._job}/lost"]
+        lines = [line.split() for key in keys if store.check([key]) for line in store.get(key).decode().splitlines()]
+        codes = {int(rank): code for rank, code in lines}
+        found = {rank: code for rank, code in codes.items() if code != "-"}
+        missing = list(set(found.values()).difference(self._texts))
+        if missing:
+            texts = store.multi_get([self._text_key(code) for code in missing])
+            self._texts.update(zip(missing, map(Account.unpacked, texts), strict=True))
+        return {rank: self._texts[code] for rank, code in found.items()}
+
+    def _text_key(self, code: str) -> str:
+        return f"{self._job}/text/{code}"
 
     def close(self) -> None:
         """Stop watching."""
@@ -147,7 +184,7 @@ class Watch:
         # Before the account goes out, so that a wait that ends meanwhile withdraws it.
         wait.told = True
         account = wait.account()
-        self._set(account.packed())
+        within(_ANSWER, partial(self._note, default_store(), account), "telling where this rank waits")
         # On the event and not in sleep, so that the end of the program need not wait for this.
         self._stop.wait(min(_GRACE, self._after / _LOOKS))
         accounts = {**self.heard(), self._rank: account}
@@ -158,7 +195,8 @@ class Watch:
             self._withdraw()
 
     def _words(self, accounts: dict[int, Account]) -> str:
-        others = [f"{name_ranks([rank])} is {each}" for rank, each in sorted(accounts.items()) if rank != self._rank]
+        said = by_text({rank: str(account) for rank, account in accounts.items() if rank != self._rank})
+        others = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {text}" for text, ranks in said.items()]
         silent = [rank for rank in range(self._world) if rank not in accounts]
         if silent:
             others.append(f"{name_ranks(silent)} {'waits' if len(silent) == 1 else 'wait'} for nobody")
@@ -166,26 +204,6 @@ class Watch:
             f"rank {self._rank} has been waiting for {self._after:g} s, {accounts[self._rank]}; {'; '.join(others)}. "
             f"Perhaps {likely_cause(accounts, self._world)}"
         )
-
-
-def _count_key(job: str) -> str:
-    return f"{job}/accounts"
-
-
-def _account_key(job: str, number: int) -> str:
-    return f"{job}/account/{number}"
-
-
-def _read(store: dist.Store, job: str) -> dict[int, Account]:
-    keys = [_account_key(job, number) for number in range(1, store.add(_count_key(job), 0) + 1)]
-    # Asked first, since ``get`` waits for a key that is missing: its rank has a number, and perhaps no more.
-    if keys and not store.check(keys):
-        keys = [key for key in keys if store.check([key])]
-    # One request where the store can: a thousand ranks may be asking it for a thousand accounts.
-    whole = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's own stubs
-    texts = store.multi_get(keys) if whole else [store.get(key) for key in keys]
-    pairs = [text.decode().split(" ", 1) for text in texts]
-    return {int(rank): Account.unpacked(text) for rank, text in pairs if text}
 
 
 _watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
