@@ -34,8 +34,9 @@ from zeropp._compat import is_registered
 from zeropp.comm.groups import free_groups, make_group
 
 __all__ = [
-    "WORLD", "Communicator", "Ctas", "History", "Key", "Sharing", "choose_ctas", "destroy_unused", "forget",
-    "held_here", "history_here", "join_history", "kind_of", "most_ctas", "obtain", "release", "require_room",
+    "WORLD", "Communicator", "Ctas", "History", "Key", "Sharing", "choose_ctas", "default_ctas", "destroy_unused",
+    "forget", "held_here", "history_here", "join_history", "kind_of", "most_ctas", "obtain", "processors", "release",
+    "require_room",
 ]  # fmt: skip
 
 WORLD = "world"
@@ -252,23 +253,32 @@ def choose_ctas(processors: int, local: int | None = None, cross: int | None = N
     return Ctas(local or own[0], cross or own[1])
 
 
-def require_room(device: torch.device, processors: int) -> None:
+def processors(device: torch.device) -> int:
+    """Multiprocessors (SMs) of a card."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def default_ctas(device: torch.device, link: str) -> int | None:
+    """The limit for a communicator over a class of links, where nobody has asked for another; None on CPU."""
+    return choose_ctas(processors(device)).of(link) if device.type == "cuda" else None
+
+
+def require_room(device: torch.device) -> None:
     """Refuse communicators whose kernels do not fit on a card together: see [Note: communicators].
 
     Args:
         device: the card; the communicators of all engines on it count.
-        processors: SMs of it.
 
     Raises:
         ValueError: they do not fit.
     """
     there = [each for each in _held.values() if each.key.device == device and each.users and not each.aborted]
     total = most_ctas((each.key.max_ctas, each.key.kind == "reduce") for each in there)
-    if total is not None and total > processors:
+    if total is not None and total > processors(device):
         listed = ", ".join(f"{c.key.max_ctas} for {c.key.kind} over {len(c.key.ranks)} ranks" for c in there)
         raise ValueError(
             f"collectives that run at the same time may take {total} thread blocks ({listed}), and {device} has "
-            f"{processors} multiprocessors, each of which holds one of them: ranks could wait for each other for ever. "
+            f"{processors(device)} multiprocessors, each of which holds one: ranks could wait for each other for ever. "
             'Lower {"zeropp": {"max_ctas": {"local": ..., "cross": ...}}}, or NCCL_MIN_CTAS and NCCL_MAX_CTAS if they '
             "are set"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,11 +20,15 @@ from zeropp.comm.accounts import CollectiveError, name_ranks
 from zeropp.comm.watch import warn_of_waiting
 from zeropp.comm.within import within
 
-__all__ = ["HOST", "free_groups", "gather_rows", "hang_up", "host_group", "make_group"]
+__all__ = ["HOST", "OUTLASTS", "abort_groups", "free_groups", "gather_rows", "hang_up", "host_group", "make_group"]
 
 HOST = torch.device("cpu")
 """Where what is agreed on lies, whatever the model's device."""
 
+OUTLASTS = timedelta(seconds=60)
+"""Time that NCCL, which ends the process at its timeout, has more than zeropp, whose error comes first."""
+
+_ABORTING = 5.0  # seconds for groups to end
 _SILENCE = 30.0  # seconds to connect in silence
 _TAG = 0x7A65  # the group may be the user's, who may be about to receive something from the same rank
 _NEVER = 0x7A66  # a tag that nothing is sent with
@@ -94,6 +100,23 @@ def free_groups(groups: list[dist.ProcessGroup]) -> None:
             # left to forget.
             with contextlib.suppress(KeyError, ValueError):
                 dist.destroy_process_group(group)
+
+
+def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
+    """Abort groups, in a limited time."""
+    ending = [threading.Thread(target=_abort, args=(group,), name="zeropp abort", daemon=True) for group in groups]
+    # Side by side: each may wait for the device, which another one's kernel holds up.
+    for thread in ending:
+        thread.start()
+    until = time.monotonic() + _ABORTING
+    for thread in ending:
+        thread.join(max(until - time.monotonic(), 0.0))
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    # The group may be ending by itself, or its backend has no abort.
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        group.abort()
 
 
 def hang_up(group: dist.ProcessGroup) -> None:

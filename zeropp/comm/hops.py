@@ -6,11 +6,9 @@ been transferred. All calls here block the calling thread or stream; overlap is 
 
 from __future__ import annotations
 
-import contextlib
-import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -38,7 +36,7 @@ from zeropp.comm.communicators import (
 )  # fmt: skip
 from zeropp.comm.copies import issued_here
 from zeropp.comm.events import Event
-from zeropp.comm.groups import HOST, free_groups, gather_rows, hang_up, make_group
+from zeropp.comm.groups import HOST, OUTLASTS, abort_groups, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
 from zeropp.partition.levels import HopSpec
@@ -48,8 +46,6 @@ _T = TypeVar("_T")
 
 __all__ = ["Comm", "GroupKey", "Groups", "Hop", "make_comm"]
 
-_OUTLASTS = 60.0  # seconds more than hang_timeout; the monitor's looks and the ranks' last words come before
-_ABORTING = 5.0  # seconds for communicators to end
 
 GroupKey = tuple[str, int, int]
 """What a process group of hops is for: a kind of work, and the levels that data moves between."""
@@ -384,7 +380,7 @@ class Comm:
         _engines.discard(self)
         ended = release(self.communicators, self)
         if unused is None:
-            _abort([each.group for each in ended if not each.aborted])
+            abort_groups([each.group for each in ended if not each.aborted])
         elif len(set(unused)) > 1:
             # Another rank still has an engine that was dropped here, or the other way round. These end when a model is
             # wrapped after that: see `destroy_unused`.
@@ -404,7 +400,7 @@ class Comm:
         self.lost_at = time.monotonic()
         for each in self.communicators:
             each.aborted = True
-        _abort(self._carriers())
+        abort_groups(self._carriers())
 
     def on_lost_elsewhere(self, told: Callable[[str], None]) -> None:
         """Call a method, which is not kept alive, when another engine has aborted a group that this one uses."""
@@ -434,7 +430,7 @@ class Comm:
 
     def _shared(self, members: Members) -> dist.ProcessGroup | None:
         """The user's group, if its timeout, at which NCCL ends the process, comes after the error that names ranks."""
-        enough = members.limit is None or members.limit >= self.timeout.total_seconds() + _OUTLASTS
+        enough = members.limit is None or members.limit >= (self.timeout + OUTLASTS).total_seconds()
         return members.shared if enough else None
 
     def _obtain(self, ranks: tuple[int, ...], kind: str, link: str, description: str) -> dist.ProcessGroup:
@@ -442,7 +438,7 @@ class Comm:
         if not self.communicates:
             return self._make(ranks, self.backend, description)
         owner = "" if self._sharing.engines else self.job
-        timeout = self.timeout + timedelta(seconds=_OUTLASTS)
+        timeout = self.timeout + OUTLASTS
         kind, limit = kind_of(kind, self._sharing), self._ctas.of(link)
         key = Key(kind, owner, ranks, self.backend, self.device, timeout, limit)
         found = next((each for each in self.communicators if each.key == key), None)
@@ -464,23 +460,6 @@ class Comm:
 
 
 _engines: weakref.WeakSet[Comm] = weakref.WeakSet()  # of this process, that are not closed
-
-
-def _abort(groups: Sequence[dist.ProcessGroup]) -> None:
-    """Abort groups, in a limited time."""
-    ending = [threading.Thread(target=_abort_one, args=(group,), name="zeropp abort", daemon=True) for group in groups]
-    # Side by side: each may wait for the device, which another one's kernel holds up.
-    for thread in ending:
-        thread.start()
-    until = time.monotonic() + _ABORTING
-    for thread in ending:
-        thread.join(max(until - time.monotonic(), 0.0))
-
-
-def _abort_one(group: dist.ProcessGroup) -> None:
-    # The group may be ending by itself, or its backend has no abort.
-    with contextlib.suppress(RuntimeError, NotImplementedError):
-        group.abort()
 
 
 def make_comm(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zeropp.comm.hops import Hop
 from zeropp.comm.streams import Lanes, callers_stream, used_here
-from zeropp.fsdp2.overlap import Arrival, queue, wait_for
+from zeropp.fsdp2.overlap import Arrival, Waiting, queue, wait_for
 from zeropp.fsdp2.shards import AllGather
 from zeropp.partition.layout import BLOCK
 from zeropp.wire.codecs import Codec, dtype_name
@@ -90,15 +90,22 @@ class GatherComm(AllGather):
         routes: for each process group that the unit is sharded over at some time.
         lanes: of gathers.
         before: called before each gather.
+        waiting: watches them.
     """
 
     def __init__(
-        self, unit: str, routes: dict[dist.ProcessGroup, GatherRoute], lanes: Lanes, before: Callable[[], None]
+        self,
+        unit: str,
+        routes: dict[dist.ProcessGroup, GatherRoute],
+        lanes: Lanes,
+        before: Callable[[], None],
+        waiting: Waiting,
     ) -> None:
         self.unit = unit
         self.routes = routes
         self.lanes = lanes
         self.before = before
+        self.waiting = waiting
         self._filled_on: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -135,7 +142,7 @@ class GatherComm(AllGather):
             )
         part = route.gather(output_tensor, input_tensor, group.rank(), self.unit)
         with self._filled_on:
-            event = queue(self.lanes, route.links, part, f"the gather of {self.unit}")
+            event = queue(self.lanes, route.links, part, f"the gather of {self.unit}", self.waiting)
         # On a device without async_op FSDP2 takes a work for a reason to let the next gather wait for this one's copy.
         # On CPU its events say nothing, and only a work lets the host go on.
         if async_op or not output_tensor.is_cuda:

@@ -113,7 +113,7 @@ def apply(
     gather_hops: int = 2,
     vector_bits: int | None = 16,
     local_world_size: int | None = None,
-    hang_timeout: float = 600.0,
+    hang_timeout: float = 420.0,
 ) -> Adapter:
     """Let a model sharded with ``fully_shard`` gather weights and reduce gradients through zeropp's codecs and hops.
 

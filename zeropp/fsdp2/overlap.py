@@ -13,6 +13,7 @@ next backward computation wait for it. So what a hook makes the calling stream w
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,15 +24,66 @@ import torch.distributed as dist
 
 from zeropp.comm.collective import naming_absence
 from zeropp.comm.events import Event
+from zeropp.comm.groups import abort_groups
+from zeropp.comm.monitor import make_monitor
 from zeropp.comm.streams import Lanes, Work
 
-__all__ = ["Arrival", "Reductions", "queue", "wait_for"]
+__all__ = ["Arrival", "Reductions", "Waiting", "queue", "wait_for"]
+
+_log = logging.getLogger("zeropp")
 
 _END = object()
 _IN_FLIGHT = 2  # one that the links work on, and the next, so that they need not wait for it
 
 
-def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str) -> Event:
+class Waiting:
+    """The hops of one mesh that a card has been given, and the error when they do not end.
+
+    On CPU each hop ends with its group's timeout, and nothing is watched.
+
+    Args:
+        device: of the model.
+        hang_timeout: seconds after which waiting for other ranks is an error.
+        groups: the process groups that carry the hops; they are aborted then.
+    """
+
+    def __init__(self, device: torch.device, hang_timeout: float, groups: list[dist.ProcessGroup]) -> None:
+        self._hang_timeout = hang_timeout
+        self._groups = groups
+        self._lost: str | None = None
+        self._monitor = make_monitor(device, hang_timeout, self._give_up)
+
+    def note(self, event: Event, what: str) -> None:
+        """Hops were queued that end with ``event``; ``what`` follows "waiting for"."""
+        if self._monitor is not None:
+            self._monitor.note(event, what)
+
+    def require(self) -> None:
+        """Raise the error if the ranks have lost each other.
+
+        Raises:
+            RuntimeError: some hop has not ended within ``hang_timeout``.
+        """
+        if self._lost is not None:
+            raise RuntimeError(self._lost)
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._monitor is not None:
+            self._monitor.close()
+
+    def _give_up(self, doing: str, /, *, waited: bool) -> None:
+        self._lost = (
+            f"rank {dist.get_rank()} has waited for {doing} for {self._hang_timeout:g} s: another rank has failed or "
+            "ended, is late, or runs other modules. The process groups of zeropp.fsdp2 are aborted; go on from a "
+            "checkpoint. If a rank was only late, give zeropp.fsdp2.apply a longer hang_timeout"
+        )
+        # The main thread may be in a launch, and never come to raise it.
+        _log.error("%s", self._lost)
+        abort_groups(self._groups)
+
+
+def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str, waiting: Waiting) -> Event:
     """Queue a unit's hops, each on the lane of its class of links.
 
     Args:
@@ -39,8 +91,12 @@ def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str) -
         links: the classes, in order.
         part: pauses before each further class.
         what: the hops do, for the error.
+        waiting: watches them.
     """
-    return lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
+    waiting.require()
+    event = lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
+    waiting.note(event, what)
+    return event
 
 
 def wait_for(event: Event) -> None:
@@ -76,10 +132,12 @@ class Reductions:
 
     Args:
         lanes: of reductions.
+        waiting: watches them.
     """
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, lanes: Lanes, waiting: Waiting) -> None:
         self.lanes = lanes
+        self._waiting = waiting
         self._under_way: deque[Event] = deque()
 
     def make_room(self) -> None:
@@ -90,7 +148,7 @@ class Reductions:
 
     def queue(self, links: Sequence[str], part: Iterator[None], what: str) -> Event:
         """See :func:`queue`."""
-        event = queue(self.lanes, links, part, what)
+        event = queue(self.lanes, links, part, what, self._waiting)
         self._under_way.append(event)
         return event
 

@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.collective import exchange
-from zeropp.comm.groups import free_groups, make_group
+from zeropp.comm.communicators import default_ctas
+from zeropp.comm.groups import OUTLASTS, free_groups, make_group
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.comm.members import Members, find_members
+from zeropp.comm.monitor import BLIND
 from zeropp.comm.streams import make_lanes
 from zeropp.fsdp2.gather import GatherComm, GatherRoute
 from zeropp.fsdp2.options import Options
-from zeropp.fsdp2.overlap import Reductions
+from zeropp.fsdp2.overlap import Reductions, Waiting
 from zeropp.fsdp2.reduce import ReduceComm, ReduceRoute
 from zeropp.fsdp2.shards import ShardedUnit
 from zeropp.partition.levels import HopSpec, Mode, Placement
@@ -59,9 +61,8 @@ class Routes:
         self.hosts = hosts
         self.before = before
         self.ledger = ledger
-        # Of groups made here; FSDP2's own keep theirs.
-        self.timeout = timedelta(seconds=options.hang_timeout)
-        self.groups: list[dist.ProcessGroup] = []
+        self.groups: list[dist.ProcessGroup] = []  # made here; FSDP2's own are others
+        self.waiting = Waiting(units[0].device, options.hang_timeout, self.groups)
         # That of the first rank; a count of calls could differ between ranks with different histories.
         self.job = exchange(mesh, f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", WHAT, options.hang_timeout)[0]
         device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
@@ -80,12 +81,13 @@ class Routes:
         """The hooks of a unit."""
         groups = [unit.group] if unit.secondary is None else [unit.group, unit.secondary]
         routes = {group: self.gathers[group] for group in groups}
-        return GatherComm(unit.name, routes, self.gathering, self.before), ReduceComm(unit, self.reduce)
+        return GatherComm(unit.name, routes, self.gathering, self.before, self.waiting), ReduceComm(unit, self.reduce)
 
     def close(self) -> None:
         """End the lanes, and destroy the process groups made here."""
         for lanes in (self.gathering, self.reducing):
             lanes.close()
+        self.waiting.close()
         # The user may have ended torch.distributed before.
         free_groups(self.groups)
 
@@ -118,7 +120,9 @@ class Routes:
             feedback=options.feedback,
             beta=_BETA if options.beta is None else options.beta,
         )
-        return ReduceRoute(placement, hops, encoding, options.vector_bits is not None, Reductions(self.reducing))
+        return ReduceRoute(
+            placement, hops, encoding, options.vector_bits is not None, Reductions(self.reducing, self.waiting)
+        )
 
     def _place(self, group: dist.ProcessGroup, device: torch.device) -> tuple[Members, Placement]:
         members = members_of(group, device, self.options.local_world_size, self.hosts)
@@ -134,6 +138,11 @@ class Routes:
         ranks = [members.ranks[each] for each in spec.ranks]
         # The first rank tells groups of one kind apart, which exist side by side.
         name = f"{self.job} {kind} {spec.outer}->{spec.inner} of {len(members.ranks)} {ranks[0]}"
-        group = make_group(ranks, members.backend, self.timeout, name, members.device)
+        timeout = timedelta(seconds=self.options.hang_timeout)
+        # At its timeout NCCL ends the process, and on CPU gloo raises the error.
+        timeout += OUTLASTS if members.device.type in BLIND else timedelta()
+        group = make_group(
+            ranks, members.backend, timeout, name, members.device, default_ctas(members.device, spec.link)
+        )
         self.groups.append(group)
         return Hop(spec, group, members.backend, rank, self.ledger, kind)

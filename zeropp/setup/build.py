@@ -23,7 +23,7 @@ from zeropp.access.refusals import holding_tensors, refuse_changes
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
 from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
-from zeropp.comm.communicators import Ctas, require_room
+from zeropp.comm.communicators import Ctas, processors, require_room
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
@@ -152,7 +152,7 @@ def _partition(
     units = maker.make_units(model, specs)
     comm.end_of_wrap()
     if comm.device.type == "cuda":
-        require_room(comm.device, _processors(comm.device))
+        require_room(comm.device)
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
@@ -268,14 +268,9 @@ def _choose(
     return mode
 
 
-def _processors(device: torch.device) -> int:
-    """Multiprocessors (SMs) of a card."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _ctas(config: Config, device: torch.device) -> Ctas:
     """Limits of NCCL's thread blocks; nothing else has any."""
-    return planned_ctas(config, _processors(device)) if device.type == "cuda" else Ctas()
+    return planned_ctas(config, processors(device)) if device.type == "cuda" else Ctas()
 
 
 def _make_room(
