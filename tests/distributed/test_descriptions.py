@@ -1,4 +1,4 @@
-"""Descriptions of models that ranks compare while they wrap: how much of them travels, and what differences are told."""
+"""Descriptions of models, which ranks compare while they wrap: what travels of them, and how differences are told."""
 
 from __future__ import annotations
 

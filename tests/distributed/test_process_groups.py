@@ -200,7 +200,7 @@ def connections(many: int) -> tuple[int, list[int], str]:
 
 
 def test_of_many_ranks_those_connect_that_send_to_each_other() -> None:
-    """Of 8 ranks each sends to those 1, 2 and 4 places away, over 5 connections, and one socket listens."""
+    """Each of 8 ranks sends to those 1, 2 and 4 places away, over 5 connections, and one socket listens."""
     for made, *found in run_ranks(8, connections, 7):
         assert found == [list(range(8)), "rank 5"] and made <= 6
     for made, *found in run_ranks(8, connections, 8):
