@@ -138,15 +138,24 @@ def current_graph_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> weakref.ref[Callable[[], None]]:
+def queue_end_of_backward(
+    callback: Callable[[], None], dropped: Callable[[], None] | None = None
+) -> weakref.ref[Callable[[], None]]:
     """Call ``callback`` when the running backward pass has computed everything. Only inside a backward.
+
+    Args:
+        callback: called once, unless the backward fails.
+        dropped: a method, not kept alive; called after that, and where the backward has failed. It may not wait.
 
     Returns:
         A reference that is dead once that backward is over: one that fails drops what it was to call.
     """
     ending = partial(callback)  # an object that autograd alone holds
     Variable._execution_engine.queue_callback(ending)
-    return weakref.ref(ending)
+    if dropped is None:
+        return weakref.ref(ending)
+    told = weakref.WeakMethod(dropped)
+    return weakref.ref(ending, lambda ref: (method := told()) and method())
 
 
 def will_execute(node: Node) -> bool:

@@ -126,6 +126,23 @@ def test_dropped_engines_leave_no_communicators() -> None:
         assert found == (True, True, True)
 
 
+def crossed() -> str:
+    """The error of ranks that use two engines of one shape in opposite orders."""
+    engines = [wrapped(1), wrapped(2)]
+    for model, optimizer in engines:
+        step(model, optimizer, 0)
+    with pytest.raises(RuntimeError) as caught:
+        for model, optimizer in engines if dist.get_rank() == 0 else engines[::-1]:
+            step(model, optimizer, 1)
+    return str(caught.value)
+
+
+def test_engines_in_another_order_on_another_rank_are_noticed() -> None:
+    """Their gathers would go to each other's buffers, of the same size."""
+    for text in run_ranks(2, over, crossed, init=False):
+        assert "comparing what was gathered and reduced" in text
+
+
 def lost_together() -> list[str]:
     """Errors of two engines that share communicators, after the ranks of one lost each other."""
     (model, first), (other, second) = wrapped(1, hang_timeout=3), wrapped(2, hang_timeout=3)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.order.world import Agreement, Event, Lanes, Unlike, World
+from zeropp.comm.communicators import History
 from zeropp.config.precision import Fp16Config
 from zeropp.engine.backward import BackwardUses
 from zeropp.order.known_orders import IssueHash, PhaseKey, Reach
@@ -147,7 +148,7 @@ class Rank:
         ]
         agreement: Any = Agreement(self.world, self.number)
         lanes: Any = Lanes(self.world, self.number)
-        self.agreement, self.issued = agreement, IssueHash()
+        self.agreement, self.issued = agreement, IssueHash(History())
         self.reductions = Reductions(self.units, lanes, agreement, self.issued, LossScale(Fp16Config(), 1.0))
         self.schedule = Schedule(
             self.units, lanes, self.reductions, agreement, self.issued, self.limits,

@@ -27,10 +27,18 @@ class Owner:
 
     def __init__(self, hang_timeout: float, device: str = "cpu") -> None:
         self.told: list[str] = []
-        self.monitor = Monitor(hang_timeout, self.tell, torch.device(device))
+        self.waited: list[bool] = []
+        self.failed = False
+        self.asked = 0
+        self.monitor = Monitor(hang_timeout, self.tell, torch.device(device), self.ask)
 
-    def tell(self, doing: str) -> None:
+    def tell(self, doing: str, /, *, waited: bool) -> None:
         self.told.append(doing)
+        self.waited.append(waited)
+
+    def ask(self) -> bool:
+        self.asked += 1
+        return self.failed
 
 
 def queue(owner: Owner, count: int) -> list[Event]:
@@ -50,6 +58,23 @@ def test_a_long_queue_that_comes_on_is_no_hang() -> None:
         owner.monitor.look(start + 9 * number + 9)
     owner.monitor.look(start + 1000)  # nothing is queued: nothing is waited for
     assert owner.told == []
+
+
+def test_another_ranks_failure_ends_a_wait_early() -> None:
+    """It is asked about every five seconds, and not before."""
+    owner = Owner(600.0)
+    start = time.monotonic()
+    queue(owner, 1)
+    for second in range(5):
+        owner.monitor.look(start + second)
+    assert owner.asked == 0
+    for second in range(5, 31):
+        owner.monitor.look(start + second + 0.1)
+    assert owner.asked == 6 and owner.told == []
+    owner.failed = True
+    owner.monitor.look(start + 36)
+    owner.monitor.look(start + 700)
+    assert owner.told == ["piece 0"] and owner.waited == [False]
 
 
 @pytest.mark.parametrize("finished", [0, 2, 4])

@@ -37,7 +37,7 @@ _WIDTH = 8  # integers in an exchange, behind the one that tells its kind and pa
 _SAME_CALL, LENT, SAVED, TRAINED, ADDED, SETTINGS, AT_WORK, _OBJECTS = 100, 101, 102, 103, 104, 105, 106, 107
 MICRO_BATCHES, _CLOSING = 108, 109
 
-_FIRST_LOOK = 1.0  # seconds of waiting until the others are asked whether one of them has failed
+_FIRST_LOOK, _RARELY = 1.0, 5.0  # seconds between looks whether another rank has failed: the first, and the longest
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 _FEW = 64  # ranks that may ask the store at the same moment
 _MEETING = 10.0  # seconds a rank that closes waits for the others to close
@@ -75,8 +75,13 @@ class Agreement:
         self._when_lost = list(when_lost)
         # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
         alone = comm.world == 1 or comm.backend == "fake"
-        self.watch = Watch(comm.job, comm.rank, comm.world, None if alone else warn_after)
-        self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up)
+        self._alone = alone
+        # gloo's own waits end with their time or with a connection, so it is closed.
+        self.watch = Watch(comm.job, comm.rank, comm.world, warn_after, comm.hang_up, alone=alone)
+        failed = self.watch.some_rank_failed
+        self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up, failed)
+        if self.monitor is not None:
+            comm.tell_issued(self.monitors)
         comm.on_lost_elsewhere(self._lost_elsewhere)
 
     def wait(self, arrives: Callable[[float], bool], doing: str, timed: tuple[str, str] | None = None) -> None:
@@ -96,7 +101,7 @@ class Agreement:
                     # Raised inside ``watching``, which lets it through: ``lost`` is set by then.
                     raise self.failure(doing, waited=waited)
                 # Less and less often: many ranks may be asking one store, and what fails soon is heard of soon.
-                pause *= 2
+                pause = min(2 * pause, _RARELY)
 
     def on_loss(self, action: Callable[[], None]) -> None:
         """Do something, too, once the ranks have lost each other."""
@@ -160,10 +165,11 @@ class Agreement:
         if self.monitor is not None:
             self.monitor.note(event, doing)
 
-    def _give_up(self, waited_for: str) -> None:
-        """On the monitor's thread: the device has not come on for ``hang_timeout``."""
+    def _give_up(self, waited_for: str, *, waited: bool) -> None:
+        """On the monitor's thread: the device has not come on for ``hang_timeout``, or another rank has failed."""
         if self.lost is None:
-            self.failure(f"waiting for {waited_for}", waited=True)
+            # The main thread may be in a launch, and never come to raise it.
+            self._lose(Account(f"waiting for {waited_for}", where=self.where), waited=waited, log=True)
 
     def step_under_way(self, events: list[Event]) -> None:
         """The host steps weights until ``events``; they are the last step's."""
@@ -181,6 +187,7 @@ class Agreement:
     def enter(self, where: str, place: int) -> None:
         """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
         self.where, self._place, self.beyond = where, place, ""
+        self.watch.go_on()
 
     def leave(self) -> None:
         """This rank is in no pass any more."""
@@ -284,7 +291,21 @@ class Agreement:
         if self.monitor is not None:
             self.monitor.close()
 
-    def _lose(self, account: Account, *, waited: bool = False) -> RuntimeError:
+    def stopped(self, error: BaseException | None, place: int | None = None, *, later: bool = False) -> None:
+        """Tell ranks that wait for this one that an exception has ended its pass; see [Note: one rank's exception].
+
+        Args:
+            error: the exception, if it is known.
+            place: of a step; None for the pass that this rank is in.
+            later: a thread tells them; this call does not wait for the store.
+        """
+        if self._alone or self.lost is not None:
+            return
+        words = "its backward failed" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        account = Account(self.where or "step()", failure=words)
+        self.watch.stop(account, self._place if place is None else place, later=later)
+
+    def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
         comm = self.comm
         accounts, store_is_gone = {comm.rank: account}, False
         if comm.world > 1 and comm.backend != "fake":
@@ -314,6 +335,8 @@ class Agreement:
             )
         first, self.lost = self.lost is None, ". ".join(parts)
         if first:
+            if log:
+                _log.error("rank %d: %s", comm.rank, self.lost)
             self._end_work()
             comm.tell_sharers(self.lost)
         return RuntimeError(self.lost)

@@ -13,6 +13,7 @@ and kernels that hold SMs until every member has launched its own. Three rules f
 2. *The program's order is the order of launches, on every rank.* Then NCCL runs the collectives of one communicator
    in that order, on whatever streams they are. So refreshes use the communicators of gathers, small sums over all
    ranks use the communicator of reductions if that spans all ranks, and the engines of a process use the same ones.
+   Engines that share have one `History`, so that ranks which use them in different orders find out at the next step.
    Where threads launch (with offload, and on CPU) orders may differ: each kind of work of each engine has its own.
 3. *Ranks destroy a communicator together or abort it alone.* NCCL waits in `destroy` for the other ranks of the node.
    So ranks tell each other first which communicators nobody uses; whoever closes alone aborts.
@@ -33,8 +34,8 @@ from zeropp._compat import is_registered
 from zeropp.comm.groups import free_groups, make_group
 
 __all__ = [
-    "WORLD", "Communicator", "Ctas", "Key", "Sharing", "choose_ctas", "destroy_unused", "forget", "held_here",
-    "kind_of", "most_ctas", "obtain", "release", "require_room",
+    "WORLD", "Communicator", "Ctas", "History", "Key", "Sharing", "choose_ctas", "destroy_unused", "forget",
+    "held_here", "history_here", "join_history", "kind_of", "most_ctas", "obtain", "release", "require_room",
 ]  # fmt: skip
 
 WORLD = "world"
@@ -115,7 +116,28 @@ class Communicator:
         return str(self.group.group_name)
 
 
+class History:
+    """A hash of the collectives that ranks have issued so far, of one engine or of all that share communicators.
+
+    Attributes:
+        value: the same on all ranks as long as they issue the same collectives in the same order.
+        engines: how many have had it.
+    """
+
+    __slots__ = ("__weakref__", "engines", "value")
+
+    def __init__(self) -> None:
+        self.value = 1
+        self.engines = 0
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """Both numbers, which ranks compare before an engine joins."""
+        return self.value, self.engines
+
+
 _held: dict[str, Communicator] = {}  # of this process, by name
+_histories: weakref.WeakValueDictionary[tuple[int, ...], History] = weakref.WeakValueDictionary()  # by global ranks
 
 
 def kind_of(kind: str, sharing: Sharing) -> str:
@@ -130,6 +152,20 @@ def held_here() -> dict[str, bool]:
         if communicator.aborted or not is_registered(communicator.group):
             del _held[name]
     return {name: bool(communicator.users) for name, communicator in _held.items()}
+
+
+def history_here(ranks: tuple[int, ...]) -> History | None:
+    """The history of engines over these global ranks that share communicators, if there are any."""
+    return _histories.get(ranks)
+
+
+def join_history(ranks: tuple[int, ...], states: Iterable[tuple[int, int] | None]) -> History:
+    """The history of a further engine over ``ranks``, given the states of :func:`history_here` on each of them."""
+    history = _histories.get(ranks)
+    # On some rank its engines may have been collected as garbage, and on others not yet.
+    if history is None or any(state != history.state for state in states):
+        history = _histories[ranks] = History()
+    return history
 
 
 def obtain(key: Key, user: object, held: Mapping[int, Mapping[str, bool]], name: str) -> Communicator:

@@ -129,11 +129,19 @@ def free_groups(groups: list[dist.ProcessGroup]) -> None:
 
 
 def hang_up(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections in a group with gloo for the CPU: who waits for it there hears so at once."""
-    # gloo's ``abort`` leaves them open; a wait that is in vain closes them.
-    with contextlib.suppress(RuntimeError):
-        into = [torch.empty(1, device=HOST)]
-        group.recv(into, (group.rank() + 1) % group.size(), _NEVER).wait(timedelta(milliseconds=1))
+    """Close this rank's connections in a group with gloo for the CPU: who waits for it there hears so at once.
+
+    And this rank, if it waits there on another thread. The connections are those of :func:`gather_rows`, and of gloo's
+    own rings and trees: to ranks whose distance is a power of two.
+    """
+    rank, world, distance = group.rank(), group.size(), 1
+    into = [torch.empty(1, device=HOST)]
+    while distance < world:
+        for peer in {(rank + distance) % world, (rank - distance) % world}:
+            # gloo's ``abort`` leaves them open; a wait that is in vain closes one.
+            with contextlib.suppress(RuntimeError):
+                group.recv(into, peer, _NEVER).wait(timedelta(milliseconds=1))
+        distance *= 2
 
 
 def gather_rows(own: Tensor, group: dist.ProcessGroup, timeout: timedelta) -> Tensor:

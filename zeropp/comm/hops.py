@@ -24,15 +24,20 @@ from zeropp.comm.communicators import (
     WORLD,
     Communicator,
     Ctas,
+    History,
     Key,
     Sharing,
     destroy_unused,
     forget,
     held_here,
+    history_here,
+    join_history,
     kind_of,
     obtain,
     release,
 )  # fmt: skip
+from zeropp.comm.copies import issued_here
+from zeropp.comm.events import Event
 from zeropp.comm.groups import HOST, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
@@ -177,6 +182,7 @@ class Comm:
 
     Attributes:
         communicators: those that carry weights and gradients, where engines may share them.
+        history: of the collectives of this engine, and of those that it shares communicators with.
     """
 
     def __init__(
@@ -205,11 +211,13 @@ class Comm:
         self.lost_at: float | None = None  # when the ranks lost each other, by time.monotonic()
         self.world_group: dist.ProcessGroup | None = None
         self.communicators: list[Communicator] = []
+        self.history = History()
         self._sharing, self._ctas = sharing, ctas
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []  # groups of this engine alone, which end without waiting for others
         self._held: dict[int, dict[str, bool]] = {}  # while wrapping: communicators of each global rank
         self._told: weakref.WeakMethod[Callable[[str], None]] | None = None
+        self._issued: weakref.WeakMethod[Callable[[Event, str], None]] | None = None
         weakref.finalize(self, free_groups, self._made).atexit = False
         _engines.add(self)
         # Here, where all ranks are at the same place: the members connect while a group is made.
@@ -217,9 +225,12 @@ class Comm:
             # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             self.control_group = self._make(ranks, "gloo" if backend != "fake" else "fake", "control")
             if self.communicates:
-                own = held_here()
-                self._held = dict(zip(ranks, self.all_gather_objects(own), strict=True))
+                own, before = held_here(), history_here(ranks)
+                rows = self.all_gather_objects((own, None if before is None else before.state))
+                self._held = {rank: held for rank, (held, _) in zip(ranks, rows, strict=True)}
                 destroy_unused(self._held, own)
+                if sharing.engines:
+                    self.history = join_history(ranks, [state for _, state in rows])
             # What is small and for all goes over the user's group where that serves, since a communicator costs memory
             # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
             self.world_group = self._shared(members) or self._obtain(ranks, WORLD, self._widest, WORLD)
@@ -262,6 +273,7 @@ class Comm:
                 dist.broadcast(tensor, source, group=self.world_group)
             except RuntimeError as error:
                 raise CollectiveError.of(error) from error.__cause__
+            self._note_issued("broadcast")
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""
@@ -283,6 +295,7 @@ class Comm:
             dist.all_reduce(tensor, op, group=group)
         except RuntimeError as error:
             raise CollectiveError.of(error) from error.__cause__
+        self._note_issued("sum")
 
     def all_ranks(self, kind: str) -> dist.ProcessGroup:
         """The group of all ranks for a kind of work. Collective over the members when first asked for."""
@@ -301,6 +314,16 @@ class Comm:
         if key not in self._groups:
             self._groups[key] = self._make(self.ranks, "gloo", f"{kind} host")
         return self._groups[key]
+
+    def tell_issued(self, told: Callable[[Event, str], None]) -> None:
+        """Call a method, which is not kept alive, with the end of each collective of all ranks, and its name."""
+        self._issued = weakref.WeakMethod(told)
+
+    def _note_issued(self, name: str) -> None:
+        # Not on CPU, where it is over when the call returns.
+        told = None if self._issued is None else self._issued()
+        if told is not None:
+            told(issued_here(self.device), f"the {name} of all ranks")
 
     def _note_control(self, unit: str, nbytes: int) -> None:
         self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
@@ -403,9 +426,11 @@ class Comm:
         return groups if self.world_group is None else list(dict.fromkeys([*groups, self.world_group]))
 
     def hang_up(self) -> None:
-        """Let ranks that wait for this one in an exchange of numbers hear that it does not come."""
+        """End exchanges of numbers, here and for ranks that wait for this one: it does not come, or not any more."""
         if self.world > 1 and self.backend != "fake":
             hang_up(self.control_group)
+            if self.backend == "gloo" and self.world_group is not None:
+                hang_up(self.world_group)
 
     def _shared(self, members: Members) -> dist.ProcessGroup | None:
         """The user's group, if its timeout, at which NCCL ends the process, comes after the error that names ranks."""

@@ -3,11 +3,16 @@
 The thread that waits may be inside a call of torch and cannot speak. So every rank has another one that looks at it now
 and then, puts the rank's account into the job's store once it has waited for long, reads the others' and logs them.
 
+[Note: one rank's exception] An exception may end a pass or a step on one rank alone, or on all ranks, which then go on:
+after a batch that does not fit, say. No rank can tell which. So a rank says in the store that it has stopped, and
+where; it takes that back when its next pass begins. A rank that has waited for some seconds asks the store. If another
+one has stopped where this one has not, that one will not come, and the ranks have lost each other.
+
 [Note: accounts in the store] One process answers for the store, and all ranks may ask it within the same two seconds.
 So an account that many ranks give is stored once, under a code, and a rank adds one line to a list: its number and the
-code. There is a list of ranks that have failed, and lists of ranks that wait for long. A reading takes at most 3 lines
-of 14 bytes for each rank, and the texts that this rank has not read: with 1024 ranks 43 kB. After a loss each of them
-reads twice, so that the process gives out less than 100 MB.
+code. There is a list of ranks that have lost the others, one of those that have stopped, and lists of those that wait.
+A reading takes at most 4 lines of some 14 bytes for each rank, and the texts that this rank has not read: with 1024
+ranks 58 kB. After a loss each of them reads twice, so that the process gives out less than 130 MB.
 """
 
 from __future__ import annotations
@@ -16,9 +21,11 @@ import atexit
 import contextlib
 import hashlib
 import logging
+import math
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -34,11 +41,14 @@ __all__ = ["Watch", "warn_of_waiting"]
 _log = logging.getLogger("zeropp")
 
 _LOOKS = 4  # before waiting is long
+_ASKING = 5.0  # seconds of waiting after which a rank asks now and then whether another one has failed
 _GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
 _JOINING = 2.0  # seconds at the end of the program
 # Seconds for one answer of the store. It has no limit of its own where the process that keeps it stands still, and that
 # may be the rank that all others wait for.
 _ANSWER = 2.0
+_REMEMBERED = 16  # places at which this rank has stopped
+_FOR_GOOD = 1 << 40  # no place: a rank that goes on nowhere
 _PAGE = 1  # lines for each rank in one list of those that wait
 
 
@@ -72,14 +82,29 @@ class Watch:
         rank: this rank.
         world: how many there are.
         after: seconds, or None never to say anything.
+        when_failed: called on the watching thread while this rank waits for others, one of which has failed.
+        alone: there is nobody to wait for.
     """
 
-    def __init__(self, job: str, rank: int, world: int, after: float | None) -> None:
+    def __init__(
+        self,
+        job: str,
+        rank: int,
+        world: int,
+        after: float | None,
+        when_failed: Callable[[], None] = lambda: None,
+        *,
+        alone: bool = False,
+    ) -> None:
         self._job = job
         self._rank = rank
         self._world = world
         self._texts: dict[str, Account] = {}  # by code, those that this rank has written or read
-        self._after = after
+        self._when_failed = when_failed
+        self._stops: deque[int] = deque(maxlen=_REMEMBERED)  # where this rank has stopped
+        self._has_stopped = False  # and not gone on
+        self._untold: tuple[Account, int] | None = None
+        self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
         self._failed = False
         self._stop = threading.Event()
@@ -114,7 +139,41 @@ class Watch:
         store = default_store()
         within(_ANSWER, partial(self._write, store, account, f"{self._job}/lost"), "telling why this rank fails")
         if account.failure:
-            within(_ANSWER, partial(store.set, f"{self._job}/failed", "1"), "telling that this rank has failed")
+            within(_ANSWER, partial(self._write, store, account, self._stopped, _FOR_GOOD), "telling of a failure")
+
+    def stop(self, account: Account, place: int, *, later: bool = False) -> None:
+        """Say that an exception has ended this rank's pass or step; see [Note: one rank's exception].
+
+        Args:
+            account: with the exception as its ``failure``.
+            place: of the pass or step, the same on all ranks.
+            later: on the watching thread, within seconds.
+        """
+        self._stops.append(place)
+        self._has_stopped = True
+        self._untold = account, place
+        if not later:
+            self._tell_stop()
+        elif self._thread is None and self._after is not None:
+            self._start(self._after)
+
+    def _tell_stop(self) -> None:
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            # The store may be gone, and an exception is on its way.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                within(_ANSWER, partial(self._write, default_store(), untold[0], self._stopped, untold[1]), "telling")
+
+    def go_on(self) -> None:
+        """Take back that this rank has stopped, if it has."""
+        if self._has_stopped:
+            self._has_stopped = False
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                within(_ANSWER, partial(self._write, default_store(), None, self._stopped), "telling that it goes on")
+
+    @property
+    def _stopped(self) -> str:
+        return f"{self._job}/stopped"
 
     def _withdraw(self) -> None:
         # The process that keeps the store may be gone.
@@ -126,9 +185,15 @@ class Watch:
         return within(_ANSWER, partial(self._read, default_store()), "reading the accounts of ranks")
 
     def some_rank_failed(self) -> bool:
-        """Tell whether a rank has published an account with a ``failure``."""
-        store = default_store()
-        return within(_ANSWER, partial(store.check, [f"{self._job}/failed"]), "asking whether a rank has failed")
+        """Tell whether a rank has published a failure, or has stopped where this one has not."""
+        return within(_ANSWER, partial(self._find_failure, default_store()), "asking whether a rank has failed")
+
+    def _find_failure(self, store: dist.Store) -> bool:
+        if not store.check([self._stopped]):
+            return False
+        # A rank's last line counts: "rank code place", or "rank -" when it goes on.
+        last = {line[0]: line for line in map(str.split, store.get(self._stopped).decode().splitlines())}
+        return any(len(line) > 2 and int(line[2]) not in self._stops for line in last.values())
 
     def _note(self, store: dist.Store, account: Account | None) -> None:
         """Add to the lists of ranks that wait for long that this one does, or does no more."""
@@ -138,21 +203,24 @@ class Watch:
         if begins == 0:
             store.delete_key(f"{self._job}/waiting/{page - 2}")
 
-    def _write(self, store: dist.Store, account: Account | None, key: str) -> None:
+    def _write(self, store: dist.Store, account: Account | None, key: str, *more: int) -> None:
         code = "-"
         if account is not None:
             code = hashlib.blake2s(account.packed().encode(), digest_size=4).hexdigest()
             if code not in self._texts:
                 store.set(self._text_key(code), account.packed())
                 self._texts[code] = account
-        store.append(key, f"{self._rank} {code}\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
+        store.append(key, " ".join(map(str, (self._rank, code, *more))) + "\n")  # type: ignore[attr-defined]  # missing in torch's own stubs
 
     def _read(self, store: dist.Store) -> dict[int, Account]:
         page = store.add(f"{self._job}/lines", 0) // (_PAGE * self._world)
         # Later lines replace earlier ones, and what a rank says when it fails is its last word.
-        keys = [f"{self._job}/waiting/{page - 1}", f"{self._job}/waiting/{page}", f"{self._job}/lost"]
+        keys = [f"{self._job}/waiting/{page - 1}", f"{self._job}/waiting/{page}", self._stopped, f"{self._job}/lost"]
         lines = [line.split() for key in keys if store.check([key]) for line in store.get(key).decode().splitlines()]
-        codes = {int(rank): code for rank, code in lines}
+        codes: dict[int, str] = {}
+        for rank, code, *_ in lines:
+            if code != "-" or int(rank) in codes:
+                codes[int(rank)] = code
         found = {rank: code for rank, code in codes.items() if code != "-"}
         missing = list(set(found.values()).difference(self._texts))
         if missing:
@@ -170,7 +238,10 @@ class Watch:
 
     def _start(self, after: float) -> None:
         self._thread = threading.Thread(
-            target=_patrol, args=(weakref.ref(self), self._stop, after / _LOOKS), name="zeropp watch", daemon=True
+            target=_patrol,
+            args=(weakref.ref(self), self._stop, min(after / _LOOKS, _ASKING)),
+            name="zeropp watch",
+            daemon=True,
         )
         _watching[self._thread] = self._stop
         self._thread.start()
@@ -179,7 +250,13 @@ class Watch:
         """Speak if the wait of this moment has become long; on the watching thread."""
         # Read once: the main thread may begin or end a wait at any moment.
         wait = self._current
-        if wait is None or wait.told or self._after is None or time.monotonic() - wait.start < self._after:
+        self._tell_stop()
+        if wait is None or self._after is None:
+            return
+        waited = time.monotonic() - wait.start
+        if waited >= _ASKING and self.some_rank_failed() and self._current is wait:
+            self._when_failed()
+        if wait.told or waited < self._after:
             return
         # Before the account goes out, so that a wait that ends meanwhile withdraws it.
         wait.told = True

@@ -11,6 +11,7 @@ gradients that earlier backwards hold stay held.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -90,7 +91,7 @@ class Engine(GuardHandler):
         # Nothing waits any more for what may never end, and then that ends.
         when_lost = [*(each.abandon for each in lanes), comm.abort]
         self.agreement = Agreement(comm, hang_timeout, warn_after, device, when_lost, at_once=sends and not overlap)
-        self.issued = IssueHash()
+        self.issued = IssueHash(comm.history)
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
         self.hooks = ModuleHooks(self)
         self.schedule = Schedule(
@@ -264,7 +265,7 @@ class Engine(GuardHandler):
         self.refresh.start_put_off()
         self.phase = Phase.BACKWARD
         # Once: a backward inside this one, as reentrant checkpointing runs it, finds the phase begun.
-        self._ending = queue_end_of_backward(self._end_backward)
+        self._ending = queue_end_of_backward(self._end_backward, self._backward_dropped)
         self.schedule.begin(self._backward_key(self._outstanding), None)
         self.pending.backward_ran |= self._trains
         self.notes_calls = True
@@ -286,6 +287,11 @@ class Engine(GuardHandler):
         self.window.note_backward()
         if (listener := self.listener) is not None:
             listener.backward_ended()
+
+    def _backward_dropped(self) -> None:
+        """Autograd has ended a backward; one that failed would tell nobody before the next call of the engine."""
+        if self.phase is Phase.BACKWARD and current_graph_task() == -1:
+            self.agreement.stopped(None, later=True)
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
@@ -325,13 +331,17 @@ class Engine(GuardHandler):
             if unit.state is UnitState.EXPOSED:
                 unit.hide()
 
-    @property
-    def running(self) -> bool:
-        """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
+    def end_failed_pass(self) -> None:
+        """Recover from a backward that has failed, and from a forward that Ctrl-C has ended."""
         # Autograd calls nothing that was queued for the end of a backward that failed; so it is noticed here.
         failed = self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None)
         if failed or (self.phase is Phase.FORWARD and self.hooks.cut_off):
             self.recover()
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass is running; one that has failed is over."""
+        self.end_failed_pass()
         return self.phase is not Phase.IDLE
 
     def require_idle(
@@ -354,6 +364,8 @@ class Engine(GuardHandler):
 
     def recover(self) -> None:
         """After an error in forward or backward: release everything, so that the next step can run."""
+        if self.phase is not Phase.IDLE:
+            self.agreement.stopped(sys.exc_info()[1])
         self.hooks.reset()
         self.hooks.forget_graphs()
         self._backwards += 1

@@ -64,8 +64,9 @@ class TakesLosses:
         self.engine.window.divided |= scale_wrt_gas
         try:
             scaled.backward(retain_graph=retain_graph)
-        except RuntimeError as error:
+        except Exception as error:
+            self.engine.end_failed_pass()  # now, so that other ranks are told of the exception
             # Autograd's word for memory that was freed with its unit: somebody has kept a view of a weight.
-            if "modified by an inplace operation" in str(error):
+            if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
                 raise RuntimeError(explain_freed(self.engine, str(error))) from error
             raise

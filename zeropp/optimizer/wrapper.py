@@ -282,7 +282,12 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if not taken:
             self.outcome.pass_over()
             return loss
-        found = self._take_step(closure)
+        try:
+            found = self._take_step(closure)
+        except Exception as error:
+            # Below those of passes, and the same on every rank.
+            self.engine.agreement.stopped(error, -1 - window.steps)
+            raise
         return loss if found is None else found
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would let hooks run around steps that are not taken

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
+from zeropp.comm.communicators import History
+
 __all__ = ["CollectiveOrder", "IssueHash", "KnownOrders", "Phase", "PhaseKey", "Reach", "describe_phase"]
 
 PhaseKey = tuple[object, ...]
@@ -320,17 +322,26 @@ class KnownOrders:
 
 
 class IssueHash:
-    """Running hash of (kind, unit, version) of everything issued.
+    """Running hash of (engine, kind, unit, version) of everything issued.
 
     It has 24 bits, so that sums over thousands of ranks of it and of each half of its square are exact in float64.
     """
 
     _PRIME = (1 << 24) - 3
 
-    def __init__(self) -> None:
-        self.value = 1
+    def __init__(self, history: History) -> None:
+        """Go on with a history, as the next engine that has it."""
+        self._history = history
+        self._engine = history.engines * 8191  # a prime far above the number of most models' units
+        history.engines += 1
+
+    @property
+    def value(self) -> int:
+        """The hash, of all engines that share communicators."""
+        return self._history.value
 
     def add(self, kind: int, unit: int, version: int) -> None:
         """Take in one issued collective."""
         # The factors spread small numbers over the bits; there are five kinds.
-        self.value = (self.value * 65599 + (unit * 131 + version) * 8 + kind) % self._PRIME
+        history = self._history
+        history.value = (history.value * 65599 + ((self._engine + unit) * 131 + version) * 8 + kind) % self._PRIME

@@ -1,0 +1,97 @@
+"""An exception on one rank reaches the others within seconds; one that all ranks have is nobody's loss."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.harness import run_ranks
+from tests.distributed.shapes import make_config
+
+SOON = 20.0  # seconds; hang_timeout is far more
+
+
+class Fails(nn.Module):
+    """Raises in one of its passes, on the ranks that are named."""
+
+    def __init__(self, where: str, ranks: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.where, self.ranks, self.armed = where, ranks, False
+
+    def error(self, *args: object) -> None:
+        if self.armed and dist.get_rank() in self.ranks:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 1 and self.where == "forward":
+                self.error()
+            if number == 1 and self.where == "backward":
+                x.register_hook(self.error)
+        if self.where == "late forward":
+            self.error()
+        return x
+
+
+def trained(
+    where: str, ranks: list[int], settings: dict[str, Any], *, wrapper: bool, pause: float
+) -> tuple[list[str], float]:
+    """Errors on this rank, and seconds from the failing step to the last of them; rank 0 may pause after an error."""
+    torch.manual_seed(0)
+    model = Fails(where, ranks)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=120, **settings))
+    if where == "step":
+        inner.register_step_pre_hook(model.error)
+    errors, begun = [], time.monotonic()
+    for number in range(5):
+        model.armed = number == 2
+        try:
+            loss = model(torch.ones(2, 64)).square().mean()
+            if wrapper:
+                optimizer.backward(loss)
+            else:
+                loss.backward()
+            optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+            if "no longer in step" in str(error) or len(ranks) == 1:
+                seconds = time.monotonic() - begun
+                store = dist.distributed_c10d._get_default_store()
+                if dist.get_rank() in ranks:
+                    # As a program that writes a report, or lets a tracker finish, before it ends.
+                    while not store.check(["heard"]) and time.monotonic() - begun < 2 * SOON:
+                        time.sleep(0.2)
+                store.set("heard", "")
+                return errors, seconds
+            time.sleep(pause if dist.get_rank() == 0 else 0)
+        optimizer.zero_grad()
+    return errors, time.monotonic() - begun
+
+
+@pytest.mark.parametrize("wrapper", [True, False])
+@pytest.mark.parametrize("where", ["forward", "late forward", "backward", "step"])
+def test_others_hear_of_it(where: str, wrapper: bool) -> None:
+    settings: dict[str, Any] = {"stage": 3, "prefetch": 0, "reuse": 0}
+    (mine, _), (others, seconds) = run_ranks(2, trained, where, [0], settings, wrapper=wrapper, pause=0.0)
+    assert mine[0].startswith("CUDA out of memory")
+    # Of loss.backward() nobody sees the exception.
+    seen = wrapper or where != "backward"
+    failed = "OutOfMemoryError: CUDA out of memory" if seen else "its backward failed"
+    assert len(others) == 1 and f"rank 0 failed: {failed}" in others[0], others
+    assert seconds < SOON
+
+
+@pytest.mark.parametrize("where", ["forward", "late forward", "step"])
+def test_an_error_of_all_ranks_is_no_loss(where: str) -> None:
+    """Also if one of them takes long to go on."""
+    for errors, _ in run_ranks(2, trained, where, [0, 1], {"stage": 3}, wrapper=True, pause=8.0):
+        assert len(errors) == 1 and errors[0].startswith("CUDA out of memory"), errors
