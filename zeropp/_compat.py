@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -315,6 +316,8 @@ def new_group(
     name: str,
     device: torch.device,
     max_ctas: int | None = None,
+    *,
+    lazily: bool = False,
 ) -> dist.ProcessGroup:
     """A process group of global ranks, numbered in the order given; only its members call.
 
@@ -329,31 +332,48 @@ def new_group(
         device: whose tensors it will carry. On an accelerator the members connect now, and not in their first
             collective, which may be in the middle of a step.
         max_ctas: thread blocks that NCCL's kernels may have at most; None for its own choice.
+        lazily: over gloo, two members connect when one of them first sends to the other.
     """
     c10d = dist.distributed_c10d
     default = c10d._get_default_group()
     # Bound to a device, the default group would be split for this one by NCCL, which needs its other ranks, too.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            list(ranks).index(dist.get_rank()),
-            list(ranks),
-            dist.Backend(backend),
-            default_store(),
-            cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
-            _nccl_options(timeout, max_ctas) if backend == "nccl" and max_ctas is not None else None,
-            timeout=timeout,
-            group_desc=name,
-            # Backends written in Python are asked for what they do not have, if a device is named.
-            device_id=device if backend == "nccl" else None,
-        )
+        with _lazy_gloo() if lazily else contextlib.nullcontext():
+            group, _ = c10d._new_process_group_helper(
+                len(ranks),
+                list(ranks).index(dist.get_rank()),
+                list(ranks),
+                dist.Backend(backend),
+                default_store(),
+                cast(Any, name),  # torch 2.13 has a type of its own for names, a str underneath
+                _nccl_options(timeout, max_ctas) if backend == "nccl" and max_ctas is not None else None,
+                timeout=timeout,
+                group_desc=name,
+                # Backends written in Python are asked for what they do not have, if a device is named.
+                device_id=device if backend == "nccl" else None,
+            )
     finally:
         default.bound_device_id = bound
     # The helper leaves this to dist.new_group; without it no collective could translate a global rank.
     c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
     made: dist.ProcessGroup = group
     return made
+
+
+@contextlib.contextmanager
+def _lazy_gloo() -> Iterator[None]:
+    """Let gloo groups that are made inside connect members in pairs, when they first send to each other."""
+    # torch asks for the variable each time it makes such a group, and has no argument for it.
+    before = os.environ.get("TORCH_GLOO_LAZY_INIT")
+    os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TORCH_GLOO_LAZY_INIT"]
+        else:
+            os.environ["TORCH_GLOO_LAZY_INIT"] = before
 
 
 def _nccl_options(timeout: timedelta, max_ctas: int) -> Any:

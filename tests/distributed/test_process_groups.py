@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
 import socket
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +23,9 @@ import zeropp.fsdp2
 from bench.common import staged
 from tests.distributed.harness import RankFailure, run_ranks
 from tests.distributed.shapes import make_config
-from zeropp.comm.members import find_members, is_fake
+from zeropp.comm import groups
+from zeropp.comm.groups import HOST
+from zeropp.comm.members import find_members, is_fake, send_to_all
 
 USING = Path(__file__).resolve().parents[2] / "docs" / "using.md"
 
@@ -169,6 +174,51 @@ def adapted(hosts: list[str]) -> set[str]:
 def test_nodes_of_the_fsdp2_adapter_from_host_names() -> None:
     assert run_ranks(4, adapted, ["a", "a", "b", "b"]) == [{"local", "cross"}] * 4
     assert run_ranks(4, adapted, ["a"] * 4) == [{"local"}] * 4
+
+
+def sockets() -> int:
+    """Sockets that this process has open."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own is gone by now
+            found += os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+    return found
+
+
+def connections(many: int) -> tuple[int, list[int], str]:
+    """Sockets that a group for rows takes if more than ``many`` ranks are many; its rows; what one rank gives all."""
+    with patch.object(groups, "_MANY", many):
+        before, timeout = sockets(), timedelta(seconds=60)
+        group = groups.make_group(range(dist.get_world_size()), "gloo", timeout, f"rows {many}", HOST, for_rows=True)
+        made = sockets() - before
+        rows = groups.gather_rows(torch.tensor([dist.get_rank()]), group, timeout)
+        assert sockets() - before == made, "members that gather rows had not connected"
+        said = send_to_all(f"rank {dist.get_rank()}", 5, group, 60.0)
+        groups.free_groups([group])
+    assert "TORCH_GLOO_LAZY_INIT" not in os.environ
+    return made, rows.view(-1).tolist(), said
+
+
+def test_of_many_ranks_those_connect_that_send_to_each_other() -> None:
+    """Each of 8 ranks sends to those 1, 2 and 4 places away, over 5 connections, and one socket listens."""
+    for made, *found in run_ranks(8, connections, 7):
+        assert found == [list(range(8)), "rank 5"] and made <= 6
+    for made, *found in run_ranks(8, connections, 8):
+        assert found == [list(range(8)), "rank 5"] and made >= 7
+
+
+def test_sockets_of_many_ranks_fit_the_process() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+        groups.allow_files(8)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (512, before[1]), "raised without need"
+        groups.allow_files(1023)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 1023 + len(os.listdir("/proc/self/fd"))
+        groups.allow_files(2 * before[1])
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def on_a_card(backends: str) -> tuple[str, str, bool]:

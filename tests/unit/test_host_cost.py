@@ -61,6 +61,13 @@ print(json.dumps(rows))
 """
 
 
+MEMORY = """
+import json, sys
+from bench import host_cost
+print(json.dumps(host_cost.measure_wrap(int(sys.argv[1]), 8, 200)))
+"""
+
+
 def run(program: str, *args: str) -> Any:
     """What a Python program prints last, as JSON."""
     paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
@@ -102,6 +109,13 @@ def test_hooks_and_schedule_add_no_operators(rows: list[dict[str, object]]) -> N
     for row in rows:
         assert row["forward_collectives"] == row["hops"], row
         assert row["forward_aten"] <= 25, row  # type: ignore[operator]
+
+
+def test_wrapping_among_many_ranks_takes_no_more_memory() -> None:
+    """Whole values of each of 200 units take 1 MiB with the padding for 1024 ranks, and are in memory one at a time."""
+    few, many = (run(MEMORY, str(world)) for world in (8, 1024))
+    assert few["units"] == many["units"] == 200
+    assert many["most_mib"] < few["most_mib"] + 20, (few, many)
 
 
 @pytest.mark.parametrize("codec", [PlainCodec(torch.bfloat16), BlockCodec(8)], ids=str)

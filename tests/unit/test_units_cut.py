@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.unit.trees import FREE, Layer, Model, Net, cut, floating, options
-from zeropp.partition.units import Owner, UnitOptions, UnitSpec, form_units
+from zeropp.partition.units import Owner, UnitOptions, UnitSpec, form_units, have_tensors
 
 # The default cut.
 
@@ -254,3 +254,21 @@ def test_compiled_modules_are_one_unit() -> None:
     model.other.compile()
     assert list(cut(model)) == ["before", "inner", "other"]
     assert [n for names in cut(model).values() for n in names] == floating(model)
+
+
+def test_modules_that_have_tensors_are_told_as_torch_tells_them() -> None:
+    """Also those that hold each other in a circle, or lie in two places, or have None for a tensor."""
+    shared, circle, bare = nn.Linear(2, 2, bias=False), nn.Module(), nn.Module()
+    circle.other = nn.Sequential(nn.ReLU())
+    circle.other.append(circle)
+    bare.register_parameter("nothing", None)
+    bare.register_buffer("none", None)
+    model = nn.Sequential(nn.Sequential(shared), circle, nn.ModuleList([shared, bare]), nn.BatchNorm1d(2, affine=False))
+    for tensors in (nn.Linear(1, 1), None):
+        circle.held = tensors
+        modules = list(model.modules())
+        parameters = [any(True for _ in module.parameters()) for module in modules]
+        buffers = [any(True for _ in module.buffers()) for module in modules]
+        assert have_tensors(modules, ("_parameters",)) == parameters
+        either = [one or other for one, other in zip(parameters, buffers, strict=True)]
+        assert have_tensors(modules, ("_parameters", "_buffers")) == either != parameters

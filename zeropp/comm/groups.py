@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,10 @@ from zeropp.comm.accounts import CollectiveError, name_ranks
 from zeropp.comm.watch import warn_of_waiting
 from zeropp.comm.within import within
 
-__all__ = ["HOST", "OUTLASTS", "abort_groups", "free_groups", "gather_rows", "hang_up", "host_group", "make_group"]
+__all__ = [
+    "HOST", "OUTLASTS", "abort_groups", "allow_files", "free_groups", "gather_rows", "hang_up", "host_group",
+    "make_group",
+]  # fmt: skip
 
 HOST = torch.device("cpu")
 """Where what is agreed on lies, whatever the model's device."""
@@ -32,6 +35,9 @@ _ABORTING = 5.0  # seconds for groups to end
 _SILENCE = 30.0  # seconds to connect in silence
 _TAG = 0x7A65  # the group may be the user's, who may be about to receive something from the same rank
 _NEVER = 0x7A66  # a tag that nothing is sent with
+_MANY = 64  # members, to each of which a connection costs little up to here
+_OPEN_FILES = "/proc/self/fd"  # one entry for each; on Linux only
+_SPARE = 256  # files that others may open: data loaders, checkpoints
 _MARGIN = 1.0  # seconds: the group's own timeout says more
 # Of each group that cannot send from the host's memory, the one made for that.
 _host_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
@@ -44,8 +50,13 @@ def make_group(
     name: str,
     device: torch.device,
     max_ctas: int | None = None,
+    *,
+    for_rows: bool = False,
 ) -> dist.ProcessGroup:
     """A process group whose members connect now; only they call. Arguments as in :func:`zeropp._compat.new_group`.
+
+    With ``for_rows`` it is mainly for :func:`gather_rows`. Of many members only those then connect that this function
+    has send to each other: 2 log2(n) connections a rank in place of n. Others do when they first send.
 
     Raises:
         RuntimeError: they cannot; with what decides which network they take.
@@ -56,16 +67,39 @@ def make_group(
         f"{backend} connects {name_ranks(ranks)} over the network interface that {variable} names (it is {chosen}). "
         "Set it on every node to one that reaches the others; docs/multinode.md says how to find it"
     )
+    lazily = for_rows and backend == "gloo" and len(ranks) > _MANY
+
+    def make() -> dist.ProcessGroup:
+        group = new_group(ranks, backend, timeout, name, device, max_ctas, lazily=lazily)
+        if lazily:
+            # An unusable network is to be heard of here, where the error says what to do.
+            gather_rows(torch.zeros(1, device=HOST), group, timeout)
+        return group
+
+    if backend == "gloo":
+        allow_files(len(ranks))
     try:
         with warn_of_waiting(_SILENCE, f"still making process group {name!r} after {_SILENCE:g} s. {remedy}"):
             # Members find each other through the store, which may not answer: see zeropp.comm.watch.
-            make = partial(new_group, ranks, backend, timeout, name, device, max_ctas)
             return within(timeout.total_seconds() + _MARGIN, make, "connecting ranks")
     except (RuntimeError, TimeoutError) as error:
         raise RuntimeError(
             f"process group {name!r} could not be made: {error}. A rank has ended or stands still, and the ranks are "
             f"no longer in step; or the network is the wrong one: {remedy}"
         ) from error
+
+
+def allow_files(count: int) -> None:
+    """Let this process have ``count`` more files and sockets open than it has, as far as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if not os.path.isdir(_OPEN_FILES) or soft == resource.RLIM_INFINITY:
+        return
+    wanted = len(os.listdir(_OPEN_FILES)) + count + _SPARE
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    # No further than needed: programs that use select() cannot have many, and some close all that they might have.
+    if wanted > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
@@ -83,7 +117,8 @@ def host_group(group: dist.ProcessGroup, seconds: float) -> dist.ProcessGroup:
     if made is None:
         # torch gives a group one name on all of its members, and that name once in a job.
         name = f"zeropp host {group.group_name}"
-        made = make_group(dist.get_process_group_ranks(group), "gloo", timedelta(seconds=seconds), name, HOST)
+        ranks, limit = dist.get_process_group_ranks(group), timedelta(seconds=seconds)
+        made = make_group(ranks, "gloo", limit, name, HOST, for_rows=True)
         _host_groups[group] = made
         # torch keeps every group until it is destroyed. gloo's may be at any time: its members do not meet for it.
         weakref.finalize(group, free_groups, [made]).atexit = False

@@ -450,7 +450,7 @@ class Comm:
     def _make(self, ranks: tuple[int, ...], backend: str, description: str) -> dist.ProcessGroup:
         """A group of this engine alone."""
         device = HOST if backend == "gloo" else self.device
-        group = make_group(ranks, backend, self.timeout, self._name(ranks, description), device)
+        group = make_group(ranks, backend, self.timeout, self._name(ranks, description), device, for_rows=True)
         self._made.append(group)
         return group
 

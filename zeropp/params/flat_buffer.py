@@ -21,6 +21,7 @@ from zeropp._compat import bump_versions, storage_id
 from zeropp.comm.events import Event
 from zeropp.offload.home import Home, MemoryRow, Row
 from zeropp.offload.homes import Homes
+from zeropp.offload.memory import aligned
 from zeropp.params.gradient import Gradient
 from zeropp.params.guard import guard, nothing, unguard
 from zeropp.params.source import Source
@@ -119,7 +120,12 @@ class FlatBuffer:
         """
         numel = self.layout.numel
         # Zeros, since padding is encoded, gathered and summed with the rest.
-        whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
+        if self.device.type == "cpu" and self.placement.mode.states > 1:
+            # A copy of the slice is kept and this given back, to the system: a heap keeps what lies between the slices,
+            # and would grow by the whole model. And padding that nobody writes to takes no memory.
+            whole = aligned(numel, self.main_dtype)
+        else:
+            whole = torch.zeros(numel, dtype=self.main_dtype, device=self.device)
         with torch.no_grad():
             fill(whole)
             self.main = self._take_piece(whole)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zeropp.comm.groups import allow_files
+
 __all__ = ["init_distributed", "require_no_model_parallelism"]
 
 # What other launchers call RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE.
@@ -75,6 +77,8 @@ def init_distributed(
     # Before the group: NCCL makes its first communicator on the device that is current.
     if torch.cuda.is_available() and (local := os.environ.get("LOCAL_RANK")) is not None:
         torch.cuda.set_device(int(local))
+    # gloo connects each rank with every other one.
+    allow_files(max(world_size, int(os.environ.get("WORLD_SIZE") or 0)))
     dist.init_process_group(backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size)
 
 
