@@ -1,0 +1,378 @@
+"""Several ranks over NCCL on one card: collectives, training beside the staged backend, memory, and ranks that are lost.
+
+NCCL takes several ranks on one card from version 2.30 on, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set. torch brings an
+older one so far, so that a library is put before it: see ``bench/gpu.sh``. This module has the steps and the launcher of
+their ranks; :mod:`bench.gpu.nccl_ranks` is the program of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import lzma
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.part import Ended, Outcome, Part, Row, State, Step, last_words
+from bench.gpu.scale import CARD, DRY, Scale
+from bench.step_time.launch import free_port
+
+__all__ = ["PART", "bound", "main", "note", "notes", "too_old"]
+
+LIBRARY = "NCCL_LIBRARY"
+LEAST = (2, 30)
+GRACE = 5.0  # seconds beyond hang_timeout, and of ranks to end after one has failed
+TRANSPORTS: Sequence[dict[str, str]] = (
+    {},
+    {"NCCL_P2P_DISABLE": "1"},
+    {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+)
+"""Ways between ranks, the first that works is taken: a container may forbid to share memory of the card, or the host's."""
+_TRANSPORT = "transport.json"
+_NOTHING_QUEUED = "skipped on CPU, where launches run at once and no queue gets full"
+_WIDTH = 300  # characters of a cell
+_SOON, _BLOCKED = 0.5, 1.0  # seconds: of a query that returns, and of a launch that waits
+_FOUND = "found"  # JSON lines of ranks
+
+
+def note(folder: Path, **what: Any) -> None:
+    """Append one line to what ranks have found."""
+    with (folder / _FOUND).open("a") as file:
+        file.write(json.dumps(what) + "\n")
+
+
+def notes(folder: Path) -> list[dict[str, Any]]:
+    """What ranks have found so far."""
+    path = folder / _FOUND
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def bound(bf16: bool) -> tuple[float, float]:
+    """How far losses may be apart, relatively, and weights, as a share of their way, where bits differ."""
+    return (2e-2, 0.6) if bf16 else (1e-3, 0.05)
+
+
+def too_old(version: tuple[int, ...] | None) -> str | None:
+    """The reason why a version of NCCL cannot be used, and what to set; None if it can, or on a CPU."""
+    if version is None or version[:2] >= LEAST:
+        return None
+    return (
+        f"NCCL {'.'.join(map(str, version))} is in use, and takes one rank for each card. Set {LIBRARY} to the "
+        f"libnccl.so.2 of version {'.'.join(map(str, LEAST))} or later, as it is or as an .xz file; it is in the wheel "
+        "nvidia-nccl-cu13, and the header of bench/gpu.sh says how to make it small"
+    )
+
+
+def unpacked(path: Path) -> Path:
+    """The library itself, beside the .xz file that it was packed into."""
+    whole = path.with_suffix("") if path.suffix == ".xz" else path
+    if whole != path and (not whole.exists() or whole.stat().st_mtime < path.stat().st_mtime):
+        partial_file = whole.with_suffix(".partial")
+        with lzma.open(path) as packed, partial_file.open("wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+        partial_file.replace(whole)
+    return whole.resolve()
+
+
+def version_of(library: str) -> tuple[int, int, int]:
+    """The version that a library says it has.
+
+    Raises:
+        OSError: there is none, or it cannot be loaded.
+    """
+    number = ctypes.c_int()
+    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
+
+
+def surroundings(dry: bool) -> tuple[dict[str, str], str | None]:
+    """Variables of ranks, and why they cannot run, if so."""
+    given = os.environ.get(LIBRARY)
+    if dry:
+        return {}, None
+    try:
+        # torch has loaded its own under this name.
+        library = str(unpacked(Path(given))) if given else "libnccl.so.2"
+        lacks = too_old(version_of(library))
+    except (OSError, lzma.LZMAError, AttributeError) as error:
+        return {}, f"{LIBRARY}={given or ''} cannot be used: {error}. {too_old((0,))}"
+    found = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
+    return found | ({"LD_PRELOAD": library} if given else {}), lacks
+
+
+def steps(scale: Scale) -> list[Step]:
+    """As the scale lists them; of ranks that are lost one a way."""
+    environment, lacks = surroundings(scale.dry)
+    found = []
+
+    def add(name: str, program: str, ranks: int, seconds: float, read: Callable[[Ended], Outcome], *names: str) -> None:
+        command = [sys.executable, "-m", "bench.gpu.nccl", "{folder}", program, str(ranks), *names]
+        command += ["--dry-run"] * scale.dry
+        why = _NOTHING_QUEUED if scale.dry and program == "launch-queue" else lacks
+        # Each mostly waits. Not so many ranks that they would wait for the card that they share.
+        together = program == "lose" and ranks == 2
+        found.append(Step(name, command, seconds, read, environment, why, together))
+
+    for program, ranks, names in scale.ranks.plan:
+        if program == "lose":
+            for kind in names:
+                read = partial(_read_lost, kind, ranks, scale.ranks.hang_timeout)
+                add(f"{kind} {ranks}", program, ranks, 75.0, read, kind)
+        elif program == "train":
+            add(f"training {ranks}", program, ranks, 280.0, partial(_read_training, ranks, names), *names)
+        elif program == "collectives":
+            add(f"collectives {ranks}", program, ranks, 120.0, partial(_read_collectives, ranks))
+        else:
+            add("launch queue", program, ranks, 60.0, _read_queue)
+    return found
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The launcher of a step's ranks."""
+    parser = argparse.ArgumentParser(description="Ranks of one step, all on one card.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("program")
+    parser.add_argument("ranks", type=int)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args(argv)
+    sizes = (DRY if args.dry_run else CARD).ranks
+    launcher = _Launcher(args.folder, args.program, args.ranks, ["--dry-run"] * args.dry_run)
+    if args.program == "collectives":
+        launcher.find_transport(sizes.patience)
+    elif args.program == "train":
+        launcher.train(args.names, 3 * sizes.patience)
+    else:
+        (args.folder / _FOUND).unlink(missing_ok=True)
+        # One who was stopped does not end, and one who hangs is killed.
+        launcher.run(args.names, 2 * sizes.hang_timeout + sizes.patience, spare=args.names == ["stopped"], grace=None)
+
+
+class _Launcher:
+    """Starts ranks as torchrun does, but ends none because another has ended, and all of them at the end."""
+
+    def __init__(self, folder: Path, program: str, ranks: int, flags: Sequence[str]) -> None:
+        self.folder, self.program, self.ranks, self.flags = folder, program, ranks, flags
+
+    def find_transport(self, patience: float) -> None:
+        """Try ways between ranks until collectives have their results over one; keep it for the steps behind this."""
+        path = self.folder / _TRANSPORT
+        for way in TRANSPORTS:
+            (self.folder / _FOUND).unlink(missing_ok=True)
+            self.run([], patience, way)
+            if len(notes(self.folder)) == self.ranks:
+                path.write_text(json.dumps(way))
+                return
+            print("no collectives over", way or "the transport that NCCL chooses", flush=True)
+        path.unlink(missing_ok=True)
+
+    def train(self, names: Sequence[str], patience: float) -> None:
+        """Train each case that has not passed; after one that fails or hangs, new ranks go on with the next."""
+        tried: set[str] = set()
+        while left := [name for name in names if name not in tried and name not in _passed(self.folder)]:
+            before = len(notes(self.folder))
+            self.run(left, patience)
+            new = notes(self.folder)[before:]
+            tried.update(each["name"] for each in new)
+            stuck = [name for name in left if name not in tried]
+            if stuck and not any("error" in each for each in new):
+                note(self.folder, name=stuck[0], error=f"the ranks ended or hung without a result in {patience:g} s")
+                tried.add(stuck[0])
+
+    def run(
+        self, names: Sequence[str], patience: float, way: Mapping[str, str] | None = None, *, spare: int = 0,
+        grace: float | None = GRACE,
+    ) -> None:  # fmt: skip
+        """Run all ranks to their end.
+
+        Args:
+            names: of what they do.
+            patience: seconds in which some rank must end or find something.
+            way: variables; None for those of the transport that works.
+            spare: ranks that need not end.
+            grace: seconds that the others have after one has failed; None for as long as they need.
+        """
+        environment = {**os.environ, **(self._transport() if way is None else way), "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
+        environment |= {"LOCAL_WORLD_SIZE": str(self.ranks)}
+        command = [sys.executable, "-m", "bench.gpu.nccl_ranks", self.program, str(self.folder), *names, *self.flags]
+        started = [
+            subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            for rank in range(self.ranks)
+        ]
+        seen, since, failed = (0, 0), time.monotonic(), 0.0
+        while sum(process.poll() is None for process in started) > spare:
+            time.sleep(0.05)
+            now = time.monotonic()
+            progress = len(notes(self.folder)), sum(process.poll() is not None for process in started)
+            if progress != seen:
+                seen, since = progress, now
+                failed = failed or now * any(process.returncode for process in started)
+            if now - since > patience or (grace is not None and failed and now - failed > grace):
+                break
+        for process in started:
+            process.kill()
+            process.wait()
+
+    def _transport(self) -> dict[str, str]:
+        path = self.folder.parent / f"collectives-{self.ranks}" / _TRANSPORT
+        found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+
+def _last(folder: Path) -> dict[str, dict[str, Any]]:
+    """By case its last note; of several errors in a row, which ranks make one after another, the first."""
+    last: dict[str, dict[str, Any]] = {}
+    for each in notes(folder):
+        if not ("error" in each and "error" in last.get(each["name"], {})):
+            last[each["name"]] = each
+    return last
+
+
+def _passed(folder: Path) -> set[str]:
+    return {name for name, found in _last(folder).items() if found.get("wrong") == ""}
+
+
+def _read_collectives(ranks: int, ended: Ended) -> Outcome:
+    found = notes(ended.folder)
+    wrong = [f"rank {each['rank']}: {each['wrong']}" for each in found if each["wrong"]]
+    if wrong:
+        return Outcome(State.WRONG, [], "; ".join(wrong))
+    if ended.code is None or ended.code or len(found) < ranks:
+        return _unfinished(ended)
+    way = json.loads((ended.folder / _TRANSPORT).read_text())
+    words = [f"NCCL {found[0]['nccl'] or 'none, on CPU'}", *(f"{name}={value}" for name, value in way.items())]
+    row = {"check": "collectives", "ranks": str(ranks), "result": "right values", "note": ", ".join(words)}
+    return Outcome(State.MEASURED, [row | {"seconds": f"{max(each['seconds'] for each in found):.1f}"}])
+
+
+def _unfinished(ended: Ended) -> Outcome:
+    """The outcome of a step without results."""
+    return Outcome(State.UNFINISHED if ended.code is None else State.WRONG, [], last_words(ended, 12))
+
+
+def _read_training(ranks: int, names: Sequence[str], ended: Ended) -> Outcome:
+    found = _last(ended.folder)
+    if not found:
+        return _unfinished(ended)
+    rows = [_training_row(ranks, name, found[name]) for name in names if name in found]
+    wrong = [f"{name}: {each.get('error') or each['wrong']}" for name, each in found.items() if each.get("wrong") != ""]
+    if wrong:
+        return Outcome(State.WRONG, rows, "; ".join(wrong))
+    missing = [name for name in names if name not in found]
+    if missing:
+        why = f"time ran out before {missing[0]} and {len(missing) - 1} more; what has passed is not run again"
+        return Outcome(State.UNFINISHED, rows, why)
+    return Outcome(State.MEASURED, rows)
+
+
+def _training_row(ranks: int, name: str, found: dict[str, Any]) -> Row:
+    row = {"check": name, "ranks": str(ranks)}
+    if "error" in found:
+        return row | {"result": "failed", "note": found["error"].replace("|", "/").replace("\n", " ")[:_WIDTH]}
+    same = "same bits" if not found["differ"] else f"{found['differ']:.0f} tensors differ"
+    memory = {
+        f"{kind} MiB": " / ".join(f"{each[kind] / 2**20:.0f}" for each in found["memory"])
+        for kind in ("allocated", "reserved", "outside")
+    }
+    return {
+        **row, **memory,
+        "result": same if found["exact"] else f"{same}, as they may",
+        "losses apart": f"{found['losses']:.1e}",
+        "weights apart": f"{found['apart']:.1e}",
+        "CPU losses": f"{found['cpu_losses']:.1e}",
+        "CPU weights": f"{found['cpu_apart']:.1e}",
+        "planned MiB": f"{found['planned'] / 2**20:.0f} ({found['communicators']})",
+        "seconds": f"{found['seconds']:.1f}",
+        "note": found["wrong"] or f"last loss {found['last_loss']:.4f}",
+    }  # fmt: skip
+
+
+def _read_lost(kind: str, ranks: int, hang_timeout: float, ended: Ended) -> Outcome:
+    found = notes(ended.folder)
+    if not found:
+        return _unfinished(ended)
+    said = {each["rank"]: each for each in found if each["name"] == kind}
+    closed = {each["rank"]: each for each in found if each["name"] == "closed"}
+    lost, most = ranks - 1, hang_timeout + GRACE
+    wrong = []
+    for rank in range(lost + (kind not in ("killed", "stopped"))):
+        if rank not in said:
+            wrong.append(f"rank {rank} said nothing and was killed")
+        elif said[rank]["seconds"] > most:
+            wrong.append(f"rank {rank} was heard after {said[rank]['seconds']:.1f} s, and {most:g} are allowed")
+        elif rank != lost and f"rank {lost}" not in said[rank]["said"]:
+            wrong.append(f"rank {rank} does not name rank {lost}: {said[rank]['said'] or 'no error'}")
+        if rank in said and closed.get(rank, {"seconds": float("inf")})["seconds"] > most:
+            wrong.append(f"close() of rank {rank} did not return in {most:g} s after that")
+    if kind == "raising" and "planted" not in said.get(lost, {"said": ""})["said"]:
+        wrong.append(f"rank {lost}, which raised, got another error than its own")
+    first = said.get(0, {"said": "nothing", "seconds": float("nan")})
+    row = {
+        "check": f"last rank {kind}", "ranks": str(ranks), "result": "wrong" if wrong else "named by all others",
+        "seconds": f"{max((each['seconds'] for rank, each in said.items() if rank != lost), default=0):.1f}",
+        "note": f"rank 0: {first['said']}".replace("|", "/").replace("\n", " ")[:_WIDTH],
+    }  # fmt: skip
+    return Outcome(State.WRONG if wrong else State.MEASURED, [row], "; ".join(wrong))
+
+
+def _read_queue(ended: Ended) -> Outcome:
+    found = notes(ended.folder)
+    if not found:
+        return _unfinished(ended)
+    (told,) = found
+    row = {
+        "check": "launch queue", "ranks": "1", "seconds": f"{told['launch']:.1f}",
+        "result": "queries return" if told["returned"] and told["query"] < _SOON else "queries do not return",
+        "note": f"{told['queries']} queries beside launches, the longest took {told['query']:.3f} s",
+    }  # fmt: skip
+    if row["result"] != "queries return":
+        return Outcome(State.WRONG, [row], "the thread that watches for lost ranks waits as the main thread does")
+    if told["launch"] < _BLOCKED:
+        return Outcome(State.WRONG, [row], "no launch had to wait, so that nothing was seen")
+    return Outcome(State.MEASURED, [row])
+
+
+PART = Part(
+    "nccl",
+    "Several ranks over NCCL on one card",
+    [
+        "check", "ranks", "result", "losses apart", "weights apart", "CPU losses", "CPU weights", "allocated MiB",
+        "reserved MiB", "outside MiB", "planned MiB", "seconds", "note",
+    ],
+    steps,
+    notes=(
+        "All ranks share one card (NCCL_MULTI_RANK_GPU_ENABLE=1), so that times say nothing of several cards. Training: "
+        "ten steps of AdamW over NCCL, over the staged backend (collectives by gloo through host memory) on the same "
+        "card, and over gloo on the CPU. Losses and whole weights have the bits of the staged backend wherever sums "
+        "have one order. That is: with two ranks, as two values have one sum; and with more, where values are "
+        "exchanged and summed in the order of ranks, or each hop has two ranks. NCCL adds 32-bit values itself, and "
+        "16-bit ones with `reduce_scatter: \"backend\"`; of more than two ranks its order may be another, and only there "
+        "weights are clipped with four ranks, since the sum of squares has no fixed order either. Losses apart: "
+        "relative, the worst of all ranks. Weights apart: as a share of the way that they have gone. Bounds where bits "
+        f"differ, and for the CPU: {bound(False)} of losses and weights in float32, {bound(True)} in bf16.",
+        "Memory of one rank: after wrapping / the first step / the last. Outside: of torch's allocator, as the driver "
+        "has it for the whole card, less what ranks have reserved, as an average of ranks, and less what there was "
+        "before wrapping, when the same kernels had run over the staged backend. Planned: what `zeropp.plan.memory` "
+        "says communicators take on a node with NVLink, and how many there are, of one engine.",
+        "A lost rank: the last one is killed, stopped, raises in the middle of a forward, or closes its engine alone, "
+        f"while the others take a step. Each of them must raise an error that names it within hang_timeout + {GRACE:g} "
+        "s, and close its engine as soon after that. Seconds: until the last of them had raised. Launch queue: a kernel "
+        "that spins, and launches behind it; seconds of the longest launch.",
+    ),
+    needs=("pydantic",),
+    seconds=570.0,
+    keeps_wrong=True,
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
