@@ -1,8 +1,8 @@
-"""Several ranks over NCCL on one card: collectives, training beside the staged backend, memory, and ranks that are lost.
+"""Several ranks over NCCL on one card: collectives, training beside the staged backend, memory, ranks that are lost.
 
 NCCL takes several ranks on one card from version 2.30 on, where NCCL_MULTI_RANK_GPU_ENABLE=1 is set. torch brings an
-older one so far, so that a library is put before it: see ``bench/gpu.sh``. This module has the steps and the launcher of
-their ranks; :mod:`bench.gpu.nccl_ranks` is the program of a rank.
+older one so far, so that another library is preloaded: see ``bench/gpu.sh``. This module has the steps and the launcher
+of their ranks; :mod:`bench.gpu.nccl_ranks` is the program of a rank.
 """
 
 from __future__ import annotations
@@ -25,17 +25,31 @@ from bench.gpu.part import Ended, Outcome, Part, Row, State, Step, last_words
 from bench.gpu.scale import CARD, DRY, Scale
 from bench.step_time.launch import free_port
 
-__all__ = ["PART", "bound", "main", "note", "notes", "too_old"]
+__all__ = ["CPU_BOUNDS", "ORDER_BOUNDS", "PART", "main", "note", "notes", "too_old"]
 
 LIBRARY = "NCCL_LIBRARY"
 LEAST = (2, 30)
+_REMEDY = (
+    f"Set {LIBRARY} to the libnccl.so.2 of version {'.'.join(map(str, LEAST))} or later, as it is or as an .xz file; "
+    "it is in the wheel nvidia-nccl-cu13, and the header of bench/gpu.sh says how to bring it"
+)
 GRACE = 5.0  # seconds beyond hang_timeout, and of ranks to end after one has failed
+_PLAIN = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 TRANSPORTS: Sequence[dict[str, str]] = (
     {},
-    {"NCCL_P2P_DISABLE": "1"},
-    {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
+    _PLAIN,
+    {**_PLAIN, "NCCL_P2P_DISABLE": "1"},
+    {**_PLAIN, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
 )
-"""Ways between ranks, the first that works is taken: a container may forbid to share memory of the card, or the host's."""
+"""Ways between ranks, of which the first that works is taken: a container may forbid processes to share the card's
+memory, or the host's."""
+ORDER_BOUNDS = {False: (2e-6, 1e-4), True: (1e-3, 0.1)}
+"""How far losses may be apart, relatively, and weights, as a share of their way, where sums have another order; by
+whether bf16 computes. Ten times what gloo's order and that of ranks give on four CPU ranks: 2.0e-7 and 8.9e-7, 1.2e-4
+and 1.1e-2."""
+CPU_BOUNDS = {False: (1e-5, 2e-3), True: (3e-3, 0.4)}
+"""The same of a card and a CPU. At least three times what weights give that begin apart by 1e-6 of themselves, or 1e-3
+in bf16, on CPU ranks: 2.9e-7 and 7.5e-5, 3.2e-4 and 0.12."""
 _TRANSPORT = "transport.json"
 _NOTHING_QUEUED = "skipped on CPU, where launches run at once and no queue gets full"
 _WIDTH = 300  # characters of a cell
@@ -55,20 +69,11 @@ def notes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def bound(bf16: bool) -> tuple[float, float]:
-    """How far losses may be apart, relatively, and weights, as a share of their way, where bits differ."""
-    return (2e-2, 0.6) if bf16 else (1e-3, 0.05)
-
-
 def too_old(version: tuple[int, ...] | None) -> str | None:
     """The reason why a version of NCCL cannot be used, and what to set; None if it can, or on a CPU."""
     if version is None or version[:2] >= LEAST:
         return None
-    return (
-        f"NCCL {'.'.join(map(str, version))} is in use, and takes one rank for each card. Set {LIBRARY} to the "
-        f"libnccl.so.2 of version {'.'.join(map(str, LEAST))} or later, as it is or as an .xz file; it is in the wheel "
-        "nvidia-nccl-cu13, and the header of bench/gpu.sh says how to make it small"
-    )
+    return f"NCCL {'.'.join(map(str, version))} is in use, and takes one rank for each card. {_REMEDY}"
 
 
 def unpacked(path: Path) -> Path:
@@ -103,7 +108,7 @@ def surroundings(dry: bool) -> tuple[dict[str, str], str | None]:
         library = str(unpacked(Path(given))) if given else "libnccl.so.2"
         lacks = too_old(version_of(library))
     except (OSError, lzma.LZMAError, AttributeError) as error:
-        return {}, f"{LIBRARY}={given or ''} cannot be used: {error}. {too_old((0,))}"
+        return {}, f"{f'{LIBRARY}={given}' if given else 'the NCCL of torch'} cannot be loaded: {error}. {_REMEDY}"
     found = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": os.environ.get("NCCL_DEBUG", "WARN")}
     return found | ({"LD_PRELOAD": library} if given else {}), lacks
 
@@ -125,11 +130,11 @@ def steps(scale: Scale) -> list[Step]:
         if program == "lose":
             for kind in names:
                 read = partial(_read_lost, kind, ranks, scale.ranks.hang_timeout)
-                add(f"{kind} {ranks}", program, ranks, 75.0, read, kind)
+                add(f"{kind} {ranks}", program, ranks, 100.0, read, kind)
         elif program == "train":
             add(f"training {ranks}", program, ranks, 280.0, partial(_read_training, ranks, names), *names)
         elif program == "collectives":
-            add(f"collectives {ranks}", program, ranks, 120.0, partial(_read_collectives, ranks))
+            add(f"collectives {ranks}", program, ranks, 150.0, partial(_read_collectives, ranks))
         else:
             add("launch queue", program, ranks, 60.0, _read_queue)
     return found
@@ -153,7 +158,9 @@ def main(argv: list[str] | None = None) -> None:
     else:
         (args.folder / _FOUND).unlink(missing_ok=True)
         # One who was stopped does not end, and one who hangs is killed.
-        launcher.run(args.names, 2 * sizes.hang_timeout + sizes.patience, spare=args.names == ["stopped"], grace=None)
+        stopped = args.names == ["stopped"]
+        for rank in launcher.run(args.names, 2 * sizes.hang_timeout + sizes.patience, spare=stopped, grace=None):
+            note(args.folder, name="did not end", rank=rank)
 
 
 class _Launcher:
@@ -190,8 +197,8 @@ class _Launcher:
     def run(
         self, names: Sequence[str], patience: float, way: Mapping[str, str] | None = None, *, spare: int = 0,
         grace: float | None = GRACE,
-    ) -> None:  # fmt: skip
-        """Run all ranks to their end.
+    ) -> list[int]:  # fmt: skip
+        """Run all ranks to their end; those that were killed since they did not come to it.
 
         Args:
             names: of what they do.
@@ -200,7 +207,13 @@ class _Launcher:
             spare: ranks that need not end.
             grace: seconds that the others have after one has failed; None for as long as they need.
         """
-        environment = {**os.environ, **(self._transport() if way is None else way), "MASTER_ADDR": "127.0.0.1"}
+        # Addresses of this host that need no network. The caller's own variables come behind.
+        environment = {
+            "NCCL_SOCKET_IFNAME": "lo",
+            **os.environ,
+            **(self._transport() if way is None else way),
+            "MASTER_ADDR": "127.0.0.1",
+        }
         environment |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
         environment |= {"LOCAL_WORLD_SIZE": str(self.ranks)}
         command = [sys.executable, "-m", "bench.gpu.nccl_ranks", self.program, str(self.folder), *names, *self.flags]
@@ -218,9 +231,11 @@ class _Launcher:
                 failed = failed or now * any(process.returncode for process in started)
             if now - since > patience or (grace is not None and failed and now - failed > grace):
                 break
+        endless = [rank for rank, process in enumerate(started) if process.poll() is None]
         for process in started:
             process.kill()
             process.wait()
+        return endless
 
     def _transport(self) -> dict[str, str]:
         path = self.folder.parent / f"collectives-{self.ranks}" / _TRANSPORT
@@ -277,7 +292,7 @@ def _read_training(ranks: int, names: Sequence[str], ended: Ended) -> Outcome:
 def _training_row(ranks: int, name: str, found: dict[str, Any]) -> Row:
     row = {"check": name, "ranks": str(ranks)}
     if "error" in found:
-        return row | {"result": "failed", "note": found["error"].replace("|", "/").replace("\n", " ")[:_WIDTH]}
+        return row | {"result": "failed", "note": _cell(found["error"])}
     same = "same bits" if not found["differ"] else f"{found['differ']:.0f} tensors differ"
     memory = {
         f"{kind} MiB": " / ".join(f"{each[kind] / 2**20:.0f}" for each in found["memory"])
@@ -296,6 +311,10 @@ def _training_row(ranks: int, name: str, found: dict[str, Any]) -> Row:
     }  # fmt: skip
 
 
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")[:_WIDTH]
+
+
 def _read_lost(kind: str, ranks: int, hang_timeout: float, ended: Ended) -> Outcome:
     found = notes(ended.folder)
     if not found:
@@ -303,8 +322,11 @@ def _read_lost(kind: str, ranks: int, hang_timeout: float, ended: Ended) -> Outc
     said = {each["rank"]: each for each in found if each["name"] == kind}
     closed = {each["rank"]: each for each in found if each["name"] == "closed"}
     lost, most = ranks - 1, hang_timeout + GRACE
-    wrong = []
-    for rank in range(lost + (kind not in ("killed", "stopped"))):
+    heard = range(lost + (kind not in ("killed", "stopped")))
+    wrong = [
+        f"rank {each['rank']} did not end" for each in found if each["name"] == "did not end" and each["rank"] in heard
+    ]
+    for rank in heard:
         if rank not in said:
             wrong.append(f"rank {rank} said nothing and was killed")
         elif said[rank]["seconds"] > most:
@@ -315,11 +337,12 @@ def _read_lost(kind: str, ranks: int, hang_timeout: float, ended: Ended) -> Outc
             wrong.append(f"close() of rank {rank} did not return in {most:g} s after that")
     if kind == "raising" and "planted" not in said.get(lost, {"said": ""})["said"]:
         wrong.append(f"rank {lost}, which raised, got another error than its own")
-    first = said.get(0, {"said": "nothing", "seconds": float("nan")})
+    first = said.get(0, {"said": "nothing"})
+    slowest = max((each["seconds"] for each in closed.values()), default=float("nan"))
     row = {
         "check": f"last rank {kind}", "ranks": str(ranks), "result": "wrong" if wrong else "named by all others",
         "seconds": f"{max((each['seconds'] for rank, each in said.items() if rank != lost), default=0):.1f}",
-        "note": f"rank 0: {first['said']}".replace("|", "/").replace("\n", " ")[:_WIDTH],
+        "note": f"close() took {slowest:.1f} s at most; rank 0: {_cell(first['said'])}",
     }  # fmt: skip
     return Outcome(State.WRONG if wrong else State.MEASURED, [row], "; ".join(wrong))
 
@@ -350,23 +373,25 @@ PART = Part(
     ],
     steps,
     notes=(
-        "All ranks share one card (NCCL_MULTI_RANK_GPU_ENABLE=1), so that times say nothing of several cards. Training: "
-        "ten steps of AdamW over NCCL, over the staged backend (collectives by gloo through host memory) on the same "
-        "card, and over gloo on the CPU. Losses and whole weights have the bits of the staged backend wherever sums "
-        "have one order. That is: with two ranks, as two values have one sum; and with more, where values are "
-        "exchanged and summed in the order of ranks, or each hop has two ranks. NCCL adds 32-bit values itself, and "
-        "16-bit ones with `reduce_scatter: \"backend\"`; of more than two ranks its order may be another, and only there "
-        "weights are clipped with four ranks, since the sum of squares has no fixed order either. Losses apart: "
-        "relative, the worst of all ranks. Weights apart: as a share of the way that they have gone. Bounds where bits "
-        f"differ, and for the CPU: {bound(False)} of losses and weights in float32, {bound(True)} in bf16.",
-        "Memory of one rank: after wrapping / the first step / the last. Outside: of torch's allocator, as the driver "
-        "has it for the whole card, less what ranks have reserved, as an average of ranks, and less what there was "
-        "before wrapping, when the same kernels had run over the staged backend. Planned: what `zeropp.plan.memory` "
-        "says communicators take on a node with NVLink, and how many there are, of one engine.",
-        "A lost rank: the last one is killed, stopped, raises in the middle of a forward, or closes its engine alone, "
-        f"while the others take a step. Each of them must raise an error that names it within hang_timeout + {GRACE:g} "
-        "s, and close its engine as soon after that. Seconds: until the last of them had raised. Launch queue: a kernel "
-        "that spins, and launches behind it; seconds of the longest launch.",
+        "All ranks share one card (NCCL_MULTI_RANK_GPU_ENABLE=1), so times say nothing of several cards.",
+        "Training: steps of AdamW over NCCL, over the staged backend (gloo through host memory) on the same card, and "
+        "over gloo on the CPU. Losses and whole weights must have the bits of the staged backend wherever a sum has one "
+        "order. With two ranks every sum has one, since a + b = b + a. With four, sums have one where the engine "
+        "exchanges values and adds them in the order of ranks, and where each hop has two ranks. They need not where "
+        "NCCL adds the values of four ranks: 32-bit gradients without a level of nodes, and 16-bit ones with "
+        '`reduce_scatter: "backend"` ("as they may"). The sum of squares for clipping is such a sum, too, so with four '
+        "ranks only these cases clip. Losses apart: relative, the worst of all ranks. Weights apart: as a share of "
+        f"the way that they have gone. Bounds of both where the order differs: {ORDER_BOUNDS[False]} in float32 and "
+        f"{ORDER_BOUNDS[True]} in bf16; for the CPU: {CPU_BOUNDS[False]} and {CPU_BOUNDS[True]}.",
+        "Memory of one rank: after wrapping / the first step / the last. Outside of torch's allocator: the driver's "
+        "figure for the whole card, less all that the ranks have reserved, divided by the ranks, less the same before "
+        "wrapping. The same kernels ran over the staged backend before, so they are not in it. Planned: the bytes "
+        "of communicators that `zeropp.plan.memory` expects for one engine (and how many).",
+        "A lost rank: the last one is killed, stopped, raises in a forward, or closes its engine alone, while the "
+        "others take a step. Each of these must raise an error that names the lost rank within hang_timeout + "
+        f"{GRACE:g} s, and then close its engine in the same time. Seconds: until the last of them had raised.",
+        "Launch queue: a kernel spins, and the host launches behind it until a launch has to wait. Seconds: of the "
+        "longest launch.",
     ),
     needs=("pydantic",),
     seconds=570.0,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
 import os
 import signal
 import threading
@@ -26,7 +25,7 @@ from torch import Tensor, nn
 
 import zeropp
 from bench.common import staged
-from bench.gpu.nccl import bound, note, notes, too_old
+from bench.gpu.nccl import CPU_BOUNDS, ORDER_BOUNDS, note, notes, too_old
 from bench.gpu.scale import CARD, DRY, Ranks
 
 __all__ = ["CASES", "Case", "main"]
@@ -248,6 +247,13 @@ def compare(found: Trained, other: Trained) -> tuple[int, float, float]:
     return differ, float(losses), float(apart / way)
 
 
+def beyond(losses: float, weights: float, bounds: tuple[float, float], other: str) -> list[str]:
+    """The complaint about a distance from another training, if it is beyond the bounds of losses and weights."""
+    if losses <= bounds[0] and weights <= bounds[1]:
+        return []
+    return [f"losses are {losses:.1e} and weights {weights:.1e} from those {other}, beyond {bounds}"]
+
+
 def train_case(name: str, sizes: Ranks, device: torch.device) -> dict[str, Any]:
     """Train one case over each backend and, from a card, on the CPU; what rank 0 notes of it."""
     case, world, began = CASES[name], dist.get_world_size(), time.monotonic()
@@ -263,19 +269,16 @@ def train_case(name: str, sizes: Ranks, device: torch.device) -> dict[str, Any]:
     differ, losses, apart, _, cpu_losses, cpu_apart = worst.tolist()
     config = case.config(world, sizes.patience)
     plan = zeropp.plan.memory(Net(sizes), config, world, config["zeropp"].get("local_world_size"))
-    limits = bound(case.bf16)
-    wrong = {
-        f"{differ:.0f} tensors have other bits than over {BESIDE[kind]}": case.exact(world) and differ > 0,
-        f"losses are {losses:.1e} and weights {apart:.1e} from those over {BESIDE[kind]}": not case.exact(world)
-        and (losses > limits[0] or apart > limits[1]),
-        f"losses are {cpu_losses:.1e} and weights {cpu_apart:.1e} from those of the CPU": cpu_losses > limits[0]
-        or cpu_apart > limits[1],
-    }
+    beside, exact = f"over {BESIDE[kind]}", case.exact(world)
+    wrong = [f"{differ:.0f} tensors have other bits than {beside}"] * (exact and differ > 0)
+    if not exact:
+        wrong += beyond(losses, apart, ORDER_BOUNDS[case.bf16], beside)
+    wrong += beyond(cpu_losses, cpu_apart, CPU_BOUNDS[case.bf16], "on the CPU")
     return {
-        "exact": case.exact(world), "differ": differ, "losses": losses, "apart": apart, "cpu_losses": cpu_losses,
+        "exact": exact, "differ": differ, "losses": losses, "apart": apart, "cpu_losses": cpu_losses,
         "cpu_apart": cpu_apart, "memory": found.memory, "communicators": plan.communicators,
         "planned": plan.communicator_nbytes, "last_loss": float(found.losses[-1]),
-        "seconds": time.monotonic() - began, "wrong": "; ".join(text for text, so in wrong.items() if so),
+        "seconds": time.monotonic() - began, "wrong": "; ".join(wrong),
     }  # fmt: skip
 
 
@@ -303,11 +306,10 @@ def collectives(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.
     assert old is None, old
     dist.init_process_group(NCCL[device.type], timeout=timedelta(seconds=sizes.patience))
     rank, world, numel = dist.get_rank(), dist.get_world_size(), sizes.numel
-    began, wrong = time.monotonic(), []
+    began, wrong = time.monotonic(), list[str]()
 
     def check(what: str, found: Tensor, expected: Tensor) -> None:
-        if not torch.equal(found.cpu(), expected.to(found.dtype)):
-            wrong.append(what)
+        wrong.extend([what] * (not torch.equal(found.cpu(), expected.to(found.dtype))))
 
     rows = torch.arange(world).repeat_interleave(numel)
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
@@ -349,7 +351,6 @@ def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device)
     """Some steps, then one in which the last rank is lost, or closes its engine; what each rank says, and how soon."""
     dist.init_process_group(NCCL[device.type], timeout=timedelta(minutes=10))
     (kind,), rank, world = names, dist.get_rank(), dist.get_world_size()
-    faulthandler.dump_traceback_later(sizes.hang_timeout + 15)
     training = Training(CASES["stage 3, nothing kept"], sizes, device, sizes.hang_timeout)
     for step in range(3):
         training.step(step)
@@ -358,7 +359,13 @@ def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device)
     act = LOSSES.get(kind, training.optimizer.close)
     if lost and kind in LOSSES:
         training.model.blocks[-1].register_forward_pre_hook(lambda *_: act())
-    dist.all_reduce(torch.zeros(1, device=device))
+    # If it hangs, the log has the stacks before the rank is killed.
+    faulthandler.dump_traceback_later(sizes.hang_timeout + 15)
+    meet = torch.zeros(1, device=device)
+    dist.all_reduce(meet)
+    meet.item()
+    # The meeting's last message leaves behind the call, on a thread of gloo's.
+    time.sleep(0.5 * lost)
     began, said = time.monotonic(), ""
     try:
         (act if lost and kind not in LOSSES else lambda: training.step(3))()
