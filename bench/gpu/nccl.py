@@ -130,11 +130,11 @@ def steps(scale: Scale) -> list[Step]:
         if program == "lose":
             for kind in names:
                 read = partial(_read_lost, kind, ranks, scale.ranks.hang_timeout)
-                add(f"{kind} {ranks}", program, ranks, 100.0, read, kind)
+                add(f"{kind} {ranks}", program, ranks, 120.0, read, kind)
         elif program == "train":
             add(f"training {ranks}", program, ranks, 280.0, partial(_read_training, ranks, names), *names)
         elif program == "collectives":
-            add(f"collectives {ranks}", program, ranks, 150.0, partial(_read_collectives, ranks))
+            add(f"collectives {ranks}", program, ranks, 200.0, partial(_read_collectives, ranks))
         else:
             add("launch queue", program, ranks, 60.0, _read_queue)
     return found
@@ -150,7 +150,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args(argv)
     sizes = (DRY if args.dry_run else CARD).ranks
-    launcher = _Launcher(args.folder, args.program, args.ranks, ["--dry-run"] * args.dry_run)
+    launcher = _Launcher(args.folder, args.program, args.ranks, ["--dry-run"] * args.dry_run, sizes.starting)
     if args.program == "collectives":
         launcher.find_transport(sizes.patience)
     elif args.program == "train":
@@ -166,8 +166,8 @@ def main(argv: list[str] | None = None) -> None:
 class _Launcher:
     """Starts ranks as torchrun does, but ends none because another has ended, and all of them at the end."""
 
-    def __init__(self, folder: Path, program: str, ranks: int, flags: Sequence[str]) -> None:
-        self.folder, self.program, self.ranks, self.flags = folder, program, ranks, flags
+    def __init__(self, folder: Path, program: str, ranks: int, flags: Sequence[str], starting: float) -> None:
+        self.folder, self.program, self.ranks, self.flags, self.starting = folder, program, ranks, flags, starting
 
     def find_transport(self, patience: float) -> None:
         """Try ways between ranks until collectives have their results over one; keep it for the steps behind this."""
@@ -202,7 +202,7 @@ class _Launcher:
 
         Args:
             names: of what they do.
-            patience: seconds in which some rank must end or find something.
+            patience: seconds in which some rank must end or find something, once they have started.
             way: variables; None for those of the transport that works.
             spare: ranks that need not end.
             grace: seconds that the others have after one has failed; None for as long as they need.
@@ -221,7 +221,7 @@ class _Launcher:
             subprocess.Popen(command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(self.ranks)
         ]
-        seen, since, failed = (0, 0), time.monotonic(), 0.0
+        seen, since, failed = (len(notes(self.folder)), 0), time.monotonic() + self.starting, 0.0
         while sum(process.poll() is None for process in started) > spare:
             time.sleep(0.05)
             now = time.monotonic()
@@ -375,8 +375,8 @@ PART = Part(
     notes=(
         "All ranks share one card (NCCL_MULTI_RANK_GPU_ENABLE=1), so times say nothing of several cards.",
         "Training: steps of AdamW over NCCL, over the staged backend (gloo through host memory) on the same card, and "
-        "over gloo on the CPU. Losses and whole weights must have the bits of the staged backend wherever a sum has one "
-        "order. With two ranks every sum has one, since a + b = b + a. With four, sums have one where the engine "
+        "over gloo on the CPU. Losses and whole weights must have the bits of the staged backend wherever a sum has "
+        "one order. With two ranks every sum has one, since a + b = b + a. With four, sums have one where the engine "
         "exchanges values and adds them in the order of ranks, and where each hop has two ranks. They need not where "
         "NCCL adds the values of four ranks: 32-bit gradients without a level of nodes, and 16-bit ones with "
         '`reduce_scatter: "backend"` ("as they may"). The sum of squares for clipping is such a sum, too, so with four '

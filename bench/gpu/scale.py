@@ -72,6 +72,7 @@ class Ranks:
         steps: that each case is trained.
         hang_timeout: seconds, where a rank is lost.
         patience: the same where none should be.
+        starting: seconds for processes to start and to wrap a model.
     """
 
     plan: Sequence[tuple[str, int, Sequence[str]]]
@@ -83,6 +84,7 @@ class Ranks:
     steps: int
     hang_timeout: float
     patience: float
+    starting: float
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ _TWO_RANKS = (
     "lossless, stage 1", "delta4, stage 1", "sums by the backend", "two engines", "other modules",
 )  # fmt: skip
 _FOUR_RANKS = (
-    "stage 3", "hpZ", "ZeRO++", "LoCo", "lossless", "delta4", "MiCS", "stage 3, nodes", "accumulation", "stage 1",
+    "stage 3", "hpZ", "ZeRO++", "LoCo", "lossless", "delta4", "MiCS", "accumulation", "stage 3, nodes", "stage 1",
     "states on the host", "other modules", "sums by the backend", "two engines",
 )  # fmt: skip
 _LOST = ("killed", "raising", "stopped", "closing")
@@ -228,6 +230,7 @@ CARD = Scale(
         steps=10,
         hang_timeout=10.0,
         patience=30.0,
+        starting=20.0,
     ),
 )
 """What is measured on a card."""
@@ -275,7 +278,7 @@ DRY = Scale(
             ("collectives", 2, ()),
             ("train", 2, _TWO_RANKS),
             ("lose", 2, _LOST),
-            ("train", 4, _FOUR_RANKS),
+            ("train", 4, _FOUR_RANKS[:8]),
             ("launch-queue", 1, ()),
         ),
         numel=64,
@@ -286,6 +289,7 @@ DRY = Scale(
         steps=3,
         hang_timeout=4.0,
         patience=20.0,
+        starting=60.0,
     ),
 )
 """What a dry run goes through: one step of each kind."""

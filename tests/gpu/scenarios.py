@@ -363,14 +363,14 @@ def ranks_fail_and_hang(folder: Path) -> None:
     with mock.patch.object(nccl.sys, "executable", str(python)):
         place = folder / "collectives-2"
         place.mkdir()
-        launcher = nccl._Launcher(place, "collectives", 2, [])
+        launcher = nccl._Launcher(place, "collectives", 2, [], 0.0)
         with mock.patch.object(nccl, "TRANSPORTS", nccl.TRANSPORTS[:2]):
             launcher.find_transport(5)
         assert not (place / "transport.json").exists()
         launcher.find_transport(5)
         way = json.loads((place / "transport.json").read_text())
         assert way == nccl.TRANSPORTS[2]
-        launcher = nccl._Launcher(folder / "training-2", "train", 2, [])
+        launcher = nccl._Launcher(folder / "training-2", "train", 2, [], 0.0)
         launcher.folder.mkdir()
         began = time.monotonic()
         launcher.train(["passes", "fails", "hangs", "also passes"], 0.5)

@@ -39,7 +39,7 @@ def script(
         first = folder / "first"
         first.write_text(f"PS4='+line $LINENO '\nexec 9>{folder / 'shell'}\nBASH_XTRACEFD=9\nset -x\n")
         environment["BASH_ENV"] = str(first)
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
 
 @dataclass
@@ -65,7 +65,7 @@ def go_through(folder: Path, parts: tuple[str, ...]) -> Dry:
 
 
 @pytest.mark.campaign
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(900)
 def test_a_dry_run(tmp_path: Path) -> None:
     """One run for all checks of it, since it takes minutes."""
     dry = go_through(tmp_path, ())
