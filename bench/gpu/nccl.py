@@ -44,12 +44,12 @@ TRANSPORTS: Sequence[dict[str, str]] = (
 """Ways between ranks, of which the first that works is taken: a container may forbid processes to share the card's
 memory, or the host's."""
 ORDER_BOUNDS = {False: (2e-6, 1e-4), True: (1e-3, 0.1)}
-"""How far losses may be apart, relatively, and weights, as a share of their way, where sums have another order; by
-whether bf16 computes. Ten times what gloo's order and that of ranks give on four CPU ranks: 2.0e-7 and 8.9e-7, 1.2e-4
-and 1.1e-2."""
+"""Largest relative distance of losses, and of weights as a share of their way, where sums have another order; by
+whether bf16 computes. On four CPU ranks gloo's order and the order of ranks give 2.0e-7 and 8.9e-7 in float32, 1.2e-4
+and 1.1e-2 in bf16; the bounds are eight times that or more."""
 CPU_BOUNDS = {False: (1e-5, 2e-3), True: (3e-3, 0.4)}
-"""The same of a card and a CPU. At least three times what weights give that begin apart by 1e-6 of themselves, or 1e-3
-in bf16, on CPU ranks: 2.9e-7 and 7.5e-5, 3.2e-4 and 0.12."""
+"""The same between a card and a CPU. On CPU ranks, initial weights changed by 1e-6 of themselves give 2.9e-7 and 7.5e-5
+in float32, and by 1e-3 they give 3.2e-4 and 0.12 in bf16; the bounds are three times that or more."""
 _TRANSPORT = "transport.json"
 _NOTHING_QUEUED = "skipped on CPU, where launches run at once and no queue gets full"
 _WIDTH = 300  # characters of a cell
@@ -58,13 +58,13 @@ _FOUND = "found"  # JSON lines of ranks
 
 
 def note(folder: Path, **what: Any) -> None:
-    """Append one line to what ranks have found."""
+    """Append one line to the ranks' results."""
     with (folder / _FOUND).open("a") as file:
         file.write(json.dumps(what) + "\n")
 
 
 def notes(folder: Path) -> list[dict[str, Any]]:
-    """What ranks have found so far."""
+    """The ranks' results so far, in the order of their lines."""
     path = folder / _FOUND
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -77,7 +77,7 @@ def too_old(version: tuple[int, ...] | None) -> str | None:
 
 
 def unpacked(path: Path) -> Path:
-    """The library itself, beside the .xz file that it was packed into."""
+    """The library itself; of an .xz file the one that is unpacked beside it, once."""
     whole = path.with_suffix("") if path.suffix == ".xz" else path
     if whole != path and (not whole.exists() or whole.stat().st_mtime < path.stat().st_mtime):
         partial_file = whole.with_suffix(".partial")
@@ -99,7 +99,7 @@ def version_of(library: str) -> tuple[int, int, int]:
 
 
 def surroundings(dry: bool) -> tuple[dict[str, str], str | None]:
-    """Variables of ranks, and why they cannot run, if so."""
+    """Variables of ranks, and the reason why they cannot run; None if they can."""
     given = os.environ.get(LIBRARY)
     if dry:
         return {}, None
@@ -114,14 +114,15 @@ def surroundings(dry: bool) -> tuple[dict[str, str], str | None]:
 
 
 def steps(scale: Scale) -> list[Step]:
-    """As the scale lists them; of ranks that are lost one a way."""
+    """The plan's programs in its order; of ranks that are lost, one step for each way."""
     environment, lacks = surroundings(scale.dry)
     found = []
 
     def add(name: str, program: str, ranks: int, seconds: float, read: Callable[[Ended], Outcome], *names: str) -> None:
         command = [sys.executable, "-m", "bench.gpu.nccl", "{folder}", program, str(ranks), *names]
         command += ["--dry-run"] * scale.dry
-        why = _NOTHING_QUEUED if scale.dry and program == "launch-queue" else lacks
+        # A launch queue is one rank's, and needs no NCCL.
+        why = (_NOTHING_QUEUED if scale.dry else None) if program == "launch-queue" else lacks
         # Each mostly waits. Not so many ranks that they would wait for the card that they share.
         together = program == "lose" and ranks == 2
         found.append(Step(name, command, seconds, read, environment, why, together))
@@ -151,35 +152,37 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     sizes = (DRY if args.dry_run else CARD).ranks
     launcher = _Launcher(args.folder, args.program, args.ranks, ["--dry-run"] * args.dry_run, sizes.starting)
+    if args.program != "collectives" and launcher.transport() is None:
+        sys.exit(f"not run, since the step 'collectives {args.ranks}' has found no way between ranks that works")
     if args.program == "collectives":
         launcher.find_transport(sizes.patience)
     elif args.program == "train":
         launcher.train(args.names, 3 * sizes.patience)
     else:
         (args.folder / _FOUND).unlink(missing_ok=True)
-        # One who was stopped does not end, and one who hangs is killed.
+        # A stopped rank does not end by itself.
         stopped = args.names == ["stopped"]
         for rank in launcher.run(args.names, 2 * sizes.hang_timeout + sizes.patience, spare=stopped, grace=None):
             note(args.folder, name="did not end", rank=rank)
 
 
 class _Launcher:
-    """Starts ranks as torchrun does, but ends none because another has ended, and all of them at the end."""
+    """Starts ranks as torchrun does. A rank may end without the others, and none outlives the launcher."""
 
     def __init__(self, folder: Path, program: str, ranks: int, flags: Sequence[str], starting: float) -> None:
         self.folder, self.program, self.ranks, self.flags, self.starting = folder, program, ranks, flags, starting
 
     def find_transport(self, patience: float) -> None:
-        """Try ways between ranks until collectives have their results over one; keep it for the steps behind this."""
+        """Try transports until all ranks have results over one; keep it for later steps, null if there is none."""
         path = self.folder / _TRANSPORT
-        for way in TRANSPORTS:
+        for transport in TRANSPORTS:
             (self.folder / _FOUND).unlink(missing_ok=True)
-            self.run([], patience, way)
+            self.run([], patience, transport)
             if len(notes(self.folder)) == self.ranks:
-                path.write_text(json.dumps(way))
+                path.write_text(json.dumps(transport))
                 return
-            print("no collectives over", way or "the transport that NCCL chooses", flush=True)
-        path.unlink(missing_ok=True)
+            print("no collectives over", transport or "the transport that NCCL chooses", flush=True)
+        path.write_text("null")
 
     def train(self, names: Sequence[str], patience: float) -> None:
         """Train each case that has not passed; after one that fails or hangs, new ranks go on with the next."""
@@ -195,23 +198,26 @@ class _Launcher:
                 tried.add(stuck[0])
 
     def run(
-        self, names: Sequence[str], patience: float, way: Mapping[str, str] | None = None, *, spare: int = 0,
+        self, names: Sequence[str], patience: float, transport: Mapping[str, str] | None = None, *, spare: int = 0,
         grace: float | None = GRACE,
     ) -> list[int]:  # fmt: skip
-        """Run all ranks to their end; those that were killed since they did not come to it.
+        """Run all ranks to their end, and kill those that do not come to it.
 
         Args:
-            names: of what they do.
-            patience: seconds in which some rank must end or find something, once they have started.
-            way: variables; None for those of the transport that works.
+            names: of cases, or of a way to lose a rank.
+            patience: seconds, once they have started, in which some rank must end or have a result.
+            transport: its variables; None for the one that works.
             spare: ranks that need not end.
             grace: seconds that the others have after one has failed; None for as long as they need.
+
+        Returns:
+            The ranks that were killed.
         """
-        # Addresses of this host that need no network. The caller's own variables come behind.
+        # An address of this host needs no network. The caller's own variable takes its place.
         environment = {
             "NCCL_SOCKET_IFNAME": "lo",
             **os.environ,
-            **(self._transport() if way is None else way),
+            **((self.transport() or {}) if transport is None else transport),
             "MASTER_ADDR": "127.0.0.1",
         }
         environment |= {"MASTER_PORT": str(free_port()), "WORLD_SIZE": str(self.ranks), "GLOO_SOCKET_IFNAME": "lo"}
@@ -237,14 +243,15 @@ class _Launcher:
             process.wait()
         return endless
 
-    def _transport(self) -> dict[str, str]:
+    def transport(self) -> dict[str, str] | None:
+        """The transport that collectives of as many ranks have found; NCCL's choice if they have not run."""
         path = self.folder.parent / f"collectives-{self.ranks}" / _TRANSPORT
-        found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+        found: dict[str, str] | None = json.loads(path.read_text()) if path.exists() else {}
         return found
 
 
 def _last(folder: Path) -> dict[str, dict[str, Any]]:
-    """By case its last note; of several errors in a row, which ranks make one after another, the first."""
+    """The last result of each case; of errors in a row, which are those of several ranks, the first."""
     last: dict[str, dict[str, Any]] = {}
     for each in notes(folder):
         if not ("error" in each and "error" in last.get(each["name"], {})):
@@ -263,8 +270,8 @@ def _read_collectives(ranks: int, ended: Ended) -> Outcome:
         return Outcome(State.WRONG, [], "; ".join(wrong))
     if ended.code is None or ended.code or len(found) < ranks:
         return _unfinished(ended)
-    way = json.loads((ended.folder / _TRANSPORT).read_text())
-    words = [f"NCCL {found[0]['nccl'] or 'none, on CPU'}", *(f"{name}={value}" for name, value in way.items())]
+    transport = json.loads((ended.folder / _TRANSPORT).read_text())
+    words = [f"NCCL {found[0]['nccl'] or 'none, on CPU'}", *(f"{name}={value}" for name, value in transport.items())]
     row = {"check": "collectives", "ranks": str(ranks), "result": "right values", "note": ", ".join(words)}
     return Outcome(State.MEASURED, [row | {"seconds": f"{max(each['seconds'] for each in found):.1f}"}])
 

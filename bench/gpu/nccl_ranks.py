@@ -1,7 +1,7 @@
-"""The programs of one rank: collectives, training beside the staged backend, a rank that is lost, a full launch queue.
+"""Programs of one rank: collectives, training beside the staged backend, the loss of a rank, a full launch queue.
 
-:mod:`bench.gpu.nccl` starts all ranks on one card. Each appends what it finds to a file of JSON lines. Without a card
-the staged backend stands in for NCCL and plain gloo for the staged backend, so that every line is gone through.
+:mod:`bench.gpu.nccl` starts all ranks on one card. Each appends its results to a file of JSON lines. In a dry run on
+CPU the staged backend takes the place of NCCL, and gloo that of the staged backend, so that every line is run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.gpu.scale import CARD, DRY, Ranks
 __all__ = ["CASES", "Case", "main"]
 
 NCCL = {"cuda": "cpu:gloo,cuda:nccl", "cpu": staged.NAME}
-"""The backend that is looked at, by device."""
+"""The backend under test, by device."""
 BESIDE = {"cuda": staged.NAME, "cpu": "gloo"}
 """The backend that results are compared with."""
 VOCABULARY = 97
@@ -58,8 +58,7 @@ class Case:
         micro_batches: of a step.
         engines: that take turns in one process.
         branches: True if ranks run different modules.
-        order: in which a reduction of all ranks may add: False if NCCL's may differ from the staged backend's where
-            there are more than two ranks.
+        one_order: False if NCCL itself adds values of all ranks, in an order that need not be the staged backend's.
     """
 
     zero: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +67,7 @@ class Case:
     micro_batches: int = 1
     engines: int = 1
     branches: bool = False
-    order: bool = True
+    one_order: bool = True
 
     def config(self, world: int, hang_timeout: float) -> dict[str, Any]:
         """The configuration on so many ranks, half of them a node where the case says so."""
@@ -86,17 +85,17 @@ class Case:
         return found if self.exact(world) and world > 2 else {**found, "gradient_clipping": 1.0}
 
     def exact(self, world: int) -> bool:
-        """Whether both backends give the same bits: two values have one sum, whatever their order."""
-        return self.order or world == 2
+        """Tell whether both backends must give the same bits: two values have one sum, whatever their order."""
+        return self.one_order or world == 2
 
 
 CASES = {
-    "stage 1": Case({"stage": 1}, bf16=False, order=False),
-    "stage 2": Case({"stage": 2}, bf16=False, order=False),
-    "stage 3": Case(bf16=False, order=False),
+    "stage 1": Case({"stage": 1}, bf16=False, one_order=False),
+    "stage 2": Case({"stage": 2}, bf16=False, one_order=False),
+    "stage 3": Case(bf16=False, one_order=False),
     "stage 3, nothing kept": Case({"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}),
     "stage 3, nodes": Case(zeropp=HALVES, bf16=False),
-    "sums by the backend": Case(zeropp={"reduce_scatter": "backend"}, order=False),
+    "sums by the backend": Case(zeropp={"reduce_scatter": "backend"}, one_order=False),
     "hpZ": Case(HPZ, HALVES),
     "qwZ + qgZ": Case(QUANTIZED),
     "ZeRO++": Case({**HPZ, **QUANTIZED}, HALVES),
@@ -183,7 +182,7 @@ class Training:
 
 @dataclass
 class Trained:
-    """What came of a training.
+    """The results of a training.
 
     Attributes:
         losses: of this rank, one a micro-batch.
@@ -239,7 +238,7 @@ def train(case: Case, sizes: Ranks, device: torch.device, backend: str) -> Train
 
 
 def compare(found: Trained, other: Trained) -> tuple[int, float, float]:
-    """How many tensors have other bits; how far losses are apart, and weights as a share of the way they have gone."""
+    """The number of tensors with other bits, and the distances of losses and weights, as in ORDER_BOUNDS."""
     pairs = [(value, other.weights[name]) for name, value in found.weights.items()]
     differ = sum(not torch.equal(*pair) for pair in [*pairs, (found.losses, other.losses)])
     losses = ((found.losses - other.losses).abs() / other.losses.abs()).max()
@@ -256,15 +255,15 @@ def beyond(losses: float, weights: float, bounds: tuple[float, float], other: st
 
 
 def train_case(name: str, sizes: Ranks, device: torch.device) -> dict[str, Any]:
-    """Train one case over each backend and, from a card, on the CPU; what rank 0 notes of it."""
+    """Train one case over each backend and on the CPU; the results, agreed over ranks."""
     case, world, began = CASES[name], dist.get_world_size(), time.monotonic()
     kind, cpu = device.type, torch.device("cpu")
-    # The staged backend first: kernels that it loads are then no part of the memory that NCCL is seen to take.
+    # The staged backend first: it loads the kernels, so that their memory is not taken for NCCL's.
     ways = dict.fromkeys([(device, BESIDE[kind]), (device, NCCL[kind]), (cpu, "gloo")])
     trained = {(on, backend): train(case, sizes, on, backend) for on, backend in ways}
     found = trained[device, NCCL[kind]]
     told = [*compare(found, trained[device, BESIDE[kind]]), *compare(found, trained[cpu, "gloo"])]
-    # The worst of all ranks; NaN is none of the largest values.
+    # The worst of all ranks. MAX may lose a NaN.
     worst = torch.tensor([value if value == value else float("inf") for value in told], dtype=torch.float64)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     differ, losses, apart, _, cpu_losses, cpu_apart = worst.tolist()
@@ -284,7 +283,7 @@ def train_case(name: str, sizes: Ranks, device: torch.device) -> dict[str, Any]:
 
 
 def train_cases(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
-    """Train one case after another; the first that fails is the last, since ranks have lost each other then."""
+    """Train one case after another, up to the first error: the ranks have lost each other then."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=3 * sizes.patience))
     for name in names:
         # If it hangs, the log has the stacks before the rank is killed.
@@ -345,11 +344,11 @@ LOSSES: dict[str, Callable[[], object]] = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raising": _raise,
 }
-"""What the last rank does in the middle of a forward."""
+"""Ways to lose the last rank in the middle of a forward."""
 
 
 def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
-    """Steps in the fourth of which the last rank is lost, or closes its engine; what each rank says, and how soon."""
+    """Take steps, lose the last rank in the fourth or let it close its engine, and note the others' errors."""
     dist.init_process_group(NCCL[device.type], timeout=timedelta(minutes=10))
     (kind,), rank, world = names, dist.get_rank(), dist.get_world_size()
     training = Training(CASES["stage 3, nothing kept"], sizes, device, sizes.hang_timeout)
@@ -376,7 +375,7 @@ def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
     note(folder, name=kind, rank=rank, said=said, seconds=time.monotonic() - began)
-    # Rank 0 has the store, and a rank that has failed stays for as long as the others may need to hear of it.
+    # Rank 0 has the store. The lost rank stays, too, so that others do not hear of it by the end of its process.
     until = time.monotonic() + sizes.hang_timeout + 10
     while len(notes(folder)) < world - (kind in ("killed", "stopped")) and time.monotonic() < until:
         time.sleep(0.05)
@@ -387,7 +386,7 @@ def lose(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device)
 
 
 def launch_queue(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
-    """A kernel that spins, and launches behind it until the host has to wait: does a query on another thread return?"""
+    """Launch behind a kernel that spins until a launch has to wait, and time queries of an event on another thread."""
     torch.cuda.set_device(device)
     x = torch.zeros(1, device=device)
     event, over = torch.cuda.Event(), threading.Event()
