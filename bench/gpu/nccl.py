@@ -25,9 +25,10 @@ from bench.gpu.part import Ended, Outcome, Part, Row, State, Step, last_words
 from bench.gpu.scale import CARD, DRY, Scale
 from bench.step_time.launch import free_port
 
-__all__ = ["CPU_BOUNDS", "ORDER_BOUNDS", "PART", "main", "note", "notes", "too_old"]
+__all__ = ["CPU_BOUNDS", "LOADED", "ORDER_BOUNDS", "PART", "main", "note", "notes", "too_old", "version_of"]
 
 LIBRARY = "NCCL_LIBRARY"
+LOADED = "libnccl.so.2"  # finds the library that torch, or LD_PRELOAD, has loaded under this name
 LEAST = (2, 30)
 _REMEDY = (
     f"Set {LIBRARY} to the libnccl.so.2 of version {'.'.join(map(str, LEAST))} or later, as it is or as an .xz file; "
@@ -88,7 +89,7 @@ def unpacked(path: Path) -> Path:
 
 
 def version_of(library: str) -> tuple[int, int, int]:
-    """The version that a library says it has.
+    """The version of a library. ``torch.cuda.nccl.version()`` has that of the headers torch was compiled with.
 
     Raises:
         OSError: there is none, or it cannot be loaded.
@@ -104,8 +105,7 @@ def surroundings(dry: bool) -> tuple[dict[str, str], str | None]:
     if dry:
         return {}, None
     try:
-        # torch has loaded its own under this name.
-        library = str(unpacked(Path(given))) if given else "libnccl.so.2"
+        library = str(unpacked(Path(given))) if given else LOADED
         lacks = too_old(version_of(library))
     except (OSError, lzma.LZMAError, AttributeError) as error:
         return {}, f"{f'{LIBRARY}={given}' if given else 'the NCCL of torch'} cannot be loaded: {error}. {_REMEDY}"

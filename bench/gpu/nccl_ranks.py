@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import zeropp
 from bench.common import staged
-from bench.gpu.nccl import CPU_BOUNDS, ORDER_BOUNDS, note, notes, too_old
+from bench.gpu.nccl import CPU_BOUNDS, LOADED, ORDER_BOUNDS, note, notes, too_old, version_of
 from bench.gpu.scale import CARD, DRY, Ranks
 
 __all__ = ["CASES", "Case", "main"]
@@ -301,7 +301,7 @@ def train_cases(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.
 
 def collectives(names: Sequence[str], folder: Path, sizes: Ranks, device: torch.device) -> None:
     """Each collective that the engine calls, with values whose sums are whole numbers."""
-    version = torch.cuda.nccl.version() if device.type == "cuda" else None
+    version = version_of(LOADED) if device.type == "cuda" else None
     old = too_old(version)
     assert old is None, old
     dist.init_process_group(NCCL[device.type], timeout=timedelta(seconds=sizes.patience))
