@@ -379,6 +379,9 @@ def ranks_fail_and_hang(folder: Path) -> None:
         began = time.monotonic()
         launcher.train(["passes", "fails", "hangs", "also passes"], 0.5)
         assert time.monotonic() - began < 30 and launcher.transport() == way
+        before = nccl.notes(launcher.folder)
+        launcher.train(["passes", "also passes"], 0.5)
+        assert nccl.notes(launcher.folder) == before, "what has passed is not run again"
     found = nccl._last(launcher.folder)
     assert {name: each.get("error") for name, each in found.items()} == {
         "passes": None, "fails": "it fails", "hangs": "the ranks ended or hung without a result in 0.5 s",
