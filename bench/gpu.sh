@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Measurements and checks on one CUDA card, in seven parts of at most six minutes each, in the order of their worth.
+# Measurements and checks on one CUDA card, in eight parts in the order of their worth. nccl takes at most ten minutes,
+# and each of the others six.
 #
 #   bench/gpu.sh look       # a selection of the checks; steps at 1.3 B and 0.37 B parameters beside plain torch, FSDP2
 #                           # and DeepSpeed; kernels at 256 MiB; live memory by phase; compiled blocks; offload
 #   bench/gpu.sh examples   # every script of examples/ that one card can run, a few steps, and again from a checkpoint
 #   bench/gpu.sh bits       # bits of kernels; streams under delay; hops over NCCL with one rank; the engine's tests
+#   bench/gpu.sh nccl       # 2 and 4 ranks over NCCL on the one card: bits, memory, ranks that are lost
 #   bench/gpu.sh offload    # bits with states and weights off the card; steps beside FSDP2 with offload; the bus
 #   bench/gpu.sh engine     # steps, memory and host time beside FSDP2 at 0.3, 1 and 3 B parameters; a timeline
 #   bench/gpu.sh kernels    # bandwidth of every kernel, host time of a call, copies over the bus
@@ -26,9 +28,19 @@
 #   bench/gpu.sh look --seconds=120; bench/gpu.sh bits --seconds=170
 #
 # In the second call look skips the steps that it has finished, and runs those that it had no time for. bits takes the
-# rest of the time, by single tests. The next calls on a card begin with bits, which goes on, then offload, engine and kernels: each
-# fits one call of six minutes, and bits and offload may take a second one. Files in --keep must outlive the machine for
-# that.
+# rest of the time, by single tests. The next calls on a card begin with bits, which goes on, then nccl, offload, engine
+# and kernels: each but nccl fits one call of six minutes, and bits and offload may take a second one. Files in --keep
+# must outlive the machine for that.
+#
+# nccl needs NCCL 2.30 or later, which takes several ranks on one card; torch brings an older one so far. NCCL_LIBRARY
+# names the library to put before it, as it is or as an .xz file, which is unpacked beside itself:
+#
+#   pip download --no-deps nvidia-nccl-cu13==2.30.4 && unzip nvidia_nccl_cu13-*.whl nvidia/nccl/lib/libnccl.so.2
+#   NCCL_LIBRARY=nvidia/nccl/lib/libnccl.so.2 bench/gpu.sh nccl
+#
+# To make it small for a slow link, overwrite with zeros the device code of all architectures but the card's: each fatbin
+# in the file (magic number 0xBA55ED50) lists its entries with kind, architecture and size. Then xz makes 39 MB of the
+# 247 MB of version 2.30.4.
 #
 # Exit code: 0; 1 for a wrong result; 2 for a command line or a machine that cannot be used; 3 if something was not
 # measured in time: start it again.
@@ -43,13 +55,14 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
 part_seconds=360
+nccl_seconds=600
 
-every=(look examples bits offload engine kernels reasons)
+every=(look examples bits nccl offload engine kernels reasons)
 parts=()
 flags=()
 for word in "$@"; do
     case $word in
-        look | examples | bits | offload | engine | kernels | reasons) parts+=("$word") ;;
+        look | examples | bits | nccl | offload | engine | kernels | reasons) parts+=("$word") ;;
         --*) flags+=("$word") ;;
         *)
             echo "unknown part $word; expected ${every[*]}, or none of them for all" >&2
@@ -71,8 +84,10 @@ fi
 worst=0
 for part in "${parts[@]}"; do
     status=0
+    limit=$part_seconds
+    [[ $part != nccl ]] || limit=$nccl_seconds
     # The part itself ends earlier, with a table; this is for one that hangs. Installing counts.
-    timeout -k 5 $((part_seconds - SECONDS)) "$python" -m bench.gpu "$part" "${flags[@]}" || status=$?
+    timeout -k 5 $((limit - SECONDS)) "$python" -m bench.gpu "$part" "${flags[@]}" || status=$?
     ((status == 124)) && status=3
     ((status == 0)) || worst=$status
     # What is wrong need not be fast.

@@ -1,8 +1,9 @@
 """A backend for several ranks on one card: collectives of CUDA tensors, carried by gloo through host memory.
 
-NCCL wants a card for each rank. This one takes tensors of any device, waits for the caller's stream, and has the
-result in place when it returns; otherwise the engine sees what it sees with NCCL: collectives, no sends or receives.
-On CPU tensors it exercises the same code without a card.
+NCCL before 2.30 takes one rank for each card, and later versions take more only where NCCL_MULTI_RANK_GPU_ENABLE=1 is
+set (``bench/gpu.sh nccl``). This backend needs no version. It takes tensors of any device, waits for the caller's
+stream, and has the result in place when it returns, so that it shows neither a missing wait nor a hang of NCCL's. The
+engine calls collectives as with NCCL, and no sends or receives. On CPU tensors the same code runs without a card.
 """
 
 from __future__ import annotations

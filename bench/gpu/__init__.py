@@ -1,9 +1,9 @@
-"""Measurements and checks on one CUDA card, in seven parts; started by ``bench/gpu.sh``.
+"""Measurements and checks on one CUDA card, in eight parts; started by ``bench/gpu.sh``.
 
 A part is a list of steps (:mod:`bench.gpu.part`), each a process with a time limit whose outcome is kept
 (:mod:`bench.gpu.run`): :mod:`~bench.gpu.look`, :mod:`~bench.gpu.examples`, :mod:`~bench.gpu.bits`,
-:mod:`~bench.gpu.offload`, :mod:`~bench.gpu.engine`, :mod:`~bench.gpu.kernels` and :mod:`~bench.gpu.reasons`. Sizes of
-everything, on a card and in a dry run, stand in :mod:`bench.gpu.scale`.
+:mod:`~bench.gpu.nccl`, :mod:`~bench.gpu.offload`, :mod:`~bench.gpu.engine`, :mod:`~bench.gpu.kernels` and
+:mod:`~bench.gpu.reasons`. Sizes of everything, on a card and in a dry run, stand in :mod:`bench.gpu.scale`.
 """
 
 import os

@@ -16,15 +16,14 @@ from pathlib import Path
 import torch
 
 from bench.common.machine import describe, machine
-from bench.gpu import bits, engine, examples, kernels, look, offload, reasons
+from bench.gpu import bits, engine, examples, kernels, look, nccl, offload, reasons
 from bench.gpu.part import Outcome, Part, Row, State, Step, missing
 from bench.gpu.run import Runner, digest
 from bench.gpu.scale import CARD, DRY, Scale
 
 ROOT = Path(__file__).resolve().parents[2]
-_MODULES = (look, examples, bits, offload, engine, kernels, reasons)
+_MODULES = (look, examples, bits, nccl, offload, engine, kernels, reasons)
 PARTS = {module.PART.name: module.PART for module in _MODULES}
-SECONDS = 345.0  # bench/gpu.sh ends a part at 360
 CODES = {State.WRONG: 1, State.UNFINISHED: 3}
 DRY_RUN = "**Dry run on CPU with tiny sizes: no figure below was measured on a card.**"
 
@@ -36,7 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, help="where results of steps are kept; default: runs/gpu")
     parser.add_argument("--results", type=Path, help="where the report goes; default: bench/results")
     parser.add_argument("--only", default="", metavar="NAME", help="steps whose names begin so")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="that the part may take")
+    parser.add_argument("--seconds", type=float, help="that the part may take; default: its own limit")
     args = parser.parse_args(argv)
     scratch = (
         Path(tempfile.mkdtemp(prefix="zeropp-gpu-")) if args.dry_run and not (args.keep and args.results) else ROOT
@@ -95,7 +94,7 @@ def run(args: argparse.Namespace, part: Part, steps: list[Step], about: dict) ->
     key = digest([*lasting, str(args.dry_run)])
     # A dry run is one on CPU, also where there is a card.
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if args.dry_run else None
-    runner = Runner(args.keep / part.name, key, args.began + args.seconds, hidden)
+    runner = Runner(args.keep / part.name, key, args.began + (args.seconds or part.seconds), hidden)
     outcomes: dict[str, Outcome] = {}
     for _, group in itertools.groupby(steps, lambda step: step.together or step.name):
         begin, now = time.monotonic(), list(group)

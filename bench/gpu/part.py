@@ -94,6 +94,7 @@ class Part:
         notes: how to read the table.
         needs: modules without which none of its steps can run.
         keeps_wrong: True if its report is written also where a step is wrong: its rows are no figures.
+        seconds: that it may take, unless the command line says fewer; ``bench/gpu.sh`` ends it a little later.
     """
 
     name: str
@@ -103,6 +104,7 @@ class Part:
     notes: Sequence[str] = ()
     needs: Sequence[str] = ()
     keeps_wrong: bool = False
+    seconds: float = 345.0
 
 
 def missing(*modules: str) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.common.flags import add_model_flags
 
-__all__ = ["CARD", "DRY", "Look", "Model", "Scale"]
+__all__ = ["CARD", "DRY", "Look", "Model", "Ranks", "Scale"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,36 @@ class Look:
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Sizes of the part with several ranks over NCCL.
+
+    Attributes:
+        plan: (program, ranks, names) in order: what :mod:`bench.gpu.nccl_ranks` runs, and the names of cases that are
+            trained, or of ways to lose a rank.
+        numel: that a rank sends each other one, in collectives alone.
+        width: of the model.
+        blocks: of it.
+        batch: sequences of a rank.
+        length: of each.
+        steps: that each case is trained.
+        hang_timeout: seconds, where a rank is lost.
+        patience: the same where none should be.
+        starting: seconds for processes to start and to wrap a model.
+    """
+
+    plan: Sequence[tuple[str, int, Sequence[str]]]
+    numel: int
+    width: int
+    blocks: int
+    batch: int
+    length: int
+    steps: int
+    hang_timeout: float
+    patience: float
+    starting: float
+
+
+@dataclass(frozen=True)
 class Scale:
     """Sizes of one kind of run.
 
@@ -82,6 +112,7 @@ class Scale:
         offload_turns: rounds and steps of them: arguments of ``bench.offload.race``.
         slow_turns: the same of the system whose states are in files.
         bus_mebibytes: of float32 in a unit whose copies are timed.
+        ranks: of the part with several ranks over NCCL.
     """
 
     device: str
@@ -104,6 +135,7 @@ class Scale:
     offload_turns: Sequence[str]
     slow_turns: Sequence[str]
     bus_mebibytes: int
+    ranks: Ranks
 
     @property
     def dry(self) -> bool:
@@ -116,6 +148,15 @@ def _model(layers: int, width: int, heads: int, length: int, batch: int, vocab: 
     return [f"--{name}={value}" for name, value in sizes.items()]
 
 
+_TWO_RANKS = (
+    "stage 3", "qwZ + qgZ", "stage 1", "stage 2", "stage 3, nothing kept", "states on the host", "weights on the host",
+    "lossless, stage 1", "delta4, stage 1", "sums by the backend", "two engines", "other modules",
+)  # fmt: skip
+_FOUR_RANKS = (
+    "stage 3", "hpZ", "ZeRO++", "LoCo", "lossless", "delta4", "MiCS", "accumulation", "stage 3, nodes", "stage 1",
+    "states on the host", "other modules", "sums by the backend", "two engines",
+)  # fmt: skip
+_LOST = ("killed", "raising", "stopped", "closing")
 _ONE, _THREE = Model("1 B", _model(20, 2048, 16, 2048, 4)), Model("3 B", _model(32, 2816, 22, 2048, 2))
 CARD = Scale(
     device="cuda",
@@ -171,6 +212,26 @@ CARD = Scale(
     offload_turns=("--rounds=2", "--steps=2", "--warm=2"),
     slow_turns=("--rounds=1", "--steps=1", "--warm=1", "--ways=lazy"),
     bus_mebibytes=256,
+    ranks=Ranks(
+        plan=(
+            ("collectives", 2, ()),
+            ("train", 2, _TWO_RANKS),
+            ("lose", 2, _LOST),
+            ("collectives", 4, ()),
+            ("train", 4, _FOUR_RANKS),
+            ("launch-queue", 1, ()),
+            ("lose", 4, _LOST),
+        ),
+        numel=1 << 20,
+        width=256,
+        blocks=6,
+        batch=4,
+        length=32,
+        steps=10,
+        hang_timeout=10.0,
+        patience=30.0,
+        starting=20.0,
+    ),
 )
 """What is measured on a card."""
 
@@ -212,5 +273,23 @@ DRY = Scale(
     offload_turns=("--rounds=1", "--steps=1", "--warm=2"),
     slow_turns=(),
     bus_mebibytes=1,
+    ranks=Ranks(
+        plan=(
+            ("collectives", 2, ()),
+            ("train", 2, _TWO_RANKS),
+            ("lose", 2, _LOST),
+            ("train", 4, _FOUR_RANKS[:8]),
+            ("launch-queue", 1, ()),
+        ),
+        numel=64,
+        width=64,
+        blocks=3,
+        batch=2,
+        length=8,
+        steps=3,
+        hang_timeout=4.0,
+        patience=20.0,
+        starting=60.0,
+    ),
 )
 """What a dry run goes through: one step of each kind."""

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
+import lzma
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from bench.gpu import __main__ as main
-from bench.gpu import bits, counted, counters, engine, examples, kernels, look, memory, offload, reasons
+from bench.gpu import (
+    bits,
+    counted,
+    counters,
+    engine,
+    examples,
+    kernels,
+    look,
+    memory,
+    nccl,
+    nccl_ranks,
+    offload,
+    reasons,
+)
 from bench.gpu.part import Ended, Outcome, State, Step
 from bench.gpu.run import Runner
 from bench.gpu.scale import CARD, DRY
@@ -291,8 +307,154 @@ def systems_are_compared(folder: Path) -> None:
         assert wrong.state is State.WRONG and "are not those of fsdp2, [4.0, 3.0]" in wrong.why
 
 
+def a_library_is_put_before_torchs(folder: Path) -> None:
+    """Unpacked once; refused by name if it is too old, or none."""
+    packed = folder / "libnccl.so.2.xz"
+    packed.write_bytes(lzma.compress(b"a library"))
+    whole = nccl.unpacked(packed)
+    assert whole == (folder / "libnccl.so.2").resolve() and whole.read_bytes() == b"a library"
+    whole.write_bytes(b"kept")
+    assert nccl.unpacked(packed).read_bytes() == b"kept" and nccl.unpacked(whole) == whole
+
+    def library(version: int) -> object:
+        def answer(number: Any) -> None:
+            number._obj.value = version
+
+        return mock.patch.object(nccl.ctypes, "CDLL", lambda path: mock.Mock(ncclGetVersion=answer))
+
+    with mock.patch.dict(nccl.os.environ, {nccl.LIBRARY: str(packed)}):
+        with library(23004):
+            variables, lacks = nccl.surroundings(False)
+        assert lacks is None and variables["LD_PRELOAD"] == str(whole) and nccl.surroundings(True) == ({}, None)
+        assert variables["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+        with library(22809):
+            steps = nccl.PART.steps(CARD)
+        *many, alone = (step.lacks for step in sorted(steps, key=lambda step: step.name == "launch queue"))
+        assert all("NCCL 2.28.9 is in use" in (each or "") and "Set NCCL_LIBRARY" in (each or "") for each in many)
+        assert alone is None
+        lacks = nccl.surroundings(False)[1] or ""
+        assert "libnccl.so.2.xz cannot be loaded" in lacks and "Set NCCL_LIBRARY" in lacks
+    with mock.patch.dict(nccl.os.environ), library(23102):
+        nccl.os.environ.pop(nccl.LIBRARY, None)
+        variables, lacks = nccl.surroundings(False)
+        assert lacks is None and "LD_PRELOAD" not in variables
+
+
+_RANK = """#!/bin/sh
+program=$3 folder=$4 name=$5
+say() { echo "{\\"name\\": \\"$name\\", \\"rank\\": $RANK, $1}" >> "$folder/found"; }
+case $program-$name in
+    collectives-) [ -z "$NCCL_P2P_DISABLE" ] || say '"wrong": ""' ;;
+    train-passes)
+        [ "$RANK" = 0 ] || exec sleep 600
+        say '"wrong": ""'
+        name=$6
+        say '"error": "it fails"'
+        exit 1 ;;
+    train-hangs) exec sleep 600 ;;
+    train-*) [ "$RANK" = 1 ] || say '"wrong": ""' ;;
+esac
+"""
+"""A rank in place of Python: ways of two ranks to end, or not."""
+
+
+def ranks_fail_and_hang(folder: Path) -> None:
+    """Another way between them is tried; a case that fails or hangs takes no other with it; none outlives its job."""
+    python = folder / "python"
+    python.write_text(_RANK)
+    python.chmod(0o755)
+    with mock.patch.object(nccl.sys, "executable", str(python)):
+        place = folder / "collectives-2"
+        place.mkdir()
+        launcher = nccl._Launcher(place, "collectives", 2, [], 0.0)
+        with mock.patch.object(nccl, "TRANSPORTS", nccl.TRANSPORTS[:2]):
+            launcher.find_transport(5)
+        with pytest.raises(SystemExit, match="'collectives 2' has found no way"):
+            nccl.main([str(folder / "training-2"), "train", "2", "stage 1", "--dry-run"])
+        launcher.find_transport(5)
+        way = json.loads((place / "transport.json").read_text())
+        assert way == nccl.TRANSPORTS[2]
+        launcher = nccl._Launcher(folder / "training-2", "train", 2, [], 0.0)
+        launcher.folder.mkdir()
+        began = time.monotonic()
+        launcher.train(["passes", "fails", "hangs", "also passes"], 0.5)
+        assert time.monotonic() - began < 30 and launcher.transport() == way
+        before = nccl.notes(launcher.folder)
+        launcher.train(["passes", "also passes"], 0.5)
+        assert nccl.notes(launcher.folder) == before, "what has passed is not run again"
+    found = nccl._last(launcher.folder)
+    assert {name: each.get("error") for name, each in found.items()} == {
+        "passes": None, "fails": "it fails", "hangs": "the ranks ended or hung without a result in 0.5 s",
+        "also passes": None,
+    }  # fmt: skip
+    names = [*found, "never begun"]
+    wrong = nccl._read_training(2, ["fails"], Ended(0, folder, launcher.folder))
+    assert wrong.state is State.WRONG and wrong.why.startswith("fails: it fails; hangs: the ranks")
+    assert wrong.rows == [{"check": "fails", "ranks": "2", "result": "failed", "note": "it fails"}]
+    nccl.note(launcher.folder, name="fails", rank=1, error="again")
+    nccl.note(launcher.folder, name="fails", rank=0, wrong="")
+    nccl.note(launcher.folder, name="hangs", rank=0, wrong="")
+    with mock.patch.object(nccl, "_training_row", lambda *found: {}):
+        late = nccl._read_training(2, names, Ended(None, folder, launcher.folder))
+    assert late.state is State.UNFINISHED and late.why.startswith("time ran out before never begun and 0 more")
+
+
+def ranks_are_judged(folder: Path) -> None:
+    """What each rank has noted, or has not."""
+
+    def told(read: Callable[[Ended], Outcome], *lines: dict[str, Any]) -> Outcome:
+        (folder / "found").unlink(missing_ok=True)
+        for line in lines:
+            nccl.note(folder, **line)
+        return read(ended(folder, 0, ""))
+
+    steps = {step.name: step.read for step in nccl.PART.steps(DRY)}
+    wrong = told(steps["collectives 2"], {"name": "collectives", "rank": 1, "wrong": "all_reduce"})
+    assert (wrong.state, wrong.why) == (State.WRONG, "rank 1: all_reduce")
+    assert told(steps["collectives 2"], {"name": "collectives", "rank": 1, "wrong": ""}).state is State.WRONG
+
+    def lost(kind: str, said: str, seconds: float, *more: dict[str, Any], closed: float = 1.0) -> str:
+        lines = [{"name": kind, "rank": 0, "said": said, "seconds": seconds}, *more]
+        return told(steps[f"{kind} 2"], *lines, {"name": "closed", "rank": 0, "seconds": closed}).why
+
+    most = DRY.ranks.hang_timeout + nccl.GRACE
+    assert lost("killed", "rank 1 said nothing", most) == ""
+    assert f"rank 0 was heard after {most + 1:.1f} s, and {most:g}" in lost("killed", "rank 1 said nothing", most + 1)
+    assert lost("stopped", "", 1.0) == "rank 0 does not name rank 1: no error"
+    assert "close() of rank 0 did not return" in lost("stopped", "rank 1 said nothing", 1.0, closed=most + 1)
+    both = lost("raising", "rank 1 failed", 1.0, {"name": "did not end", "rank": 0})
+    assert both.startswith("rank 0 did not end; rank 1 said nothing and was killed; rank 1, which raised, got another")
+    queue = {"name": "launch queue", "rank": 0, "launch": 2.0, "queries": 9, "query": 0.01, "returned": True}
+    assert told(steps["launch queue"], queue).rows[0]["result"] == "queries return"
+    assert told(steps["launch queue"], {**queue, "query": 2.0}).why.startswith("the thread that watches")
+    assert told(steps["launch queue"], {**queue, "launch": 0.1}).why.startswith("no launch had to wait")
+
+
+def ranks_note_what_fails(folder: Path) -> None:
+    """Before they end; and a launch queue, on a machine that has none."""
+    assert nccl_ranks.beyond(1.0, 1.0, (1.0, 1.0), "elsewhere") == []
+    assert nccl_ranks.beyond(float("inf"), 1.0, (1.0, 1.0), "elsewhere")[0].startswith("losses are inf")
+    group = {"init_process_group": mock.DEFAULT, "get_rank": lambda: 1}
+    failing = mock.patch.object(nccl_ranks, "train_case", side_effect=RuntimeError("planted"))
+    with mock.patch.multiple(nccl_ranks.dist, **group), failing, pytest.raises(RuntimeError, match="planted"):
+        nccl_ranks.train_cases(["stage 1"], folder, DRY.ranks, torch.device("cpu"))
+    faulthandler.cancel_dump_traceback_later()
+    assert nccl.notes(folder) == [{"name": "stage 1", "rank": 1, "error": "RuntimeError('planted')"}]
+    (folder / "found").unlink()
+    card = {"set_device": mock.DEFAULT, "synchronize": mock.DEFAULT, "Event": mock.DEFAULT, "_sleep": mock.DEFAULT}
+    with mock.patch.multiple(torch.cuda, **card) as calls:
+        calls["_sleep"].side_effect = lambda cycles: None
+        nccl_ranks.launch_queue([], folder, DRY.ranks, torch.device("cpu"))
+        over = mock.Mock(wait=mock.Mock(side_effect=[False, True]))
+        took: list[float] = []
+        nccl_ranks.ask(torch.cuda.Event(), over, torch.device("cpu"), took)
+    (told,) = nccl.notes(folder)
+    assert told["returned"] and len(took) == 1
+
+
 SCENARIOS: list[Callable[[Path], None]] = [
     every_step_says_why, bits_are_counted_by_test, counters_are_read, what_a_machine_lacks_is_said, time_runs_out,
     steps_run_together, memory_is_told_by_phase, systems_of_other_steps_are_compared,
     the_last_lines_of_an_example_fit_a_cell, rows_and_traces_are_read, systems_are_compared,
+    a_library_is_put_before_torchs, ranks_fail_and_hang, ranks_are_judged, ranks_note_what_fails,
 ]  # fmt: skip
