@@ -34,10 +34,13 @@ from zeropp.comm.cuda_streams import CudaStream, LaunchedStream
 from zeropp.comm.events import DONE, Event, Stream
 
 __all__ = [
-    "InlineStream", "Lanes", "ThreadEvent", "ThreadStream", "Work", "callers_stream", "make_lanes", "make_stream",
-    "used_here",
+    "BUS", "InlineStream", "Lanes", "ThreadEvent", "ThreadStream", "Work", "callers_stream", "make_lanes",
+    "make_stream", "used_here",
 ]  # fmt: skip
 
+
+BUS = "bus"
+"""The class of links between a device and its host's memory."""
 
 _CLOSING = 5.0  # seconds to wait for a thread to end
 _YIELDING = 0.1  # seconds at the end of the program in which other threads may have the interpreter
@@ -225,7 +228,7 @@ def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, 
 
 @dataclass(frozen=True)
 class Work:
-    """Work that goes over one class of links after another: "local" inside a node, "cross" between nodes.
+    """Work that goes over one class of links after another: "local" inside a node, "cross" between nodes, and `BUS`.
 
     Attributes:
         links: the classes, in order.
@@ -242,6 +245,9 @@ class Work:
 
 class Lanes:
     """A stream for each class of links: one unit's hop inside a node runs beside another's between nodes.
+
+    And beside a third one's copy between the device and the host. A copy on the lane of a hop would wait for the hops
+    before it: the host waits for the end of a copy, and the memory that it fills has been used by them.
 
     Every rank gives the same work in the same order, so the collectives of each process group keep one order, too.
 

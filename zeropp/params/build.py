@@ -185,7 +185,8 @@ class BufferMaker:
         encoding, mode, device = self._encoding, placement.mode, self._comm.device
         # Whether what gathers begin with is not the shard in the device's memory.
         stored = not homes.of(key.trainable).serves(device)
-        paths = weight_paths(self._comm, placement, key, encoding, stored=stored)
+        brought = not all(self.homes.of(trainable).serves(device) for trainable in (False, True))
+        paths = weight_paths(self._comm, placement, key, encoding, stored=stored, brought=brought)
         if _is_coded(key, encoding):
             assert encoding.frozen is not None
             # The main path's hops, and so its groups and lanes; but what travels is not decoded at the end.
@@ -208,8 +209,9 @@ def _is_coded(key: BufferKey, encoding: Encoding) -> bool:
 
 
 def weight_paths(
-    comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding, *, stored: bool = False
-) -> WeightPaths:
+    comm: Groups, placement: Placement, key: BufferKey, encoding: Encoding, *, stored: bool = False,
+    brought: bool = False,
+) -> WeightPaths:  # fmt: skip
     """Paths of one buffer's weights; makes process groups, so that all ranks come here in one order.
 
     Args:
@@ -218,6 +220,7 @@ def weight_paths(
         key: of the buffer.
         encoding: of what travels.
         stored: what gathers begin with is kept apart from main weights, as it travels.
+        brought: of some buffers it is in the host's memory; those of a unit go over the same links.
     """
     states, cached, dtype = placement.mode.states, placement.mode.cached, key.dtype
     codec, coded = encoding.weight_codec(key.trainable), _is_coded(key, encoding)
@@ -226,13 +229,16 @@ def weight_paths(
     cache_codes = encoding.cache_codes and cached not in (None, 1)
 
     def path(
-        outer: int, inner: int, kind: str, *, encoded: bool, coded: bool = coded, decodes: bool = True
-    ) -> GatherPath:
+        outer: int, inner: int, kind: str, *, encoded: bool, coded: bool = coded, decodes: bool = True,
+        stored: bool = False,
+    ) -> GatherPath:  # fmt: skip
         # Makes process groups, so every rank must come here for the same buffers in the same order.
         hops = [comm.hop(kind, spec) for spec in placement.gather_path(outer, inner)]
         if codec is None or not encoded:
-            return GatherPath(placement, outer, inner, hops, dtype)
-        return CodedGatherPath(placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes)
+            return GatherPath(placement, outer, inner, hops, dtype, stored=stored)
+        return CodedGatherPath(
+            placement, outer, inner, hops, dtype, codec, level=states, coded=coded, decodes=decodes, stored=stored
+        )
 
     refresh = fetch = differences = None
     if cached is not None and not shared:
@@ -246,7 +252,7 @@ def weight_paths(
                 # Made now, by all: later it would be made on a lane, where ranks may be at different places.
                 comm.all_ranks("refresh")
     if cached is None:
-        fetch = path(states, 1, "gather", encoded=True, coded=coded or stored)
+        fetch = path(states, 1, "gather", encoded=True, coded=coded or stored, stored=brought)
     elif cached > 1:
         # What was decoded once goes on as it is: encoding it anew would change it. Cached codes are forwarded.
         fetch = path(cached, 1, "gather", encoded=cache_codes, coded=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeropp._compat import unguarded
 from zeropp.comm.copies import issued_here
-from zeropp.comm.streams import Work, used_here
+from zeropp.comm.streams import BUS, Work, used_here
 from zeropp.offload.homes import Homes
 from zeropp.partition.layout import BufferLayout, Fragment
 from zeropp.wire.codecs import Feedback, PlainCodec
@@ -76,6 +76,8 @@ class Gradient:
         self.row = homes.gradients.allocate(layout.numel // self.placement.mode.states, main_dtype)
         # Sums are made where they stay; else they are brought there, through staging buffers.
         self._ring = None if homes.gradients.serves(device) else homes.ring
+        # Of a sum on its way to the host.
+        self._stored_nbytes = 0 if self._ring is None else self.row.nbytes
         self.arrived = False
         self.report = Report(self.shard, device)
         self._reported = -1  # version of ``shard`` that the report is of
@@ -110,8 +112,8 @@ class Gradient:
 
     @property
     def onward_nbytes(self) -> int:
-        """Bytes that are left of a message where it changes over to another class of links; 0 where it does not."""
-        return self.paths.straight.onward_nbytes(self.layout.numel)
+        """Bytes that are left of a message where it changes over to another lane; 0 where it does not."""
+        return self.paths.straight.onward_nbytes(self.layout.numel) + self._stored_nbytes
 
     # From autograd to a message.
 
@@ -191,7 +193,7 @@ class Gradient:
         if self.paths.replicas is not None:
             # The sum is for several ranks' shards: it goes on to a piece for each rank, and back.
             return Work(self._links(path), [self._reduce_replicas(path, message, numel, scale)], self._arrive)
-        return Work(path.links, [self._reduce(path, message, numel, scale)], self._arrive)
+        return Work(self._links(path), [self._reduce(path, message, numel, scale)], self._arrive)
 
     def _reduce(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """To the shard, which the last sum measures, unless something is done to it after that."""
@@ -208,13 +210,16 @@ class Gradient:
         sums = path.reduce(message, numel, total, scale=scale, accumulate=lambda: False, unit=self.unit)
         del message  # or this frame would keep it until the sum is there
         yield from sums
-        self._store(total)
+        yield from self._store(total)
 
     def _empty_sum(self) -> Tensor:
         return torch.empty(self.shard.numel(), dtype=self.dtype, device=self.device)
 
-    def _store(self, total: Tensor) -> None:
-        """Bring a sum to its home, added to what is there, and measure what comes of it."""
+    def _store(self, total: Tensor) -> Iterator[None]:
+        """Bring a sum to its home, added to the values there, and measure the result; pauses first."""
+        # On a lane of its own: the host waits for copies there, and the next reduction is on its way meanwhile.
+        yield
+        used_here(total)
         assert self._ring is not None
         self._clear_padding(total)
         self.report.flag.zero_()
@@ -232,8 +237,9 @@ class Gradient:
         self.report.add_up()
 
     def _links(self, path: ReducePath) -> list[str]:
-        """Classes of links from a path's beginning to the shard."""
-        return [*path.links, *(self.paths.replicas.links if self.paths.replicas is not None else ())]
+        """Classes of links from a path's beginning to the shard, which may be in the host's memory."""
+        back = self.paths.replicas.links if self.paths.replicas is not None else []
+        return [*path.links, *back, *([] if self._ring is None else [BUS])]
 
     def _add_to_held(self, message: Tensor, scale: float, *, hold: bool) -> Iterator[None]:
         """Sum messages as far as the level at which they are held; unless ``hold``, the sum then goes all the way."""
@@ -288,7 +294,7 @@ class Gradient:
         else:
             total = self._empty_sum()
             last.decode_sum_([whole], total, scale=scale)
-            self._store(total)
+            yield from self._store(total)
 
     def _has_arrived(self) -> bool:
         return self.arrived

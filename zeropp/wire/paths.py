@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zeropp.comm.hops import Hop
-from zeropp.comm.streams import used_here
+from zeropp.comm.streams import BUS, used_here
 from zeropp.partition.layout import BufferLayout
 from zeropp.partition.levels import HopSpec, Placement
 from zeropp.wire.codecs import Codec, Feedback, PlainCodec, dtype_name
@@ -49,19 +49,31 @@ class GatherPath:
     Every hop works in place: a rank casts its slice to where it belongs in the result, and each hop fills what is
     around it.
 
+    Args:
+        placement: of the unit.
+        outer: level that it begins at.
+        inner: level that it ends at.
+        hops: between them.
+        dtype: of the result.
+        stored: slices may be brought from the host's memory, on a lane of their own.
+
     Attributes:
         links: classes of links on the way, in order.
     """
 
-    def __init__(self, placement: Placement, outer: int, inner: int, hops: Sequence[Hop], dtype: torch.dtype) -> None:
+    def __init__(
+        self, placement: Placement, outer: int, inner: int, hops: Sequence[Hop], dtype: torch.dtype, *,
+        stored: bool = False,
+    ) -> None:  # fmt: skip
         self.placement = placement
         self.outer = outer
         self.inner = inner
         self.hops = hops
         self.dtype = dtype
+        self._stored = stored
         self._segments = _segments([hop.spec for hop in hops])
         # A generator from ``gather`` is resumed once for each of these: see comm.streams.Work.
-        self.links = [link for link, _ in self._segments]
+        self.links = [*([BUS] if stored else []), *(link for link, _ in self._segments)]
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """Memory for a result of [numel] elements."""
@@ -100,7 +112,7 @@ class GatherPath:
         """
         views = self._begin(own, places)
         for number, (_, hops) in enumerate(self._segments):
-            if number:
+            if number or self._stored:
                 yield
                 # Messages were allocated on the lane before this one; the result is the caller's, who looks after it.
                 # See [Note: memory on several streams].
@@ -153,8 +165,9 @@ class CodedGatherPath(GatherPath):
         level: int,
         coded: bool = False,
         decodes: bool = True,
+        stored: bool = False,
     ) -> None:
-        super().__init__(placement, outer, inner, hops, dtype)
+        super().__init__(placement, outer, inner, hops, dtype, stored=stored)
         self.codec = codec
         # Messages in the result. With codes cached by hpZ, ``level`` lies beyond ``outer`` and a rank brings several.
         self.count = level // inner
