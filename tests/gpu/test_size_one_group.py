@@ -89,7 +89,8 @@ def one_member_hops(links: tuple[str, ...]) -> Iterator[None]:
             fed_back = encoding.feeds_back(specs, spec)
             errors = codec.feedback(layout.numel, 1, encoding.beta, device) if fed_back else None
             hop = comm.hop("reduce", spec)
-            hops.append(ReduceHop(hop, codec, errors, encoding.sums_by_backend(codec, hop.backend)))
+            by_backend = encoding.sums_by_backend(codec, spec, codec.nbytes(layout.numel), hop.backend)
+            hops.append(ReduceHop(hop, codec, errors, by_backend))
         path = ReducePath(placement, 1, hops, key.wire_dtype)
         return GradientPaths(path, path, path, None)
 

@@ -59,11 +59,30 @@ def test_who_sums() -> None:
         for choice in ("auto", "exchange", "backend")
         for codec in (single, half, PlainCodec(torch.float64), BlockCodec(8))
         for backend in ("nccl", "gloo", "fake", "other")
-        if Encoding(reduce_scatter=choice).sums_by_backend(codec, backend)
+        if Encoding(reduce_scatter=choice).sums_by_backend(codec, INSIDE, 2**10, backend)
     }
     asked = {("backend", codec, backend) for codec in (single, half, PlainCodec(torch.float64))
              for backend in ("nccl", "gloo", "fake", "other")}  # fmt: skip
     assert chosen == asked | {("auto", single, "nccl"), ("auto", PlainCodec(torch.float64), "nccl")}
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks", "link", "nbytes", "expected"),
+    [
+        ("low_latency", 32, "cross", 2**19 - 512, True),
+        ("low_latency", 31, "cross", 2**10, False),
+        ("low_latency", 32, "cross", 2**19, False),
+        ("low_latency", 64, "local", 2**10, False),
+        # Whatever the sizes, no sum is rounded on the way by default.
+        ("auto", 128, "cross", 2**10, False),
+    ],
+)
+def test_small_parts_of_many_nodes(choice: str, ranks: int, link: str, nbytes: int, expected: bool) -> None:
+    hop, half = HopSpec(ranks, 1, tuple(range(ranks)), link), PlainCodec(torch.bfloat16)
+    chosen = Encoding(reduce_scatter=choice)
+    assert chosen.sums_by_backend(half, hop, nbytes, "nccl") is expected
+    assert not chosen.sums_by_backend(half, hop, nbytes, "gloo")
+    assert chosen.sums_by_backend(PlainCodec(torch.float32), hop, nbytes, "nccl")
 
 
 def test_sums_that_go_back_to_copies() -> None:

@@ -273,7 +273,8 @@ def gradient_paths(
         if encoding.feeds_back(specs, spec):
             # A rank brings ``hop.size`` messages of [numel / outer] to this hop, each with errors of its own.
             feedback = codec.feedback(layout.numel // spec.outer, hop.size, encoding.beta, device)
-        hops.append(ReduceHop(hop, codec, feedback, encoding.sums_by_backend(codec, hop.backend)))
+        by_backend = encoding.sums_by_backend(codec, spec, codec.nbytes(layout.numel // spec.outer), hop.backend)
+        hops.append(ReduceHop(hop, codec, feedback, by_backend))
 
     def path(inner: int, outer: int) -> ReducePath:
         # The same hops in all three paths: errors belong to a hop, whichever path a gradient takes over it.

@@ -17,6 +17,7 @@ from zeropp.wire.differences import BASES
 
 __all__ = ["Encoding", "choose_encoding", "require_base"]
 
+_MANY, _SMALL = 32, 2**19  # ranks between nodes, and bytes of a part, for which an exchange is bound by its messages
 _PLAIN = {32: torch.float32, 16: torch.bfloat16}
 
 
@@ -33,8 +34,8 @@ class Encoding:
         rotate: quantized gradients are rotated.
         feedback: on which hops errors are fed back: none, those between nodes (or the only one), or all.
         beta: share of the old error that is kept.
-        reduce_scatter: whether sums of plain values are left to the backend, "backend", or not, "exchange", or, "auto",
-            where it sums in 32 bits or more and sends no more for it.
+        reduce_scatter: sums of plain values are left to the backend, "backend", or not, "exchange"; or, "auto", where
+            it sums in 32 bits or more and sends no more for it; or, "low_latency", for small parts of 16 bits, too.
     """
 
     weights: Codec | None = None
@@ -67,12 +68,29 @@ class Encoding:
         """Whether what encoding for a hop of a whole reduce path loses is fed back."""
         return self.feedback == "both" or (self.feedback == "cross" and self._crosses(path, hop))
 
-    def sums_by_backend(self, codec: Codec, backend: str) -> bool:
-        """Whether a hop with ``codec`` over a backend leaves the sum to it."""
+    def sums_by_backend(self, codec: Codec, hop: HopSpec, nbytes: int, backend: str) -> bool:
+        """Tell whether a hop leaves its sum to the backend's reduce-scatter.
+
+        Args:
+            codec: of the hop's messages.
+            hop: its ranks and link.
+            nbytes: of one rank's part of a message.
+            backend: of its process group.
+        """
         if codec.coded or self.reduce_scatter == "exchange":
             return False
-        # NCCL rounds a sum in 16 bits once a rank. gloo sends twice the bytes, and of others nothing is known.
-        return self.reduce_scatter == "backend" or (backend == "nccl" and codec.dtype.itemsize >= 4)
+        if self.reduce_scatter == "backend":
+            return True
+        # gloo sends twice the bytes, and of other backends nothing is known.
+        if backend != "nccl":
+            return False
+        # Of 32 bits nothing is lost on the way, and an exchange would need memory for every rank's message.
+        if codec.dtype.itemsize >= 4:
+            return True
+        # NCCL rounds a sum of 16 bits at each step. An exchange of small parts with many ranks takes longer for each of
+        # its n - 1 messages than for their bytes, and NCCL's PAT has log2(n) steps: a choice between bits and time.
+        many = hop.link == "cross" and len(hop.ranks) >= _MANY
+        return self.reduce_scatter == "low_latency" and many and nbytes < _SMALL
 
     def return_codec(self, codecs: Sequence[Codec]) -> Codec:
         """The codec for sums that go back to several copies, after hops with ``codecs``: 8 bits if one is coded."""
