@@ -1,0 +1,123 @@
+"""Limits of NCCL's thread blocks: what they add up to, and how they reach NCCL. No card and no NCCL are needed."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeropp
+from zeropp import _compat
+from zeropp.comm import communicators
+from zeropp.comm.communicators import Communicator, Ctas, Key, choose_ctas, most_ctas, require_room
+from zeropp.plan.communicators import choose_sharing, planned_ctas
+
+CARD = torch.device("cuda", 0)
+MULTINODE = Path(__file__).resolve().parents[2] / "docs" / "multinode.md"
+
+
+def test_limits_follow_the_card() -> None:
+    assert choose_ctas(132) == Ctas(16, 8)
+    assert choose_ctas(58) == Ctas(7, 3)
+    assert choose_ctas(4) == Ctas(1, 1)
+    assert choose_ctas(132, local=24) == Ctas(24, 8)
+    config = zeropp.config.load_config({"zeropp": {"max_ctas": {"cross": 4}}})
+    assert planned_ctas(config, 108) == Ctas(13, 4)
+
+
+def test_what_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends and receives round up to a power of two, and the environment overrules a program."""
+    gather, exchange = (13, False), (13, True)
+    assert most_ctas([gather, exchange]) == 13 + 16
+    assert most_ctas([gather, (None, True)]) is None
+    monkeypatch.setenv("NCCL_MIN_CTAS", "20")
+    assert most_ctas([gather, exchange]) == 20 + 32
+    monkeypatch.setenv("NCCL_MAX_CTAS", "24")
+    assert most_ctas([gather, (None, True)]) == 24 + 32
+
+
+def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    class Engine:
+        """Uses them."""
+
+    def held(kind: str, limit: int) -> Communicator:
+        group: Any = SimpleNamespace(group_name=kind)
+        made = Communicator(Key(kind, "", (0, 1), "nccl", CARD, timedelta(seconds=1), limit), group)
+        made.users.add(Engine)
+        return made
+
+    monkeypatch.setattr(communicators, "processors", lambda device: 64)
+    monkeypatch.setattr(communicators, "_held", {kind: held(kind, 32) for kind in ("gather", "reduce")})
+    require_room(CARD)
+    monkeypatch.setattr(communicators, "_held", {kind: held(kind, 33) for kind in ("gather", "reduce")})
+    with pytest.raises(
+        ValueError, match=r"97 thread blocks \(33 for gather over 2 ranks, 33 for reduce over 2 ranks\)"
+    ):
+        require_room(CARD)
+    require_room(torch.device("cuda", 1))  # on another card
+
+
+def test_the_limit_reaches_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's options of the group; a torch that is built without NCCL has no class for them."""
+    options = SimpleNamespace(config=SimpleNamespace(max_ctas=None), _timeout=None)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=lambda: options), raising=False)
+    default = SimpleNamespace(bound_device_id=None)
+    made = mock.Mock(return_value=(SimpleNamespace(), None))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: default)
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", made)
+    monkeypatch.setattr(_compat, "default_store", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_group_ranks=mock.MagicMock()))
+    seconds = timedelta(seconds=9)
+    _compat.new_group([0, 1], "nccl", seconds, "a group", CARD, 12)
+    assert made.call_args.args[6] is options and (options.config.max_ctas, options._timeout) == (12, seconds)
+    _compat.new_group([0, 1], "nccl", seconds, "a group", CARD)
+    assert made.call_args.args[6] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "kinds", "engines"),
+    [
+        ({}, "cuda", True, True),
+        ({"zeropp": {"share_communicators": False}}, "cuda", True, False),
+        # Threads launch.
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "cuda", False, False),
+        ({}, "cpu", False, False),
+        ({"zero_optimization": {"stage": 3, "overlap_comm": False}}, "cpu", True, True),
+    ],
+)
+def test_what_is_shared(settings: dict[str, Any], device: str, kinds: bool, engines: bool) -> None:
+    sharing = choose_sharing(zeropp.config.load_config(settings or None), torch.device(device))
+    assert (sharing.kinds, sharing.engines) == (kinds, engines)
+
+
+def counts(world: int, local: int, *, offload: bool) -> list[tuple[int | None, bool]]:
+    """(limit, whether it exchanges) of each communicator that is planned for an H100."""
+    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 5000}
+    if offload:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}}
+    plan = zeropp.plan.memory(model, config, world, local)
+    limits = choose_ctas(132)
+    return [(limits.of(each.link), "reduce" in each.kind) for each in plan.communicators]
+
+
+def test_the_page_says_how_many() -> None:
+    """docs/multinode.md: communicators, and thread blocks on an H100."""
+    text = re.sub(r"\s+", " ", MULTINODE.read_text())
+    plain, offloaded = counts(16, 8, offload=False), counts(16, 8, offload=True)
+    assert "2 on one node" in text and len(counts(8, 8, offload=False)) == 2
+    assert "and 5 on several nodes" in text and len(plain) == 5
+    assert "up to 7" in text and len(offloaded) == 7
+    assert f"| H100, H200 | 132 | 16, 8 | {most_ctas(plain)}, {most_ctas(offloaded)} |" in text
