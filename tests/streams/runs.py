@@ -1,0 +1,473 @@
+"""Short trainings on the pretended card: those of the golden run, and what offload adds."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
+
+import zeropp
+from tests.distributed.parity import Recipe, make_optimizer
+from tests.golden.runs import CASES as GOLDEN
+from tests.gpu.delays import Block
+from tests.streams.card import Card, pretended_card
+from zeropp import fsdp2
+from zeropp.access.resting import RestingWeights
+from zeropp.training import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
+
+__all__ = ["RUNS", "Run", "edited_in_groups", "first_race", "races"]
+
+_LOCAL, _STEPS = 2, 3
+_PATIENCE = 30.0  # seconds for one training
+_BF16: dict[str, object] = {"bf16": {"enabled": True}}
+
+
+class Model(nn.Sequential):
+    """Blocks, of which the first is run twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first: Tensor = super().forward(x)
+        return first + self[0](x)
+
+
+class Training:
+    """A small model on the card, and its optimizer."""
+
+    def __init__(self, card: Card, run: Run, folder: Path) -> None:
+        self.card, self.run, self.folder, self.recipe = card, run, folder, run.recipe
+        torch.manual_seed(7)
+        self.model = Model(*(Block(run.width) for _ in range(4))).to(run.recipe.dtype)
+        card.take(*self.model.parameters())
+        self.model[0].requires_grad_(not run.frozen)
+        self.wrap()
+
+    def wrap(self) -> None:
+        self.inner = make_optimizer(self.recipe, self.model)
+        self.optimizer = zeropp.ZeroOptimizer(self.inner, self.model, _settings(self.run, self.folder))
+
+    def loss(self) -> Tensor:
+        x = torch.ones(3, self.run.width)
+        self.card.take(x)
+        return self.model(x).float().square().mean()
+
+    def backward(self) -> None:
+        """All of one step's, and of one outside of a step."""
+        for micro in range(self.recipe.accumulation):
+            holds = self.recipe.how == "no_sync" and micro + 1 < self.recipe.accumulation
+            with self.optimizer.no_sync() if holds else contextlib.nullcontext():
+                self.optimizer.backward(self.loss())
+
+    def step(self) -> None:
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> None:
+        """With and without a graph, in either mode."""
+        with torch.no_grad():
+            self.loss()
+        self.model.eval()
+        self.loss()
+        with torch.inference_mode():
+            self.loss()
+        self.model.train()
+
+
+def stepped_twice(t: Training) -> None:
+    """The second step finds the first one's weights on their way."""
+    t.backward()
+    t.optimizer.step()
+    t.optimizer.step()
+
+
+def abandoned(t: Training) -> None:
+    """Forwards after which no backward comes, and what was fetched ahead for it is let go."""
+    for _ in range(2):
+        t.loss()
+        t.optimizer.empty_partition_cache()
+
+
+def failed(t: Training) -> None:
+    """A backward ends in an error, and the next one begins."""
+
+    def fail(*given: object) -> None:
+        raise ArithmeticError
+
+    handle = t.model[1].register_full_backward_pre_hook(fail)
+    with contextlib.suppress(ArithmeticError):
+        t.backward()
+    handle.remove()
+    t.optimizer.zero_grad(set_to_none=False)
+
+
+def asked(t: Training) -> None:
+    """Weights and states are read, and loaded, while a step may be under way."""
+    for read in (
+        lambda: t.inner.state_dict()["state"],
+        lambda: list(t.optimizer.state.values()),
+        lambda: t.optimizer.state_dict(),
+        lambda: zeropp.full_state(t.model),
+        lambda: t.model.state_dict(),
+        lambda: [parameter.ds_tensor.data for parameter in t.model.parameters()],
+    ):
+        t.step()
+        for value in tree_leaves(read()):
+            if isinstance(value, Tensor):
+                value.clone()
+    t.step()
+    t.model.load_state_dict(zeropp.full_state(t.model))
+    t.step()
+    t.optimizer.load_state_dict(t.optimizer.state_dict())
+
+
+def looked_at(t: Training) -> None:
+    """Persistent weights are read between passes, as the engine of :mod:`zeropp.training` lets them be."""
+    t.optimizer.engine.resting = RestingWeights(t.optimizer.engine)
+    t.step()
+    t.model[0].norm.weight.clone()
+
+
+def edited(t: Training) -> None:
+    """Weights are edited, and gradients taken away, while a step is under way; a block is frozen."""
+    parameters = list(t.model.parameters())
+    t.step()
+    with zeropp.zero.GatheredParameters(parameters[:2], modifier_rank=0), torch.no_grad():
+        parameters[0].mul_(0.5)
+    t.backward()
+    t.optimizer.step()
+    parameters[0].grad = None
+    t.model[0].requires_grad_(False)
+    t.optimizer.zero_grad()
+    t.step()
+
+
+def edited_in_groups(t: Training) -> None:
+    """Slices are edited where the optimizer has them, right after a step."""
+    t.step()
+    with torch.no_grad():
+        for group in t.optimizer.param_groups:
+            for part in group["params"]:
+                part.mul_(0.5)
+
+
+def set_by_hand(t: Training) -> None:
+    """Main weights are set by DeepSpeed's functions, whole and in part, right after steps."""
+    weight = t.model[0].norm.weight
+    t.step()
+    safe_set_full_fp32_param(weight, torch.ones(t.run.width))
+    t.step()
+    own = safe_get_local_fp32_param(weight)
+    assert own is not None, "another rank has it, which is not simulated"
+    safe_set_local_fp32_param(weight, own.clone())
+
+
+def averaged(t: Training) -> None:
+    """An average takes the place of weights right after a step."""
+    average = zeropp.ema(t.model, 0.9)
+    t.step()
+    average.update()
+    with average.applied(), torch.no_grad():
+        t.loss()
+
+
+def unfrozen(t: Training) -> None:
+    """A frozen block is trained, right after it was loaded."""
+    t.model.load_state_dict(zeropp.full_state(t.model))
+    t.model[0].requires_grad_(True)
+
+
+def wrapped_again(t: Training) -> None:
+    """A new optimizer takes over weights on which the old one's work is under way."""
+    t.step()
+    del t.inner, t.optimizer
+    gc.collect()
+    t.wrap()
+
+
+def compared(t: Training) -> None:
+    """Ranks compare what they cache, right after a step has begun to renew it."""
+    t.optimizer.boundary.cache_checksum.every = 1
+    t.backward()
+    t.optimizer.step()
+    t.optimizer.clip_grad_norm_(1.0)
+
+
+def measured(t: Training) -> None:
+    """Norms are asked for between backward and step, and gradients held until then."""
+    t.backward()
+    t.optimizer.clip_grad_norm_(0.1)
+    t.optimizer.grad_norms()
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+    with t.optimizer.no_sync():
+        t.optimizer.backward(t.loss())
+    t.optimizer.step()
+    t.optimizer.zero_grad()
+
+
+def parked(t: Training) -> None:
+    """All states are sent away between phases, and brought back, in the middle of a window, too."""
+    t.step()
+    t.optimizer.offload_states()
+    t.optimizer.reload_states()
+    for non_blocking in (True, False):
+        t.optimizer.backward(t.loss())
+        t.optimizer.offload_states(non_blocking=non_blocking)
+        zeropp.full_state(t.model)
+        t.optimizer.reload_states(non_blocking=non_blocking)
+        for _ in range(t.recipe.accumulation - 1):
+            t.optimizer.backward(t.loss())
+        t.optimizer.step()
+        t.optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        recipe: model and configuration.
+        ways: done after it.
+        width: of the model.
+        world: number of ranks, two to a node.
+        frozen: the first block is not trained.
+        closes: the engine is closed at the end, and not only dropped.
+    """
+
+    recipe: Recipe
+    ways: Sequence[Callable[[Training], None]] = ()
+    width: int = 16
+    world: int = 4
+    frozen: bool = False
+    closes: bool = True
+
+
+def _offloaded(
+    zero: dict[str, object], accumulation: int = 1, *, extension: dict[str, object] | None = None,
+    top: dict[str, object] | None = None, **more: Any,
+) -> Run:  # fmt: skip
+    entries = {"dtype": torch.float32, "clip": 1.0, "top": {**_BF16, **(top or {})}, "extension": extension or {}}
+    return Run(Recipe(zero=zero, accumulation=accumulation, **entries), **more)  # type: ignore[arg-type]
+
+
+_STATES: dict[str, object] = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+_WEIGHTS: dict[str, object] = {"offload_param": {"device": "cpu", "pin_memory": True, "buffer_size": 1024}}
+_BOTH = {**_STATES, **_WEIGHTS}
+_HPZ: dict[str, object] = {"zero_hpz_partition_size": 2}
+_LOCO: dict[str, object] = {"zero_quantized_gradients": True, "zeropp_loco_param": {"err_beta": 0.8, "reset_T": 8}}
+_LOSSLESS: dict[str, object] = {"weight_codec": "lossless"}
+_PIPELINED = {"pipeline_read": True, "pipeline_write": True}
+
+
+def _files(**more: object) -> dict[str, object]:
+    return {
+        "offload_optimizer": {"device": "nvme", "pin_memory": True, **more},
+        "offload_param": {"device": "nvme", "pin_memory": True, "buffer_size": 1024, "max_in_cpu": 0},
+        "sub_group_size": 1024,
+    }
+
+
+_SMALL_BLOCKS: dict[str, object] = {"aio": {"block_size": 1024}}
+RUNS: dict[str, Run | Sharded] = {
+    **{name: Run(recipe) for name, recipe in GOLDEN.items()},
+    "stage 1, sums by the backend": Run(
+        replace(GOLDEN["stage 1, accumulated"], extension={"reduce_scatter": "backend"})
+    ),
+    "stage 1, lossless, one node": Run(
+        Recipe(zero={"stage": 1, "overlap_comm": True}, dtype=torch.float32, top=_BF16, extension=_LOSSLESS), world=2
+    ),
+    "read late": Run(
+        replace(GOLDEN["stage 3"], evaluate=False, optimizer="AdamW fused", extension={"static_graph": True})
+    ),
+    "twice, hpZ": Run(GOLDEN["hpZ, bf16"], [stepped_twice, abandoned]),
+    "abandoned": Run(Recipe(zero={"stage3_max_reuse_distance": 0}, dtype=torch.float32), [abandoned]),
+    "failed": Run(GOLDEN["stage 3"], [failed]),
+    "asked, hpZ": Run(GOLDEN["hpZ, bf16"], [asked]),
+    "edited, hpZ": Run(GOLDEN["hpZ, bf16"], [edited]),
+    "averaged": Run(GOLDEN["hpZ, bf16"], [averaged]),
+    "unfrozen": Run(GOLDEN["hpZ, bf16"], [unfrozen], frozen=True),
+    "wrapped again": Run(GOLDEN["hpZ, bf16"], [wrapped_again]),
+    "groups, lossless": Run(GOLDEN["hpZ, bf16, lossless"], [edited_in_groups]),
+    "set by hand": Run(GOLDEN["hpZ, bf16"], [set_by_hand]),
+    "looked at": Run(GOLDEN["stage 2, overlapped"], [looked_at]),
+    "compared": Run(GOLDEN["hpZ, bf16, delta4, qgZ"], [compared]),
+    "dropped": Run(GOLDEN["hpZ, bf16"], closes=False),
+    "measured": Run(GOLDEN["LoCo, accumulated and deferred"], [measured]),
+    "parked": Run(GOLDEN["stage 3, small ones persistent, no_sync"], [parked]),
+    "parked, LoCo": Run(GOLDEN["LoCo, accumulated and deferred"], [parked]),
+    "MiCS": Run(replace(GOLDEN["MiCS, accumulated"], accumulation=1)),
+    "MiCS over nodes": Run(Recipe(zero={"mics_shard_size": 4}, accumulation=2, dtype=torch.float32), world=8),
+    "states": _offloaded(_STATES, 2),
+    "states, stage 1, at once": _offloaded({"stage": 1, **_STATES}, 2),
+    "states, stage 2": _offloaded({"stage": 2, "overlap_comm": True, **_STATES}, ways=[stepped_twice]),
+    "states, stage 1, lossless, one node": _offloaded({"stage": 1, **_STATES}, extension=_LOSSLESS, world=2),
+    "states, stage 1, no lanes": _offloaded({"stage": 1, "overlap_comm": False, **_STATES}),
+    "states, a part": _offloaded({"offload_optimizer": {"device": "cpu", "ratio": 0.5}}),
+    "both": _offloaded(_BOTH, ways=[stepped_twice, abandoned]),
+    "both, asked": _offloaded(_BOTH, ways=[asked]),
+    "both, edited": _offloaded(_BOTH, ways=[edited, edited_in_groups]),
+    "both, measured": _offloaded(_BOTH, ways=[measured]),
+    "both, dropped": _offloaded(_BOTH, closes=False),
+    "both, qwZ": _offloaded({**_BOTH, "zero_quantized_weights": True}),
+    "both, hpZ, lossless": _offloaded({**_BOTH, **_HPZ}, extension=_LOSSLESS),
+    "states, hpZ, delta4": _offloaded({**_STATES, **_HPZ}, extension={"weight_codec": "delta4"}),
+    "states, LoCo, deferred": _offloaded({**_STATES, **_LOCO}, 2, extension={"defer_cross_reduction": True}),
+    "states, MiCS, accumulated": _offloaded({**_STATES, "mics_shard_size": 2}, 2),
+    "files": _offloaded(_files(), 2, top=_SMALL_BLOCKS, width=64),
+    "files, pipelined": _offloaded(_files(**_PIPELINED), top=_SMALL_BLOCKS, width=64),
+}
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A training by FSDP2, whose hops are zeropp's.
+
+    Attributes:
+        settings: of ``zeropp.fsdp2.apply``.
+        reshards: as in ``fully_shard``.
+        world: number of ranks, two to a node.
+    """
+
+    settings: dict[str, Any]
+    reshards: bool | int = True
+    world: int = 4
+
+
+_WHOLE = {"weights": None, "gradient_bits": None, "vector_bits": None}
+RUNS |= {
+    "FSDP2": Sharded({}),
+    "FSDP2, LoCo": Sharded({"feedback": "both", "hadamard": True}),
+    "FSDP2, codes again": Sharded({"secondary": "codes"}, reshards=2),
+    "FSDP2, values": Sharded({**_WHOLE, "gather_hops": 1}),
+    "FSDP2, values, two hops": Sharded({**_WHOLE, "gather_hops": 2}),
+}
+
+
+@contextlib.contextmanager
+def _ranks(world: int) -> Iterator[None]:
+    """A group of ranks of which only this one is there."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _settings(run: Run, folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = run.recipe.config()
+    config["zeropp"] = {**config["zeropp"], "local_world_size": _LOCAL, "warm_up": False}
+    zero = config["zero_optimization"]
+    for block in ("offload_optimizer", "offload_param"):
+        if zero.get(block, {}).get("device") == "nvme":
+            zero[block] = {**zero[block], "nvme_path": str(folder)}
+    return config
+
+
+def _train_sharded(run: Sharded, card: Card) -> None:
+    torch.manual_seed(7)
+    model = Model(*(Block(16) for _ in range(4)))
+    card.take(*model.parameters())
+    mesh = init_device_mesh("cuda", (run.world,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=run.reshards)
+    fsdp2.apply(model, local_world_size=_LOCAL, **run.settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(_STEPS):
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            x = torch.ones(3, 16)
+            card.take(x)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _train(run: Run, card: Card, folder: Path) -> None:
+    training = Training(card, run, folder)
+    for _ in range(_STEPS):
+        training.step()
+        if run.recipe.evaluate:
+            training.evaluate()
+    zeropp.full_state(training.model)
+    for way in run.ways:
+        way(training)
+    # The last step's weights are on their way when the engine ends, and with it its memory.
+    training.step()
+    assert training.optimizer.skipped_steps == 0, "steps were skipped, and so were their accesses"
+    if run.closes:
+        training.optimizer.close()
+        for value in tree_leaves(dict(training.inner.state)):
+            if isinstance(value, Tensor):
+                value.clone()
+
+
+def races(run: Run | Sharded, folder: Path, *, late: float = 0.0, tell: Callable[[str], object] = str) -> list[str]:
+    """Train; accesses to memory that nothing orders, in words.
+
+    Args:
+        run: what to train.
+        folder: for files.
+        late: seconds by which threads begin each piece of work late, so that who does not wait for them comes first.
+        tell: called with each as soon as it is found.
+    """
+    gc.freeze()
+    try:
+        with _ranks(run.world), pretended_card(run.world, late=late) as card:
+            card.clocks.tell = tell
+            _train(run, card, folder) if isinstance(run, Run) else _train_sharded(run, card)
+            gc.collect()
+    finally:
+        gc.unfreeze()
+    return list(card.clocks.races)
+
+
+def _first(
+    found: Connection, run: Run | Sharded, folder: Path, without: contextlib.AbstractContextManager[None], late: float
+) -> None:
+    def tell(word: str) -> None:
+        found.send(word)
+        os._exit(0)
+
+    # What is left out may well end in errors, of threads, too.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    logging.disable()
+    try:
+        with without:
+            races(run, folder, late=late, tell=tell)
+            tell("")
+    except BaseException as error:
+        tell(f"error: {error!r}")
+
+
+def first_race(
+    run: Run | Sharded, folder: Path, without: contextlib.AbstractContextManager[None], *, late: float
+) -> str:
+    """The first race of a training ``without`` something, or its error, or ""; in a child, which may crash or hang."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_first, args=(theirs, run, folder, without, late))
+    child.start()
+    theirs.close()
+    try:
+        return ours.recv() if ours.poll(_PATIENCE) else "error: it hangs"  # type: ignore[no-any-return]
+    except EOFError:
+        return "error: it has crashed"
+    finally:
+        child.kill()
+        child.join()
+        ours.close()

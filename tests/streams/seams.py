@@ -1,0 +1,148 @@
+"""The places where zeropp makes one timeline wait for another, and zeropp without one of them.
+
+A seam is a call: of a stream or an event to wait, of an event to be recorded, of ``used_here``. Without it, its
+arguments are still computed, and nothing is done.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import inspect
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Seam", "seams", "without"]
+
+_ROOT = Path(__file__).resolve().parents[2]
+_WAITS = {
+    "after=", "record", "record_stream", "synchronize", "used_here", "wait", "wait_event", "wait_gathered",
+    "wait_refreshed", "wait_stepped", "wait_stream",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Seam:
+    """One call.
+
+    Attributes:
+        module: path of the file under the repository.
+        function: qualified name of the outermost function around it.
+        number: among those of that function, from 1.
+        text: of the call.
+        line: where it begins.
+    """
+
+    module: str
+    function: str
+    number: int
+    text: str
+    line: int
+
+    @property
+    def name(self) -> str:
+        """What tells it from others, whatever lines are added elsewhere."""
+        return f"{self.module.removeprefix('zeropp/')} {self.function} {self.number}"
+
+
+def _called(node: ast.AST) -> str:
+    if isinstance(node, ast.Call):
+        return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    # What work begins after; and a method that is handed on, to be called later.
+    if isinstance(node, ast.keyword) and node.arg == "after":
+        return "after="
+    return node.attr if isinstance(node, ast.Attribute) and node.attr in ("record", "synchronize") else ""
+
+
+def _functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Outermost functions and methods, with their qualified names."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield prefix + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{prefix}{node.name}.")
+
+
+def _calls(function: ast.FunctionDef) -> list[ast.AST]:
+    inner = {node.func for node in ast.walk(function) if isinstance(node, ast.Call)}
+    found = [node for node in ast.walk(function) if _called(node) in _WAITS and node not in inner]
+    return sorted(found, key=lambda node: (node.lineno, node.col_offset))  # type: ignore[attr-defined]
+
+
+def seams(*folders: str) -> list[Seam]:
+    """All of some packages of zeropp, or modules."""
+    found = []
+    for path in sorted(path for folder in folders for path in _ROOT.glob(f"zeropp/{folder}")):
+        module = str(path.relative_to(_ROOT))
+        for name, function in _functions(ast.parse(path.read_text())):
+            for number, node in enumerate(_calls(function), 1):
+                line: int = node.lineno  # type: ignore[attr-defined]
+                found.append(Seam(module, name, number, ast.unparse(node), line))
+    return found
+
+
+class _Without(ast.NodeTransformer):
+    def __init__(self, calls: Sequence[ast.AST]) -> None:
+        self._calls = calls
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if not any(node is call for call in self._calls):
+            return self.generic_visit(node)
+        if isinstance(node, ast.keyword):
+            return ast.keyword("after", ast.Constant(None))
+        if not isinstance(node, ast.Call):
+            return ast.parse("lambda *given: None", mode="eval").body
+        given = [*([node.func.value] if isinstance(node.func, ast.Attribute) else []), *node.args]
+        # A wait tells that it was not in vain.
+        kept = ast.Tuple([*given, ast.Constant(True)], ast.Load())
+        return ast.Subscript(kept, ast.UnaryOp(ast.USub(), ast.Constant(1)), ast.Load())
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _codes(each)
+
+
+def _plain(seam: Seam, lines: range) -> types.FunctionType:
+    """The function that a seam is in, under whatever is wrapped around it."""
+    owner: object = importlib.import_module(seam.module.removesuffix(".py").replace("/", "."))
+    *outer, name = seam.function.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    found = vars(owner)[name]
+    parts = [found.fget, found.fset] if isinstance(found, property) else [getattr(found, "__func__", found)]
+    plain = [inspect.unwrap(part) for part in parts if part is not None]
+    return next(each for each in plain if each.__code__.co_firstlineno in lines)
+
+
+@contextlib.contextmanager
+def without(*gone: Seam) -> Iterator[None]:
+    """zeropp without some of them; engines may be made before or inside."""
+    before: list[tuple[types.FunctionType, types.CodeType]] = []
+    for module in dict.fromkeys(seam.module for seam in gone):
+        path, own = _ROOT / module, [seam for seam in gone if seam.module == module]
+        tree = ast.parse(path.read_text())
+        functions = [function for _, function in _functions(tree)]
+        there = [next(f for f in functions if f.lineno <= seam.line <= (f.end_lineno or 0)) for seam in own]
+        calls = [_calls(function)[seam.number - 1] for seam, function in zip(own, there, strict=True)]
+        changed = compile(ast.fix_missing_locations(_Without(calls).visit(tree)), str(path), "exec")
+        for seam, function in zip(own, there, strict=True):
+            # A decorator stands before the line of its function.
+            first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
+            plain = _plain(seam, range(first, function.lineno + 1))
+            before.append((plain, plain.__code__))
+            name = function.name
+            plain.__code__ = next(
+                code for code in _codes(changed)
+                if code.co_name == name and code.co_firstlineno in range(first, function.lineno + 1)
+            )  # fmt: skip
+    try:
+        yield
+    finally:
+        for plain, code in reversed(before):
+            plain.__code__ = code

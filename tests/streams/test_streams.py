@@ -1,0 +1,198 @@
+"""Every access to memory is ordered by zeropp's waits, and not without any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from tests.golden.runs import CASES
+from tests.streams.runs import RUNS, Run, edited_in_groups, first_race, races
+from tests.streams.seams import Seam, seams, without
+from zeropp.comm.events import Event
+from zeropp.order import reductions
+
+# The run that shows what each wait is for.
+SHOWN_BY: dict[str, list[str]] = {
+    "stage 0": ["engine/unread.py Unread.__init__ 1", "engine/unread.py Unread.read 1"],
+    "stage 2, overlapped": [
+        "access/state.py _gather_whole 1", "comm/cuda_streams.py CudaStream.run 1",
+        "comm/cuda_streams.py CudaStream.run 2", "comm/cuda_streams.py CudaStream.run 3",
+        "comm/cuda_streams.py _CudaEvent.wait 1", "comm/streams.py Lanes.run 1", "comm/streams.py used_here 1",
+        "order/reductions.py Reductions._await 1", "order/reductions.py Reductions.end 1",
+        "order/schedule.py Schedule._wait_and_expose 1", "params/unit.py Unit.wait_refreshed 1",
+        "wire/paths.py ReducePath.reduce 1",
+    ],
+    "stage 3": [
+        "comm/cuda_streams.py CudaStream.free 1", "order/reductions.py Reductions.end_learning 2",
+        "params/unit.py Unit.wait_gathered 1",
+    ],
+    "hpZ, bf16": ["params/unit.py Unit.prepare_gather 1"],
+    "qwZ, qgZ, rotated": ["wire/paths.py GatherPath.gather 1"],
+    "LoCo, accumulated and deferred": ["params/gradient.py Gradient._add_to_held 2"],
+    "MiCS": ["params/gradient.py Gradient._reduce_replicas 1"],
+    "stage 1, lossless, one node": ["wire/differences.py Lossless.encode_ 1"],
+    "abandoned": ["order/live_units.py LiveUnits.release_if_unused 1"],
+    "asked, hpZ": ["access/state.py _Loading.begin 1", "optimizer/wrapper.py ZeroOptimizer.load_state_dict 1"],
+    "averaged": ["access/average.py Average._swap 1"],
+    "compared": ["engine/boundary.py Boundary._assemble 1"],
+    "dropped": ["comm/cuda_streams.py CudaStream.__init__ 1"],
+    "edited, hpZ": ["access/gathered.py _Loan.finish 1"],
+    "failed": ["order/reductions.py Reductions.forget 1"],
+    "looked at": ["access/resting.py RestingWeights.__call__ 1"],
+    "measured": ["order/reductions.py Reductions.send_unsent 1"],
+    "parked": ["optimizer/phases.py OffloadsStates.offload_states 1"],
+    "parked, LoCo": ["offload/parked.py Parked.__init__ 2", "params/gradient.py Gradient._add_to_held 1"],
+    "set by hand": [
+        "training/values.py safe_set_full_fp32_param 1", "training/values.py safe_set_local_fp32_param 1",
+    ],
+    "twice, hpZ": ["optimizer/wrapper.py ZeroOptimizer._take_step 1", "order/refresh.py Refresh.wait 2"],
+    "unfrozen": ["access/requires_grad.py Trainability.apply 1"],
+    "states": [
+        "comm/copies.py _Ended.wait 1", "comm/copies.py issued_here 1", "comm/cuda_streams.py LaunchedStream._launch 2",
+        "comm/cuda_streams.py LaunchedStream._launch 3", "comm/cuda_streams.py LaunchedStream.run 1",
+        "comm/cuda_streams.py _LaunchedEvent.wait 1", "comm/cuda_streams.py _LaunchedEvent.wait 2",
+        "engine/engine.py Engine.require_idle 1", "optimizer/tiles.py _Slot.wait 1",
+        "order/refresh.py Refresh.wait_stepped 1", "params/gradient.py Gradient._store 2",
+        "params/unit.py Unit.wait_stepped 1",
+    ],
+    "states, hpZ, delta4": ["comm/cuda_streams.py LaunchedStream._launch 1"],
+    "states, stage 1, at once": ["params/source.py Source.new 1", "params/unit.py Unit.refresh 1"],
+    "states, stage 1, lossless, one node": [
+        "comm/events.py Together.wait 1", "order/refresh.py Refresh._choose 1", "order/refresh.py Refresh._choose 2",
+    ],
+    "states, stage 1, no lanes": ["comm/streams.py InlineStream.run 1"],
+    "both": ["offload/read_ahead.py ReadAhead._read 1", "order/refresh.py Refresh.wait 1"],
+    "both, asked": [
+        "access/attributes.py LocalPart._place 1", "optimizer/host_step.py _wait 1",
+        "optimizer/wrapper.py ZeroOptimizer.state 1",
+    ],
+    "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
+    "files": [
+        "offload/read_ahead.py Arriving.copy_to 1", "optimizer/tiles.py Tiles.run 1",
+        "params/gradient.py Gradient._store 1", "params/gradient.py Gradient._store 3",
+    ],
+    "files, pipelined": ["optimizer/tiles.py _begin 1"],
+    "FSDP2": [
+        "fsdp2/gather.py GatherRoute._send 1", "fsdp2/gather.py GatherRoute.gather 1", "fsdp2/overlap.py wait_for 1",
+        "fsdp2/reduce.py ReduceComm.finish 1", "fsdp2/reduce.py ReduceComm.finish 2",
+        "fsdp2/reduce.py _Packing.unpack_ 1", "fsdp2/reduce.py _with_message 1",
+    ],
+}  # fmt: skip
+# Of these two any one does: each waits for the same, or names the same stream.
+EITHER: dict[tuple[str, str], str] = {
+    ("comm/cuda_streams.py CudaStream.__init__ 1", "comm/cuda_streams.py CudaStream.close 1"): "hpZ, bf16",
+    ("params/gradient.py Gradient._reduce_replicas 2", "params/gradient.py Gradient._reduce_replicas 3"): "MiCS",
+}
+# Without this one, the thread that comes first may find nothing to work with.
+LOUD = {"order/refresh.py Refresh._choose 2": "AssertionError"}
+# Waits without which no run has a race. They stay: the reason is what the simulator does not know, or what may change.
+REDUNDANT = {
+    "access/ownership.py Former.__init__ 1": "the former engine is closed next, and closing a lane waits for it",
+    "offload/parked.py Parked.__init__ 1": "what comes next on the stream waits; that the host waits is promised",
+    "offload/parked.py Parked.bring_back 1": "copied back on the same stream, unless the caller is on another by then",
+    "offload/parked.py Parked.copy_of 1": "read on lanes, which wait for the stream of the copy; the host may, too",
+    "optimizer/tiles.py Tiles.run 2": "the next tile waits before it reads, and the end for all",
+    "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the lane that steps waits, too; errors of the step end here",
+    "order/reductions.py Reductions.end_learning 1": "for Python's attributes: lanes' threads say what is held",
+}
+# Places that no run comes to, or where no memory is waited for.
+ELSEWHERE = {
+    "comm/stalls.py StreamStalls.timing 1": "measures time",
+    "comm/stalls.py StreamStalls.timing 2": "measures time",
+    "comm/streams.py _serve 1": "for lanes on a CPU; LaunchedStream waits before",
+    "offload/straight.py StraightReads.read 1": "needs kvikio",
+    "offload/transfer.py _Queue.take 1": "a condition variable",
+    "optimizer/host_step.py HostStep.start 1": "lazy_step false, where step() is promised to end with the step",
+    "optimizer/losses.py TakesLosses.loss_scale 1": "asks what became of a step: Unread.read waits for the number",
+    "optimizer/modes.py switch_mode 1": "needs an optimizer with modes; as Average._swap",
+    "optimizer/outcome.py Outcome.count 1": "asks what became of a step: Unread.read waits for the number",
+    "optimizer/outcome.py Outcome.pass_over 1": "asks what became of a step: Unread.read waits for the number",
+    "optimizer/outcome.py told 1": "asks what became of a step: Unread.read waits for the number",
+    "optimizer/slices.py _AwaitedMarker.__torch_function__ 1": "as ZeroOptimizer.state, for torch's own lists",
+    "optimizer/tiles.py _Slot.wait 2": "after an error",
+    "optimizer/wrapper.py ZeroOptimizer._decide 1": "asks what became of a step: Unread.read waits for the number",
+    "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "asks what became of a step: Unread.read waits for the number",
+    "order/reductions.py Reductions._make_room 1": "is in a loop that ends when it has waited",
+    "order/reductions.py Reductions.send_strays 1": "as end_learning 1, for gradients that came late",
+    "training/checkpointing.py _synchronize 1": "measures time",
+    "training/kept_inputs.py _Place.copy 1": "for a backward that is on another stream than its forward",
+    "training/optimizer.py LossScaler.cur_iter 1": "asks what became of a step: Unread.read waits for the number",
+    "training/optimizer.py TrainingOptimizer.fp32_partitioned_groups_flat 1": "as ZeroOptimizer.state",
+}
+# Packages and modules, and why they are not simulated.
+APART = {
+    "checkpoint/": "files take memory by its address, of which no operation of torch tells",
+    "comm/carrier.py": "numbers of the host between processes",
+    "comm/groups.py": "numbers of the host between processes",
+    "comm/hops.py": "gloo, which has no streams",
+    "comm/monitor.py": "a thread that touches no memory",
+    "comm/watch.py": "a thread that touches no memory",
+}
+FOUND = [seam for seam in seams("**/*.py") if not seam.module.removeprefix("zeropp/").startswith(tuple(APART))]
+BY_NAME: dict[str, Seam] = {seam.name: seam for seam in FOUND}
+SHOWN = {name: run for run, names in SHOWN_BY.items() for name in names}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_access_is_ordered(name: str, tmp_path: Path) -> None:
+    assert races(RUNS[name], tmp_path) == []
+
+
+def test_every_wait_is_accounted_for() -> None:
+    known = [*SHOWN, *(name for pair in EITHER for name in pair), *REDUNDANT, *ELSEWHERE]
+    missing = [f"{seam.module}:{seam.line}, {seam.text}, as {seam.name}" for seam in FOUND if seam.name not in known]
+    assert not missing, f"say which run shows the need of {missing}, in SHOWN_BY, or why none does"
+    assert not [name for name in known if name not in BY_NAME], "there are no such waits"
+
+
+def check_reported(names: Sequence[str], run: str, folder: Path) -> None:
+    """A training without some waits has a race; threads may have to be very late for that, on a busy machine."""
+    gone, found = [BY_NAME[name] for name in names], list[str]()
+    for late in (0.003, 0.01, 0.03):
+        found.append(first_race(RUNS[run], folder, without(*gone), late=late))
+        if found[-1] and (not found[-1].startswith("error") or LOUD.get(names[0], "-") in found[-1]):
+            return
+    raise AssertionError(f"without {[seam.text for seam in gone]}, {run!r} was run, with {found}")
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_missing_wait_is_reported(name: str, tmp_path: Path) -> None:
+    check_reported([name], SHOWN[name], tmp_path)
+
+
+@pytest.mark.parametrize("pair", EITHER, ids=" and ".join)
+def test_two_missing_waits_are_reported(pair: tuple[str, str], tmp_path: Path) -> None:
+    check_reported(pair, EITHER[pair], tmp_path)
+
+
+def test_messages_are_kept_until_lanes_have_read_them(tmp_path: Path) -> None:
+    """They are allocated on the model's stream, and no lane names itself."""
+    plain = reductions._Sent
+
+    def forget(unit: str, nbytes: int, message: Tensor, onward: int, ends: list[Event]) -> reductions._Sent:
+        return plain(unit, nbytes, None, onward, ends)
+
+    with mock.patch.object(reductions, "_Sent", forget):
+        found = races(RUNS["stage 2, overlapped"], tmp_path)
+    assert found and all("may be reused before" in race for race in found)
+
+
+def test_edits_in_the_groups_may_overtake_a_refresh(tmp_path: Path) -> None:
+    """The one race that is meant to be: what such a refresh brings is replaced before anybody looks at it.
+
+    See `zeropp.optimizer.host_step.waits_for_main_weights`.
+    """
+    (race,) = races(Run(CASES["hpZ, bf16"], [edited_in_groups]), tmp_path)
+    assert race.startswith("write by the model's stream") and "does not wait for read by lane" in race
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", REDUNDANT)
+def test_what_is_called_redundant_is(name: str, tmp_path: Path) -> None:
+    for run in RUNS:
+        found = first_race(RUNS[run], tmp_path, without(BY_NAME[name]), late=0.003)
+        assert found == "", f"in {run}: move it to SHOWN_BY"
