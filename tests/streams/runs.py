@@ -236,6 +236,17 @@ def parked(t: Training) -> None:
         t.optimizer.zero_grad()
 
 
+def beside(t: Training) -> None:
+    """Backwards go through two engines at once."""
+    other = Training(t.card, t.run, t.folder)
+    for _ in range(2):
+        (t.loss() + other.loss()).backward()
+        for each in (t, other):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+    other.optimizer.close()
+
+
 @dataclass(frozen=True)
 class Run:
     """One training.
@@ -313,6 +324,7 @@ RUNS: dict[str, Run | Sharded] = {
     "MiCS": Run(replace(GOLDEN["MiCS, accumulated"], accumulation=1)),
     "MiCS over nodes": Run(Recipe(zero={"mics_shard_size": 4}, accumulation=2, dtype=torch.float32), world=8),
     "states": _offloaded(_STATES, 2),
+    "two engines, states": _offloaded(_STATES, ways=[beside]),
     "states, stage 1, at once": _offloaded({"stage": 1, **_STATES}, 2),
     "states, stage 2": _offloaded({"stage": 2, "overlap_comm": True, **_STATES}, ways=[stepped_twice]),
     "states, stage 1, lossless, one node": _offloaded({"stage": 1, **_STATES}, extension=_LOSSLESS, world=2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -26,10 +27,18 @@ def _leaves_by_kernel(values: Tensor, staged: Tensor) -> bool:
     return summed_by_kernels(values) and staged.is_pinned()
 
 
-@lru_cache(maxsize=16)
-def _one_tensor(numel: int, device: torch.device) -> BlockTable:
+@lru_cache(maxsize=32)
+def _one_tensor(numel: int, device: torch.device, stream: int, thread: int) -> BlockTable:
     # Few sizes: a ring's buffers, and what is left of shards.
     return block_table([numel], [0], numel, device=device)
+
+
+def _table(values: Tensor) -> BlockTable:
+    """The table for a tensor; each stream and thread has its own."""
+    # A call writes the tensor's address to the table and then launches a kernel that reads it. Lanes of two engines may
+    # do so at once, and torch may give two lanes one stream: with a common table, one would overwrite the other's.
+    stream = torch.cuda.current_stream(values.device).cuda_stream
+    return _one_tensor(values.numel(), values.device, stream, threading.get_ident())
 
 
 class Report:
@@ -93,8 +102,7 @@ class Report:
         """
         if _leaves_by_kernel(values, staged):
             norms = self.norms[start // BLOCK : (start + values.numel()) // BLOCK]
-            table = _one_tensor(values.numel(), values.device)
-            gather_([values], table, staged, norms=norms, flag=self.flag, accumulate=accumulate)
+            gather_([values], _table(values), staged, norms=norms, flag=self.flag, accumulate=accumulate)
             return
         # Measured after the sum: the norm is that of what is stepped with.
         if accumulate:
