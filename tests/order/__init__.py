@@ -10,4 +10,6 @@ again inside a backward, persistent units, freezing, and errors. Left out is wha
 but for the order that they are issued in; lanes, on which work overlaps; parameters touched outside of their modules;
 new buffers for parameters that were frozen when the model was wrapped, after which all backwards are forgotten; and how
 many bytes of gradients may be under way.
+
+``engines`` has the same world for whole engines with models, and notes what each rank gives each process group.
 """

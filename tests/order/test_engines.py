@@ -1,0 +1,169 @@
+"""Every rank gives each communicator the same collectives; and all of them in one order, where the host launches them.
+
+Where anything is offloaded, lanes have threads that launch, and between communicators no order is promised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zeropp
+from tests.distributed.parity import Recipe, make_optimizer
+from tests.distributed.shapes import WIDTH, Block
+from tests.golden.runs import CASES
+from tests.order.engines import run_engines
+from zeropp.order.reductions import Reductions
+from zeropp.order.schedule import Schedule
+
+Route = Callable[[int, int], tuple[int, ...]]  # of a rank and a step, to the numbers of blocks
+
+OFFLOAD: dict[str, object] = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+# Stage 0 has nothing to offload.
+SETTINGS = {**CASES, **{
+    f"{name}, offloaded": replace(recipe, zero={**recipe.zero, **OFFLOAD})
+    for name, recipe in CASES.items() if name != "stage 0"
+}}  # fmt: skip
+
+
+class Failing(Block):
+    """A block that fails when it is told to, after it has computed."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.fails:
+            raise ArithmeticError
+        return x
+
+
+class Forgiving(nn.Module):
+    """Runs the blocks of a route, and goes on without one that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Failing(WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, route: tuple[int, ...]) -> Tensor:
+        for index in route:
+            with contextlib.suppress(ArithmeticError):
+                x = self.blocks[index](x)
+        return x
+
+
+def everyone(number: int, step: int) -> tuple[int, ...]:
+    """Every rank goes the same way in every step."""
+    return (0, 1, 2, 3)
+
+
+def opposite(number: int, step: int) -> tuple[int, ...]:
+    """Ranks go opposite ways, and others in the next step."""
+    return (0, 1 + (number + step) % 2, 3)
+
+
+def backwards(number: int, step: int) -> tuple[int, ...]:
+    """Every second rank runs the blocks in another order."""
+    return (0, 1, 2, 3)[:: -1 if number % 2 else 1]
+
+
+def train(recipe: Recipe, route: Route, fails: int | None, number: int) -> None:
+    """A few steps on one rank, with evaluation between them; block 2 of rank ``fails`` fails in one of them."""
+    torch.manual_seed(7)
+    model = Forgiving()
+    config = recipe.config()
+    config["zeropp"] = {**config["zeropp"], "local_world_size": 2}  # type: ignore[dict-item]
+    optimizer = zeropp.ZeroOptimizer(make_optimizer(recipe, model), model, config)
+    for step in range(4):
+        for micro in range(recipe.accumulation):
+            holds = recipe.how == "no_sync" and micro + 1 < recipe.accumulation
+            with optimizer.no_sync() if holds else contextlib.nullcontext():
+                model.blocks[2].fails = number == fails and step == 2  # type: ignore[assignment]
+                loss = model(torch.ones(2, WIDTH), route(number, step)).float().square().mean()
+                model.blocks[2].fails = False  # type: ignore[assignment]
+                optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.eval()(torch.ones(2, WIDTH), route(number, step + 1))
+            model.train()
+    optimizer.close()
+
+
+def check(size: int, recipe: Recipe, route: Route = everyone, fails: int | None = None) -> None:
+    logs = run_engines(size, partial(train, recipe, route, fails))
+    groups = {group for log in logs for group in log.by_group}
+    assert all(len(log.by_group) > 1 and len(log.calls) > 10 for log in logs), f"only {groups} were given anything"
+    for kind, members in groups:
+        first, *others = [logs[member].by_group.get((kind, members)) for member in members]
+        assert all(calls == first for calls in others), f"members {members} of {kind!r} were given different things"
+    if "offload_optimizer" not in recipe.zero:
+        assert all(log.calls == logs[0].calls for log in logs), "ranks have launched in different orders"
+
+
+@pytest.mark.filterwarnings("ignore:zero_optimization.offload_param.device")
+@pytest.mark.parametrize(
+    "size", [4, pytest.param(8, marks=pytest.mark.campaign), pytest.param(64, marks=pytest.mark.campaign)]
+)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting(name: str, size: int) -> None:
+    check(size, SETTINGS[name])
+
+
+@pytest.mark.parametrize(
+    "name", ["stage 3", "stage 3, offloaded", "qwZ, qgZ, rotated", "stage 3, small ones persistent, no_sync"]
+)
+def test_two_ranks(name: str) -> None:
+    check(2, SETTINGS[name])
+
+
+@pytest.mark.parametrize("fails", [None, 1])
+@pytest.mark.parametrize("route", [opposite, backwards])
+@pytest.mark.parametrize("name", ["stage 3", "stage 3, offloaded", "hpZ, bf16, lossless", "MiCS, accumulated"])
+def test_ranks_that_differ(name: str, route: Route, fails: int | None) -> None:
+    """One goes another way than the next, and may come upon an error that its model catches."""
+    check(4, SETTINGS[name], route, fails)
+
+
+def test_many_ranks() -> None:
+    check(64, replace(CASES["hpZ, bf16"], accumulation=1), opposite, 1)
+
+
+def test_a_rank_that_sends_more_is_seen() -> None:
+    """What no check sees would be no check: rank 1 gathers a unit once more than others."""
+    issue, ranks = Schedule._issue, dict[int, int]()
+
+    def once_more(schedule: Schedule, index: int) -> None:
+        issue(schedule, index)
+        number = dist.get_rank()
+        ranks[number] = ranks.get(number, 0) + 1
+        if number == 1 and ranks[1] == 20:
+            issue(schedule, index)
+
+    with mock.patch.object(Schedule, "_issue", once_more), pytest.raises(AssertionError, match="different things"):
+        check(4, CASES["stage 3"])
+
+
+def test_a_rank_in_another_order_is_seen() -> None:
+    """Rank 1 sends its gradients at the end of a backward: the same ones, on the same communicators."""
+    before_use = Reductions.before_use
+
+    def at_the_end(reductions: Reductions, uses: float) -> None:
+        if dist.get_rank() != 1 or uses == math.inf:
+            before_use(reductions, uses)
+
+    with (
+        mock.patch.object(Reductions, "before_use", at_the_end),
+        mock.patch.object(Reductions, "send_complete", lambda reductions: None),
+        pytest.raises(AssertionError, match="different orders"),
+    ):
+        check(4, CASES["stage 3, nothing ahead"])
