@@ -1,8 +1,9 @@
 """CUDA's streams and memory, simulated on a CPU: every access of every stream to memory is ordered by waits.
 
 zeropp runs as it does on a card, on one rank of torch's fake group (``card``), through trainings in each placement,
-codec and kind of offload (``runs``). Vector clocks tell of any two accesses to the same bytes whether one ends before
-the other begins (``clocks``); so they find a missing wait however the timing was. ``seams`` takes waits out of zeropp.
+codec and kind of offload, and under FSDP2 (``runs``). Vector clocks tell of any two accesses to the same bytes whether
+one ends before the other begins (``clocks``); so they find a missing wait however the timing was. ``seams`` takes waits
+out of zeropp.
 
 The rules are: an operation begins after all that its stream was given before, and after all that the launching thread
 has done or waited for. Streams wait for streams and events, threads of the host for events, for numbers that they read,

@@ -13,7 +13,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -220,6 +219,11 @@ class _Stream:
         with self._card.clocks.lock:
             self.timeline.join(event.now)
 
+    def record_event(self) -> _Event:
+        event = _Event(self._card)
+        event.record(self)
+        return event
+
     def synchronize(self) -> None:
         with self._card.clocks.lock:
             self._card.clocks.host.join(self.timeline.now)
@@ -369,9 +373,10 @@ def _cuda(card: Card) -> dict[str, Any]:
         "current_stream": lambda device=None: streams_of[card.clocks.stream.number],
         "stream": enter,
         "device": lambda device: contextlib.nullcontext(),
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
-        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
     }
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
@@ -24,7 +26,9 @@ from tests.distributed.parity import Recipe, make_optimizer
 from tests.golden.runs import CASES as GOLDEN
 from tests.gpu.delays import Block
 from tests.streams.card import Card, pretended_card
+from zeropp import fsdp2
 from zeropp.access.resting import RestingWeights
+from zeropp.training import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
 __all__ = ["RUNS", "Run", "edited_in_groups", "first_race", "races"]
 
@@ -161,6 +165,17 @@ def edited_in_groups(t: Training) -> None:
                 part.mul_(0.5)
 
 
+def set_by_hand(t: Training) -> None:
+    """Main weights are set by DeepSpeed's functions, whole and in part, right after steps."""
+    weight = t.model[0].norm.weight
+    t.step()
+    safe_set_full_fp32_param(weight, torch.ones(t.run.width))
+    t.step()
+    own = safe_get_local_fp32_param(weight)
+    assert own is not None, "another rank has it, which is not simulated"
+    safe_set_local_fp32_param(weight, own.clone())
+
+
 def averaged(t: Training) -> None:
     """An average takes the place of weights right after a step."""
     average = zeropp.ema(t.model, 0.9)
@@ -279,7 +294,7 @@ def _files(**more: object) -> dict[str, object]:
 
 
 _SMALL_BLOCKS: dict[str, object] = {"aio": {"block_size": 1024}}
-RUNS: dict[str, Run] = {
+RUNS: dict[str, Run | Sharded] = {
     **{name: Run(recipe) for name, recipe in GOLDEN.items()},
     "stage 1, sums by the backend": Run(
         replace(GOLDEN["stage 1, accumulated"], extension={"reduce_scatter": "backend"})
@@ -299,6 +314,7 @@ RUNS: dict[str, Run] = {
     "unfrozen": Run(GOLDEN["hpZ, bf16"], [unfrozen], frozen=True),
     "wrapped again": Run(GOLDEN["hpZ, bf16"], [wrapped_again]),
     "groups, lossless": Run(GOLDEN["hpZ, bf16, lossless"], [edited_in_groups]),
+    "set by hand": Run(GOLDEN["hpZ, bf16"], [set_by_hand]),
     "looked at": Run(GOLDEN["stage 2, overlapped"], [looked_at]),
     "compared": Run(GOLDEN["hpZ, bf16, delta4, qgZ"], [compared]),
     "dropped": Run(GOLDEN["hpZ, bf16"], closes=False),
@@ -329,6 +345,31 @@ RUNS: dict[str, Run] = {
 }
 
 
+@dataclass(frozen=True)
+class Sharded:
+    """A training by FSDP2, whose hops are zeropp's.
+
+    Attributes:
+        settings: of ``zeropp.fsdp2.apply``.
+        reshards: as in ``fully_shard``.
+        world: number of ranks, two to a node.
+    """
+
+    settings: dict[str, Any]
+    reshards: bool | int = True
+    world: int = 4
+
+
+_WHOLE = {"weights": None, "gradient_bits": None, "vector_bits": None}
+RUNS |= {
+    "FSDP2": Sharded({}),
+    "FSDP2, LoCo": Sharded({"feedback": "both", "hadamard": True}),
+    "FSDP2, codes again": Sharded({"secondary": "codes"}, reshards=2),
+    "FSDP2, values": Sharded({**_WHOLE, "gather_hops": 1}),
+    "FSDP2, values, two hops": Sharded({**_WHOLE, "gather_hops": 2}),
+}
+
+
 @contextlib.contextmanager
 def _ranks(world: int) -> Iterator[None]:
     """A group of ranks of which only this one is there."""
@@ -347,6 +388,25 @@ def _settings(run: Run, folder: Path) -> dict[str, Any]:
         if zero.get(block, {}).get("device") == "nvme":
             zero[block] = {**zero[block], "nvme_path": str(folder)}
     return config
+
+
+def _train_sharded(run: Sharded, card: Card) -> None:
+    torch.manual_seed(7)
+    model = Model(*(Block(16) for _ in range(4)))
+    card.take(*model.parameters())
+    mesh = init_device_mesh("cuda", (run.world,))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=run.reshards)
+    fsdp2.apply(model, local_world_size=_LOCAL, **run.settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(_STEPS):
+        for last in (False, True):
+            model.set_is_last_backward(last)
+            x = torch.ones(3, 16)
+            card.take(x)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _train(run: Run, card: Card, folder: Path) -> None:
@@ -368,7 +428,7 @@ def _train(run: Run, card: Card, folder: Path) -> None:
                 value.clone()
 
 
-def races(run: Run, folder: Path, *, late: float = 0.0, tell: Callable[[str], object] = str) -> list[str]:
+def races(run: Run | Sharded, folder: Path, *, late: float = 0.0, tell: Callable[[str], object] = str) -> list[str]:
     """Train; accesses to memory that nothing orders, in words.
 
     Args:
@@ -381,7 +441,7 @@ def races(run: Run, folder: Path, *, late: float = 0.0, tell: Callable[[str], ob
     try:
         with _ranks(run.world), pretended_card(run.world, late=late) as card:
             card.clocks.tell = tell
-            _train(run, card, folder)
+            _train(run, card, folder) if isinstance(run, Run) else _train_sharded(run, card)
             gc.collect()
     finally:
         gc.unfreeze()
@@ -389,7 +449,7 @@ def races(run: Run, folder: Path, *, late: float = 0.0, tell: Callable[[str], ob
 
 
 def _first(
-    found: Connection, run: Run, folder: Path, without: contextlib.AbstractContextManager[None], late: float
+    found: Connection, run: Run | Sharded, folder: Path, without: contextlib.AbstractContextManager[None], late: float
 ) -> None:
     def tell(word: str) -> None:
         found.send(word)
@@ -406,7 +466,9 @@ def _first(
         tell(f"error: {error!r}")
 
 
-def first_race(run: Run, folder: Path, without: contextlib.AbstractContextManager[None], *, late: float) -> str:
+def first_race(
+    run: Run | Sharded, folder: Path, without: contextlib.AbstractContextManager[None], *, late: float
+) -> str:
     """The first race of a training ``without`` something, or its error, or ""; in a child, which may crash or hang."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)

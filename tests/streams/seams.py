@@ -19,8 +19,8 @@ __all__ = ["Seam", "seams", "without"]
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WAITS = {
-    "after", "wait", "wait_stream", "wait_event", "record", "synchronize", "record_stream", "used_here", "wait_stepped",
-    "wait_refreshed", "wait_gathered",
+    "after=", "record", "record_stream", "synchronize", "used_here", "wait", "wait_event", "wait_gathered",
+    "wait_refreshed", "wait_stepped", "wait_stream",
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _called(node: ast.AST) -> str:
         return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
     # What work begins after; and a method that is handed on, to be called later.
     if isinstance(node, ast.keyword) and node.arg == "after":
-        return "after"
+        return "after="
     return node.attr if isinstance(node, ast.Attribute) and node.attr in ("record", "synchronize") else ""
 
 

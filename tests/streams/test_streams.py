@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from torch import Tensor
 
-from tests.streams.runs import RUNS, edited_in_groups, first_race, races
+from tests.golden.runs import CASES
+from tests.streams.runs import RUNS, Run, edited_in_groups, first_race, races
 from tests.streams.seams import Seam, seams, without
 from zeropp.comm.events import Event
 from zeropp.order import reductions
@@ -46,6 +46,9 @@ SHOWN_BY: dict[str, list[str]] = {
     "measured": ["order/reductions.py Reductions.send_unsent 1"],
     "parked": ["optimizer/phases.py OffloadsStates.offload_states 1"],
     "parked, LoCo": ["offload/parked.py Parked.__init__ 2", "params/gradient.py Gradient._add_to_held 1"],
+    "set by hand": [
+        "training/values.py safe_set_full_fp32_param 1", "training/values.py safe_set_local_fp32_param 1",
+    ],
     "twice, hpZ": ["optimizer/wrapper.py ZeroOptimizer._take_step 1", "order/refresh.py Refresh.wait 2"],
     "unfrozen": ["access/requires_grad.py Trainability.apply 1"],
     "states": [
@@ -53,7 +56,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "comm/cuda_streams.py LaunchedStream._launch 3", "comm/cuda_streams.py LaunchedStream.run 1",
         "comm/cuda_streams.py _LaunchedEvent.wait 1", "comm/cuda_streams.py _LaunchedEvent.wait 2",
         "engine/engine.py Engine.require_idle 1", "optimizer/tiles.py _Slot.wait 1",
-        "order/refresh.py Refresh.wait_stepped 1", "params/gradient.py Gradient._store 3",
+        "order/refresh.py Refresh.wait_stepped 1", "params/gradient.py Gradient._store 2",
         "params/unit.py Unit.wait_stepped 1",
     ],
     "states, hpZ, delta4": ["comm/cuda_streams.py LaunchedStream._launch 1"],
@@ -70,9 +73,14 @@ SHOWN_BY: dict[str, list[str]] = {
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
     "files": [
         "offload/read_ahead.py Arriving.copy_to 1", "optimizer/tiles.py Tiles.run 1",
-        "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
+        "params/gradient.py Gradient._store 1", "params/gradient.py Gradient._store 3",
     ],
     "files, pipelined": ["optimizer/tiles.py _begin 1"],
+    "FSDP2": [
+        "fsdp2/gather.py GatherRoute._send 1", "fsdp2/gather.py GatherRoute.gather 1", "fsdp2/overlap.py wait_for 1",
+        "fsdp2/reduce.py ReduceComm.finish 1", "fsdp2/reduce.py ReduceComm.finish 2",
+        "fsdp2/reduce.py _Packing.unpack_ 1", "fsdp2/reduce.py _with_message 1",
+    ],
 }  # fmt: skip
 # Of these two any one does: each waits for the same, or names the same stream.
 EITHER: dict[tuple[str, str], str] = {
@@ -89,7 +97,6 @@ REDUNDANT = {
     "offload/parked.py Parked.copy_of 1": "read on lanes, which wait for the stream of the copy; the host may, too",
     "optimizer/tiles.py Tiles.run 2": "the next tile waits before it reads, and the end for all",
     "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the lane that steps waits, too; errors of the step end here",
-    "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum is given back",
     "order/reductions.py Reductions.end_learning 1": "for Python's attributes: lanes' threads say what is held",
 }
 # Places that no run comes to, or where no memory is waited for.
@@ -111,19 +118,19 @@ ELSEWHERE = {
     "optimizer/wrapper.py ZeroOptimizer.grad_norms 1": "asks what became of a step: Unread.read waits for the number",
     "order/reductions.py Reductions._make_room 1": "is in a loop that ends when it has waited",
     "order/reductions.py Reductions.send_strays 1": "as end_learning 1, for gradients that came late",
+    "training/checkpointing.py _synchronize 1": "measures time",
+    "training/kept_inputs.py _Place.copy 1": "for a backward that is on another stream than its forward",
+    "training/optimizer.py LossScaler.cur_iter 1": "asks what became of a step: Unread.read waits for the number",
+    "training/optimizer.py TrainingOptimizer.fp32_partitioned_groups_flat 1": "as ZeroOptimizer.state",
 }
 # Packages and modules, and why they are not simulated.
 APART = {
     "checkpoint/": "files take memory by its address, of which no operation of torch tells",
     "comm/carrier.py": "numbers of the host between processes",
     "comm/groups.py": "numbers of the host between processes",
-    "comm/members.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
-    "setup/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
     "comm/monitor.py": "a thread that touches no memory",
     "comm/watch.py": "a thread that touches no memory",
-    "fsdp2/": "runs inside FSDP2, whose streams are torch's own",
-    "training/": "beside the engine: activations, and calls of which the engine's own are simulated",
 }
 FOUND = [seam for seam in seams("**/*.py") if not seam.module.removeprefix("zeropp/").startswith(tuple(APART))]
 BY_NAME: dict[str, Seam] = {seam.name: seam for seam in FOUND}
@@ -179,7 +186,7 @@ def test_edits_in_the_groups_may_overtake_a_refresh(tmp_path: Path) -> None:
 
     See `zeropp.optimizer.host_step.waits_for_main_weights`.
     """
-    (race,) = races(replace(RUNS["hpZ, bf16"], ways=[edited_in_groups]), tmp_path)
+    (race,) = races(Run(CASES["hpZ, bf16"], [edited_in_groups]), tmp_path)
     assert race.startswith("write by the model's stream") and "does not wait for read by lane" in race
 
 
