@@ -77,7 +77,9 @@ class _Ranks:
         # As bytes: what a rank changes later, others do not see.
         return [pickle.loads(each) for each in self.world.exchange(self.here.rank, kind, pickle.dumps(value))]
 
-    def make_group(self, ranks: Sequence[int], backend: str, timeout: object, name: str, device: object) -> _Group:
+    def make_group(
+        self, ranks: Sequence[int], backend: str, timeout: object, name: str, device: object, **more: object
+    ) -> _Group:
         # The name of the job comes first, and the number of the group last.
         kind = " ".join(name.split()[1:-1])
         return _Group(kind, tuple(ranks), self.here.rank, self.logs[self.here.rank])
@@ -111,7 +113,7 @@ class _Ranks:
         yield dist, "all_to_all_single", self.all_to_all
         yield dist, "all_reduce", self.all_reduce
         yield dist, "broadcast", lambda tensor, source, group: group.note("broadcast", tensor)
-        yield Comm, "all_gather_ints", lambda comm, values: self.exchange("numbers", values)
+        yield Comm, "all_gather_ints", lambda comm, values, seconds=None: self.exchange("numbers", values)
         yield Comm, "all_gather_objects", lambda comm, value: self.exchange("objects", value)
         # Of a fake group it takes all ranks to be like this one.
         yield Agreement, "exchange_objects", lambda agreement, value, doing: self.exchange(doing, value)

@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -377,6 +378,7 @@ def _cuda(card: Card) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "is_current_stream_capturing": lambda: False,
+        "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
     }
 
 

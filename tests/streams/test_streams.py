@@ -56,7 +56,7 @@ SHOWN_BY: dict[str, list[str]] = {
         "comm/cuda_streams.py LaunchedStream._launch 3", "comm/cuda_streams.py LaunchedStream.run 1",
         "comm/cuda_streams.py _LaunchedEvent.wait 1", "comm/cuda_streams.py _LaunchedEvent.wait 2",
         "engine/engine.py Engine.require_idle 1", "optimizer/tiles.py _Slot.wait 1",
-        "order/refresh.py Refresh.wait_stepped 1", "params/gradient.py Gradient._store 2",
+        "order/refresh.py Refresh.wait_stepped 1", "params/gradient.py Gradient._store 3",
         "params/unit.py Unit.wait_stepped 1",
     ],
     "states, hpZ, delta4": ["comm/cuda_streams.py LaunchedStream._launch 1"],
@@ -73,7 +73,7 @@ SHOWN_BY: dict[str, list[str]] = {
     "both, edited": ["engine/engine.py Engine.forget_gradient 1"],
     "files": [
         "offload/read_ahead.py Arriving.copy_to 1", "optimizer/tiles.py Tiles.run 1",
-        "params/gradient.py Gradient._store 1", "params/gradient.py Gradient._store 3",
+        "params/gradient.py Gradient._store 2", "params/gradient.py Gradient._store 4",
     ],
     "files, pipelined": ["optimizer/tiles.py _begin 1"],
     "FSDP2": [
@@ -97,6 +97,7 @@ REDUNDANT = {
     "offload/parked.py Parked.copy_of 1": "read on lanes, which wait for the stream of the copy; the host may, too",
     "optimizer/tiles.py Tiles.run 2": "the next tile waits before it reads, and the end for all",
     "optimizer/wrapper.py ZeroOptimizer.close 1": "closing the lane that steps waits, too; errors of the step end here",
+    "params/gradient.py Gradient._store 1": "the host waits for each copy before the sum is given back",
     "order/reductions.py Reductions.end_learning 1": "for Python's attributes: lanes' threads say what is held",
 }
 # Places that no run comes to, or where no memory is waited for.
@@ -128,7 +129,9 @@ APART = {
     "checkpoint/": "files take memory by its address, of which no operation of torch tells",
     "comm/carrier.py": "numbers of the host between processes",
     "comm/groups.py": "numbers of the host between processes",
+    "comm/members.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
+    "setup/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
     "comm/monitor.py": "a thread that touches no memory",
     "comm/watch.py": "a thread that touches no memory",
 }
