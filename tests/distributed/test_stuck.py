@@ -7,6 +7,7 @@ misses a rank never ends by itself.
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
@@ -28,6 +29,8 @@ from zeropp.comm.events import Event, Stream
 
 HANG_TIMEOUT = 2.0
 GRACE = 5.0
+ERRORS: list[str] = []  # logged
+LOGGED_FIRST: list[bool] = []  # whether that was before each abort
 KEPT: list[object] = []  # gloo's groups wait at their end for what is under way, which the other rank's end ends
 
 
@@ -83,6 +86,7 @@ class Endless:
         return lambda *arguments: Pending(self, call(*arguments))
 
     def abort(self) -> None:
+        LOGGED_FIRST.append(bool(ERRORS))
         self.aborted = True
 
 
@@ -101,9 +105,19 @@ def make_stream(name: str, device: torch.device, *, sends: bool, overlap: bool, 
     return DeviceStream()
 
 
-def stuck() -> tuple[str, float, bool]:
-    """What is said where another rank stays away, after how many seconds, and whether it is said again at once."""
+class Noting(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        ERRORS.append(record.getMessage())
+
+
+def stuck() -> tuple[str, float, bool, list[str], list[bool]]:
+    """The error where another rank stays away, seconds until then, and whether it comes again at once; what was logged.
+
+    And, for each group that was aborted, whether that was after the log.
+    """
     staged.register()
+    noting = Noting(logging.ERROR)
+    logging.getLogger("zeropp").addHandler(noting)
     with (
         mock.patch.object(streams, "make_stream", make_stream),
         mock.patch.object(monitor, "BLIND", {"cpu"}),
@@ -116,7 +130,7 @@ def stuck() -> tuple[str, float, bool]:
         dist.barrier()
         if pair.rank == 1:
             time.sleep(HANG_TIMEOUT + GRACE + 1)
-            return "", 0.0, True
+            return "", 0.0, True, [], []
         start, said = time.monotonic(), ""
         try:
             pair.train(ALL)
@@ -129,11 +143,14 @@ def stuck() -> tuple[str, float, bool]:
         except RuntimeError as error:
             again = str(error)
         pair.optimizer.close()
-    return said, seconds, again == said
+    logging.getLogger("zeropp").removeHandler(noting)
+    return said, seconds, again == said, ERRORS, LOGGED_FIRST
 
 
 def test_a_host_that_is_stuck_in_a_launch() -> None:
-    said, seconds, again = run_ranks(2, stuck, init=False, timeout=60)[0]
+    said, seconds, again, errors, logged_first = run_ranks(2, stuck, init=False, timeout=60)[0]
     assert "rank 0 was waiting for the gather of unit " in said and "no longer in step" in said
     assert f"hang_timeout, {HANG_TIMEOUT:g} s, was reached" in said and "No weight was changed" in said
     assert HANG_TIMEOUT <= seconds < HANG_TIMEOUT + GRACE and again
+    # An abort may take the process down with it: the log has the error by then.
+    assert errors == [f"rank 0: {said}"] and logged_first and all(logged_first)

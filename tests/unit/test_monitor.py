@@ -7,8 +7,11 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from zeropp.comm import monitor
 from zeropp.comm.monitor import Monitor, make_monitor
+from zeropp.fsdp2 import overlap
 
 
 class Event:
@@ -58,6 +61,26 @@ def test_a_long_queue_that_comes_on_is_no_hang() -> None:
         owner.monitor.look(start + 9 * number + 9)
     owner.monitor.look(start + 1000)  # nothing is queued: nothing is waited for
     assert owner.told == []
+
+
+def test_hops_of_fsdp2_are_watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the error before groups are aborted, and every later hop raises it."""
+    logged: list[int] = []
+    monkeypatch.setattr(monitor, "BLIND", {"cpu"})
+    monkeypatch.setattr(overlap, "abort_groups", lambda groups: logged.append(len(caplog.records)))
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    waiting = overlap.Waiting(torch.device("cpu"), 0.2, [])
+    waiting.require()
+    waiting.note(Event(), "the gather of layers.1")
+    until = time.monotonic() + 10
+    while not logged and time.monotonic() < until:
+        time.sleep(0.02)
+    assert logged == [1]
+    text = "rank 3 has waited for the gather of layers.1 for 0.2 s"
+    assert caplog.messages[0].startswith(text)
+    with pytest.raises(RuntimeError, match=text):
+        waiting.require()
+    waiting.close()
 
 
 def test_another_ranks_failure_ends_a_wait_early() -> None:
