@@ -42,9 +42,12 @@ class Fails(nn.Module):
 
 
 def trained(
-    where: str, ranks: list[int], settings: dict[str, Any], *, wrapper: bool, pause: float
+    where: str, ranks: list[int], settings: dict[str, Any], *, wrapper: bool, pause: float, common: bool = False
 ) -> tuple[list[str], float]:
-    """Errors on this rank, and seconds from the failing step to the last of them; rank 0 may pause after an error."""
+    """Errors on this rank, and seconds until the last of them; rank 0 may pause after an error.
+
+    With ``common`` all ranks have an error first, and go on.
+    """
     torch.manual_seed(0)
     model = Fails(where, ranks)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -54,6 +57,8 @@ def trained(
     errors, begun = [], time.monotonic()
     for number in range(5):
         model.armed = number == 2
+        model.ranks = [0, 1] if common and number == 1 else ranks
+        model.armed |= common and number == 1
         try:
             loss = model(torch.ones(2, 64)).square().mean()
             if wrapper:
@@ -63,7 +68,7 @@ def trained(
             optimizer.step()
         except RuntimeError as error:
             errors.append(str(error))
-            if "no longer in step" in str(error) or len(ranks) == 1:
+            if "no longer in step" in str(error) or len(model.ranks) == 1:
                 seconds = time.monotonic() - begun
                 store = dist.distributed_c10d._get_default_store()
                 if dist.get_rank() in ranks:
@@ -81,8 +86,10 @@ def trained(
 @pytest.mark.parametrize("where", ["forward", "late forward", "backward", "step"])
 def test_others_hear_of_it(where: str, wrapper: bool) -> None:
     settings: dict[str, Any] = {"stage": 3, "prefetch": 0, "reuse": 0}
-    (mine, _), (others, seconds) = run_ranks(2, trained, where, [0], settings, wrapper=wrapper, pause=0.0)
-    assert mine[0].startswith("CUDA out of memory")
+    # With an error of all ranks in the step before, of the same kind.
+    (mine, _), (others, seconds) = run_ranks(2, trained, where, [0], settings, wrapper=wrapper, pause=0.0, common=True)
+    assert [text.split(".")[0] for text in mine] == ["CUDA out of memory"] * 2
+    assert others.pop(0).startswith("CUDA out of memory")
     # Of loss.backward() nobody sees the exception.
     seen = wrapper or where != "backward"
     failed = "OutOfMemoryError: CUDA out of memory" if seen else "its backward failed"

@@ -40,6 +40,7 @@ MICRO_BATCHES, _CLOSING = 108, 109
 _FIRST_LOOK, _RARELY = 1.0, 5.0  # seconds between looks whether another rank has failed: the first, and the longest
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 _FEW = 64  # ranks that may ask the store at the same moment
+_STEP = -1  # place of all steps; those of passes are not negative
 _MEETING = 10.0  # seconds a rank that closes waits for the others to close
 
 
@@ -275,7 +276,7 @@ class Agreement:
             late = f"do not close theirs within {seconds:g} s ({error})"
         if not late:
             return [row[1] for row in rows]
-        _log.warning(
+        _log.info(
             "rank %d closes its optimizer, and other ranks %s; it aborts the communicators that it would have "
             "destroyed together with them",
             comm.rank, late,
@@ -291,19 +292,19 @@ class Agreement:
         if self.monitor is not None:
             self.monitor.close()
 
-    def stopped(self, error: BaseException | None, place: int | None = None, *, later: bool = False) -> None:
+    def stopped(self, error: BaseException | None, *, step: bool = False, later: bool = False) -> None:
         """Tell ranks that wait for this one that an exception has ended its pass; see [Note: one rank's exception].
 
         Args:
             error: the exception, if it is known.
-            place: of a step; None for the pass that this rank is in.
+            step: it was a step, and not a pass.
             later: a thread tells them; this call does not wait for the store.
         """
         if self._alone or self.lost is not None:
             return
         words = "its backward failed" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         account = Account(self.where or "step()", failure=words)
-        self.watch.stop(account, self._place if place is None else place, later=later)
+        self.watch.stop(account, _STEP if step else self._place, later=later)
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
         comm = self.comm

@@ -101,9 +101,10 @@ class Watch:
         self._world = world
         self._texts: dict[str, Account] = {}  # by code, those that this rank has written or read
         self._when_failed = when_failed
-        self._stops: deque[int] = deque(maxlen=_REMEMBERED)  # where this rank has stopped
+        # Places where this rank has stopped, each with how often: a pass that has failed may be tried again.
+        self._stops: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._has_stopped = False  # and not gone on
-        self._untold: tuple[Account, int] | None = None
+        self._untold: tuple[Account, tuple[int, int]] | None = None
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
         self._failed = False
@@ -139,7 +140,7 @@ class Watch:
         store = default_store()
         within(_ANSWER, partial(self._write, store, account, f"{self._job}/lost"), "telling why this rank fails")
         if account.failure:
-            within(_ANSWER, partial(self._write, store, account, self._stopped, _FOR_GOOD), "telling of a failure")
+            within(_ANSWER, partial(self._write, store, account, self._stopped, _FOR_GOOD, 0), "telling of a failure")
 
     def stop(self, account: Account, place: int, *, later: bool = False) -> None:
         """Say that an exception has ended this rank's pass or step; see [Note: one rank's exception].
@@ -149,9 +150,13 @@ class Watch:
             place: of the pass or step, the same on all ranks.
             later: on the watching thread, within seconds.
         """
-        self._stops.append(place)
+        stop = place, 1 + sum(place == each for each, _ in self._stops)
+        if self._has_stopped and self._stops[-1][0] == place:
+            stop = self._stops[-1]  # the same one, with more to say
+        else:
+            self._stops.append(stop)
         self._has_stopped = True
-        self._untold = account, place
+        self._untold = account, stop
         if not later:
             self._tell_stop()
         elif self._thread is None and self._after is not None:
@@ -162,7 +167,7 @@ class Watch:
         if untold is not None:
             # The store may be gone, and an exception is on its way.
             with contextlib.suppress(RuntimeError, TimeoutError):
-                within(_ANSWER, partial(self._write, default_store(), untold[0], self._stopped, untold[1]), "telling")
+                within(_ANSWER, partial(self._write, default_store(), untold[0], self._stopped, *untold[1]), "telling")
 
     def go_on(self) -> None:
         """Take back that this rank has stopped, if it has."""
@@ -191,9 +196,10 @@ class Watch:
     def _find_failure(self, store: dist.Store) -> bool:
         if not store.check([self._stopped]):
             return False
-        # A rank's last line counts: "rank code place", or "rank -" when it goes on.
+        # A rank's last line counts: "rank code place times", or "rank -" when it goes on.
         last = {line[0]: line for line in map(str.split, store.get(self._stopped).decode().splitlines())}
-        return any(len(line) > 2 and int(line[2]) not in self._stops for line in last.values())
+        stops = [(int(line[2]), int(line[3])) for line in last.values() if len(line) > 2]
+        return any(stop not in self._stops for stop in stops)
 
     def _note(self, store: dist.Store, account: Account | None) -> None:
         """Add to the lists of ranks that wait for long that this one does, or does no more."""

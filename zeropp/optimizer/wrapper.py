@@ -285,8 +285,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         try:
             found = self._take_step(closure)
         except Exception as error:
-            # Below those of passes, and the same on every rank.
-            self.engine.agreement.stopped(error, -1 - window.steps)
+            self.engine.agreement.stopped(error, step=True)
             raise
         return loss if found is None else found
 
