@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
+from zeropp.comm.hops import Hop
 
 SOON = 20.0  # seconds; hang_timeout is far more
 
@@ -95,6 +97,70 @@ def test_others_hear_of_it(where: str, wrapper: bool) -> None:
     failed = "OutOfMemoryError: CUDA out of memory" if seen else "its backward failed"
     assert len(others) == 1 and f"rank 0 failed: {failed}" in others[0], others
     assert seconds < SOON
+
+
+def inside(hop: str) -> tuple[str, float]:
+    """The error where memory runs out in a collective of rank 1, which lives on, and seconds until it."""
+    torch.manual_seed(0)
+    model = Fails("", [])
+    config = make_config(hang_timeout=120, prefetch=0, reuse=0)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    store, original = dist.distributed_c10d._get_default_store(), getattr(Hop, hop)
+
+    taken = 0
+
+    def short(self: Hop, *args: Any, **kwargs: Any) -> object:
+        if taken == 2 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return original(self, *args, **kwargs)
+
+    begun = time.monotonic()
+    with mock.patch.object(Hop, hop, short), pytest.raises(RuntimeError) as caught:
+        for taken in range(4):  # noqa: B007  # `short` reads it
+            optimizer.backward(model(torch.ones(2, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    seconds = time.monotonic() - begun
+    while dist.get_rank() == 1 and not store.check(["heard"]) and time.monotonic() - begun < 2 * SOON:
+        time.sleep(0.2)
+    store.set("heard", "")
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("hop", ["all_gather", "all_to_all"])
+def test_memory_that_runs_out_in_a_collective(hop: str) -> None:
+    for text, seconds in run_ranks(2, inside, hop):
+        assert "rank 1 failed: OutOfMemoryError: CUDA out of memory" in text
+        assert seconds < SOON
+
+
+def alone() -> list[str]:
+    """Errors of stage 1 where rank 0 evaluates alone for some time, in forwards that a hook ends by an exception."""
+    torch.manual_seed(0)
+    model = Fails("forward", [0])
+    config = make_config(stage=1, hang_timeout=60)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    errors = []
+    for number in range(3):
+        until = time.monotonic() + 12
+        while number == 1 and dist.get_rank() == 0 and time.monotonic() < until:
+            model.armed = True
+            with torch.no_grad(), pytest.raises(torch.OutOfMemoryError):
+                model(torch.ones(2, 64))
+            model.armed = False
+            time.sleep(0.5)
+        try:
+            optimizer.backward(model(torch.ones(2, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        except RuntimeError as error:
+            errors.append(str(error))
+            break
+    return errors
+
+
+def test_an_evaluation_on_one_rank_is_no_loss() -> None:
+    assert run_ranks(2, alone) == [[], []]
 
 
 @pytest.mark.parametrize("where", ["forward", "late forward", "step"])

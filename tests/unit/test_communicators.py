@@ -17,7 +17,7 @@ from torch import nn
 import zeropp
 from zeropp import _compat
 from zeropp.comm import communicators
-from zeropp.comm.communicators import Communicator, Ctas, Key, choose_ctas, most_ctas, require_room
+from zeropp.comm.communicators import Communicator, Ctas, Key, choose_ctas, least, most_ctas, require_room
 from zeropp.plan.communicators import choose_sharing, planned_ctas
 
 CARD = torch.device("cuda", 0)
@@ -46,24 +46,21 @@ def test_what_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    class Engine:
-        """Uses them."""
-
     def held(kind: str, limit: int) -> Communicator:
         group: Any = SimpleNamespace(group_name=kind)
-        made = Communicator(Key(kind, "", (0, 1), "nccl", CARD, timedelta(seconds=1), limit), group)
-        made.users.add(Engine)
-        return made
+        return Communicator(Key(kind, "", (0, 1), "nccl", CARD, timedelta(seconds=1), limit), group)
 
     monkeypatch.setattr(communicators, "processors", lambda device: 64)
-    monkeypatch.setattr(communicators, "_held", {kind: held(kind, 32) for kind in ("gather", "reduce")})
-    require_room(CARD)
-    monkeypatch.setattr(communicators, "_held", {kind: held(kind, 33) for kind in ("gather", "reduce")})
-    with pytest.raises(
-        ValueError, match=r"97 thread blocks \(33 for gather over 2 ranks, 33 for reduce over 2 ranks\)"
-    ):
-        require_room(CARD)
-    require_room(torch.device("cuda", 1))  # on another card
+    require_room([held(kind, 32) for kind in ("gather", "reduce")], CARD)
+    listed = r"97 thread blocks \(gather over 2 ranks, reduce over 2 ranks; limits \[33\]\), and cuda:0 has 64"
+    with pytest.raises(ValueError, match=listed):
+        require_room([held(kind, 33) for kind in ("gather", "reduce")], CARD)
+
+
+def test_cards_that_differ() -> None:
+    """NCCL's channels are as many on every rank."""
+    assert least([Ctas(16, 8), Ctas(13, 6), Ctas(16, 8)]) == Ctas(13, 6)
+    assert least([Ctas(), Ctas()]) == Ctas()
 
 
 def test_the_limit_reaches_nccl(monkeypatch: pytest.MonkeyPatch) -> None:

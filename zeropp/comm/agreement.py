@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from zeropp.comm import forks
-from zeropp.comm.accounts import Account, explain, what_ended
+from zeropp.comm.accounts import Account, CollectiveError, explain, what_ended
 from zeropp.comm.events import Event
 from zeropp.comm.hops import Comm
 from zeropp.comm.monitor import make_monitor
@@ -145,7 +145,11 @@ class Agreement:
                 raise self._lose(account, waited=True) from None
             if ended is not None:
                 raise self._lose(replace(account, until=f", until {ended}")) from None
-            raise self._lose(replace(account, until=f" ({str(error).splitlines()[0]})")) from error
+            first = (str(error).splitlines() or [""])[0]
+            # An error of this rank's own, as where memory runs out while work is queued: the others would wait for it.
+            own = not isinstance(error, (CollectiveError, torch.distributed.DistError))
+            failure = f"{type(error).__name__}: {first}" if own else ""
+            raise self._lose(replace(account, until=f" ({first})", failure=failure)) from error
 
     @contextlib.contextmanager
     def issuing(self, doing: str, unit: str, kind: str) -> Iterator[None]:
@@ -208,6 +212,7 @@ class Agreement:
         """
         # In one number, so that a row is no wider for it: a place has 32 bits and a kind 8, of 64.
         head = self._place << 8 | kind
+        self.watch.go_on()
         # One width, or ranks at different kinds could not talk.
         row = [head, *values, *[0] * (_WIDTH - len(values))]
         with self.watching(doing, call=call):
@@ -257,25 +262,26 @@ class Agreement:
         """
         return self._lose(Account(doing, call, where or self.where, beyond=self.beyond), waited=waited)
 
-    def meet_to_close(self) -> list[int] | None:
+    def meet_to_close(self) -> dict[int, list[str]] | None:
         """Wait a few seconds for all ranks to close, which ranks do before they destroy communicators.
 
         Returns:
-            How many communicators each rank wants to destroy; None if some rank does not come, and this one is alone.
+            Names of the communicators that each global rank uses no more; None if a rank does not come.
         """
         comm = self.comm
         if not comm.communicates:
-            return []
+            return {}
         if self.lost is not None:
             return None
         head, seconds = self._place << 8 | _CLOSING, min(self.hang_timeout, _MEETING)
         try:
-            rows = comm.all_gather_ints([head, comm.unused_after, *[0] * (_WIDTH - 1)], seconds)
-            late = "are in another call" if any(row[0] != head for row in rows) else ""
+            # First a row as wide as any other exchange, in which other ranks may be.
+            if all(row[0] == head for row in comm.all_gather_ints([head, *[0] * _WIDTH], seconds)):
+                names = comm.all_gather_objects(comm.unused_after, seconds)
+                return dict(zip(comm.ranks, names, strict=True))
+            late = "are in another call"
         except RuntimeError as error:
             late = f"do not close theirs within {seconds:g} s ({error})"
-        if not late:
-            return [row[1] for row in rows]
         _log.info(
             "rank %d closes its optimizer, and other ranks %s; it aborts the communicators that it would have "
             "destroyed together with them",
@@ -349,6 +355,7 @@ class Agreement:
                 f"another model of this process has lost its ranks, and shares process groups with this: {reason}"
             )
             self._end_work()
+            self.comm.tell_sharers(reason)
 
     def _end_work(self) -> None:
         for action in self._when_lost:

@@ -13,17 +13,18 @@ and kernels that hold SMs until every member has launched its own. Three rules f
 2. *The program's order is the order of launches, on every rank.* Then NCCL runs the collectives of one communicator
    in that order, on whatever streams they are. So refreshes use the communicators of gathers, small sums over all
    ranks use the communicator of reductions if that spans all ranks, and the engines of a process use the same ones.
-   Engines that share have one `History`, so that ranks which use them in different orders find out at the next step.
+   Engines over the same ranks that may share have one `History`: ranks that use them in different orders find out at
+   the next step.
    Where threads launch (with offload, and on CPU) orders may differ: each kind of work of each engine has its own.
 3. *Ranks destroy a communicator together or abort it alone.* NCCL waits in `destroy` for the other ranks of the node.
-   So ranks tell each other first which communicators nobody uses; whoever closes alone aborts.
+   So ranks tell each other first which communicators they use no more; a rank that closes alone aborts.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -35,8 +36,8 @@ from zeropp.comm.groups import free_groups, make_group
 
 __all__ = [
     "WORLD", "Communicator", "Ctas", "History", "Key", "Sharing", "choose_ctas", "default_ctas", "destroy_unused",
-    "forget", "held_here", "history_here", "join_history", "kind_of", "most_ctas", "obtain", "processors", "release",
-    "require_room",
+    "forget", "held_here", "history_here", "join_history", "kind_of", "least", "most_ctas", "obtain", "processors",
+    "release", "require_room",
 ]  # fmt: skip
 
 WORLD = "world"
@@ -138,7 +139,10 @@ class History:
 
 
 _held: dict[str, Communicator] = {}  # of this process, by name
-_histories: weakref.WeakValueDictionary[tuple[int, ...], History] = weakref.WeakValueDictionary()  # by global ranks
+Alike = tuple[tuple[int, ...], timedelta]
+"""Global ranks and timeout of engines that share communicators."""
+
+_histories: weakref.WeakValueDictionary[Alike, History] = weakref.WeakValueDictionary()
 
 
 def kind_of(kind: str, sharing: Sharing) -> str:
@@ -152,20 +156,22 @@ def held_here() -> dict[str, bool]:
         # The user may have ended torch.distributed meanwhile.
         if communicator.aborted or not is_registered(communicator.group):
             del _held[name]
+            if not communicator.users:
+                free_groups([communicator.group])
     return {name: bool(communicator.users) for name, communicator in _held.items()}
 
 
-def history_here(ranks: tuple[int, ...]) -> History | None:
-    """The history of engines over these global ranks that share communicators, if there are any."""
-    return _histories.get(ranks)
+def history_here(alike: Alike) -> History | None:
+    """The history of engines that share communicators, if there are any."""
+    return _histories.get(alike)
 
 
-def join_history(ranks: tuple[int, ...], states: Iterable[tuple[int, int] | None]) -> History:
-    """The history of a further engine over ``ranks``, given the states of :func:`history_here` on each of them."""
-    history = _histories.get(ranks)
+def join_history(alike: Alike, states: Iterable[tuple[int, int] | None]) -> History:
+    """The history of a further engine, given the states of :func:`history_here` on each of its ranks."""
+    history = _histories.get(alike)
     # On some rank its engines may have been collected as garbage, and on others not yet.
     if history is None or any(state != history.state for state in states):
-        history = _histories[ranks] = History()
+        history = _histories[alike] = History()
     return history
 
 
@@ -219,7 +225,7 @@ def destroy_unused(held: Mapping[int, Mapping[str, bool]], own: Mapping[str, boo
 
 
 def most_ctas(communicators: Iterable[tuple[int | None, bool]]) -> int | None:
-    """Thread blocks that the kernels of communicators have at most, all running; None if NCCL's choice is among them.
+    """Thread blocks that the kernels of communicators have at most, all running; None if one has no limit.
 
     Args:
         communicators: (``max_ctas``, whether it exchanges: whether its kernels send and receive) of each.
@@ -258,27 +264,38 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def default_ctas(device: torch.device, link: str) -> int | None:
-    """The limit for a communicator over a class of links, where nobody has asked for another; None on CPU."""
-    return choose_ctas(processors(device)).of(link) if device.type == "cuda" else None
+def default_ctas(device: torch.device) -> Ctas:
+    """Limits where nobody has asked for others; none on CPU."""
+    return choose_ctas(processors(device)) if device.type == "cuda" else Ctas()
 
 
-def require_room(device: torch.device) -> None:
-    """Refuse communicators whose kernels do not fit on a card together: see [Note: communicators].
+def least(limits: Iterable[Ctas]) -> Ctas:
+    """The lower limits of several ranks; None where a rank has none."""
+    each = list(limits)
+    local, cross = [one.local for one in each], [one.cross for one in each]
+    return Ctas(_least(local), _least(cross))
 
-    Args:
-        device: the card; the communicators of all engines on it count.
+
+def _least(limits: list[int | None]) -> int | None:
+    there = [limit for limit in limits if limit is not None]
+    return min(there) if len(there) == len(limits) else None
+
+
+def require_room(communicators: Collection[Communicator], device: torch.device) -> None:
+    """Refuse communicators of an engine whose kernels do not fit on its card together: see [Note: communicators].
+
+    Engines run one after another, so that those of others do not count.
 
     Raises:
         ValueError: they do not fit.
     """
-    there = [each for each in _held.values() if each.key.device == device and each.users and not each.aborted]
-    total = most_ctas((each.key.max_ctas, each.key.kind == "reduce") for each in there)
+    total = most_ctas((each.key.max_ctas, each.key.kind == "reduce") for each in communicators)
     if total is not None and total > processors(device):
-        listed = ", ".join(f"{c.key.max_ctas} for {c.key.kind} over {len(c.key.ranks)} ranks" for c in there)
+        listed = ", ".join(f"{c.key.kind} over {len(c.key.ranks)} ranks" for c in communicators)
+        limits = sorted({each.key.max_ctas for each in communicators if each.key.max_ctas is not None})
         raise ValueError(
-            f"collectives that run at the same time may take {total} thread blocks ({listed}), and {device} has "
-            f"{processors(device)} multiprocessors, each of which holds one: ranks could wait for each other for ever. "
-            'Lower {"zeropp": {"max_ctas": {"local": ..., "cross": ...}}}, or NCCL_MIN_CTAS and NCCL_MAX_CTAS if they '
-            "are set"
+            f"collectives that run at the same time may take {total} thread blocks ({listed}; limits {limits}), and "
+            f"{device} has {processors(device)} multiprocessors, each of which holds one: ranks could wait for each "
+            'other for ever. Lower {"zeropp": {"max_ctas": {"local": ..., "cross": ...}}}, or NCCL_MIN_CTAS and '
+            "NCCL_MAX_CTAS if they are set"
         )

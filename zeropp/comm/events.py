@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["DONE", "Event", "Stream", "Together"]
+__all__ = ["DONE", "Event", "Launch", "Stream", "Together"]
 
 
 class Event(Protocol):
@@ -62,6 +62,25 @@ class Done:
 
 
 DONE = Done()
+
+
+class Launch:
+    """The end of work that is being launched.
+
+    Attributes:
+        end: of the work, once it has been launched.
+    """
+
+    def __init__(self) -> None:
+        self.end: Event | None = None
+
+    def wait(self, timeout: float) -> bool:
+        """See :class:`Event`; nobody waits for the launch itself."""
+        return self.end is not None and self.end.wait(timeout)
+
+    def done(self) -> bool:
+        """See :class:`Event`."""
+        return self.end is not None and self.end.done()
 
 
 class Together:

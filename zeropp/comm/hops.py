@@ -6,9 +6,10 @@ been transferred. All calls here block the calling thread or stream; overlap is 
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
@@ -31,11 +32,12 @@ from zeropp.comm.communicators import (
     history_here,
     join_history,
     kind_of,
+    least,
     obtain,
     release,
 )  # fmt: skip
 from zeropp.comm.copies import issued_here
-from zeropp.comm.events import Event
+from zeropp.comm.events import DONE, Event, Launch
 from zeropp.comm.groups import HOST, OUTLASTS, abort_groups, free_groups, gather_rows, hang_up, make_group
 from zeropp.comm.ledger import Ledger, TrafficKey
 from zeropp.comm.members import Members, gather_objects, gather_sized, send_to_all
@@ -221,12 +223,15 @@ class Comm:
             # Agreement is about numbers on the host; over NCCL they would have to go through the device.
             self.control_group = self._make(ranks, "gloo" if backend != "fake" else "fake", "control")
             if self.communicates:
-                own, before = held_here(), history_here(ranks)
-                rows = self.all_gather_objects((own, None if before is None else before.state))
-                self._held = {rank: held for rank, (held, _) in zip(ranks, rows, strict=True)}
+                own, alike = held_here(), (ranks, timeout)
+                before = history_here(alike)
+                rows = self.all_gather_objects((own, None if before is None else before.state, ctas))
+                self._held = {rank: held for rank, (held, _, _) in zip(ranks, rows, strict=True)}
+                # Cards may differ, and NCCL wants one number of channels.
+                self._ctas = least([each for _, _, each in rows])
                 destroy_unused(self._held, own)
                 if sharing.engines:
-                    self.history = join_history(ranks, [state for _, state in rows])
+                    self.history = join_history(alike, [state for _, state, _ in rows])
             # What is small and for all goes over the user's group where that serves, since a communicator costs memory
             # on a card. Not on gloo, where a collective ends with its group's timeout, and not with ``hang_timeout``.
             self.world_group = self._shared(members) or self._obtain(ranks, WORLD, self._widest, WORLD)
@@ -266,10 +271,10 @@ class Comm:
             self._note_control("<broadcast>", (self.world - 1) * tensor.nbytes if sends else 0)
             # The source is a global rank, as torch wants it, whatever group carries it.
             try:
-                dist.broadcast(tensor, source, group=self.world_group)
+                with self.launching("a broadcast"):
+                    dist.broadcast(tensor, source, group=self.world_group)
             except RuntimeError as error:
                 raise CollectiveError.of(error) from error.__cause__
-            self._note_issued("broadcast")
 
     def sum(self, tensor: Tensor) -> None:
         """Sum a small tensor over all ranks, in place."""
@@ -288,10 +293,10 @@ class Comm:
         nbytes = 2 * (self.world - 1) * tensor.nbytes // self.world
         self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
         try:
-            dist.all_reduce(tensor, op, group=group)
+            with self.launching("a sum over all ranks"):
+                dist.all_reduce(tensor, op, group=group)
         except RuntimeError as error:
             raise CollectiveError.of(error) from error.__cause__
-        self._note_issued("sum")
 
     def all_ranks(self, kind: str) -> dist.ProcessGroup:
         """The group of all ranks for a kind of work. Collective over the members when first asked for."""
@@ -315,11 +320,21 @@ class Comm:
         """Call a method, which is not kept alive, with the end of each collective of all ranks, and its name."""
         self._issued = weakref.WeakMethod(told)
 
-    def _note_issued(self, name: str) -> None:
-        # Not on CPU, where it is over when the call returns.
+    @contextlib.contextmanager
+    def launching(self, doing: str) -> Iterator[None]:
+        """Have the monitor watch the collectives inside from their launch on, which NCCL's first one connects in."""
         told = None if self._issued is None else self._issued()
-        if told is not None:
-            told(issued_here(self.device), f"the {name} of all ranks")
+        if told is None:
+            yield
+            return
+        launch = Launch()
+        told(launch, doing)
+        try:
+            yield
+            launch.end = issued_here(self.device)
+        finally:
+            # After an error there is nothing to wait for.
+            launch.end = launch.end or DONE
 
     def _note_control(self, unit: str, nbytes: int) -> None:
         self.ledger.add(TrafficKey(unit, "control", "all", "all", self.world, "-"), nbytes)
@@ -339,11 +354,16 @@ class Comm:
         table: list[list[int]] = gather_rows(own, self.control_group, limit).tolist()
         return table
 
-    def all_gather_objects(self, value: _T) -> list[_T]:
-        """Every rank's picklable value; blocks the host. For checks while wrapping and for error reports."""
+    def all_gather_objects(self, value: _T, seconds: float | None = None) -> list[_T]:
+        """Every rank's picklable value; blocks the host. For checks while wrapping and for error reports.
+
+        Args:
+            value: this rank's.
+            seconds: limit of each step; None for the usual one.
+        """
         if self.world == 1 or self.backend == "fake":
             return [value] * self.world
-        return gather_objects(value, self.control_group, self.timeout.total_seconds())
+        return gather_objects(value, self.control_group, self.timeout.total_seconds() if seconds is None else seconds)
 
     def all_gather_sized(self, data: bytes, sizes: list[int]) -> list[Any]:
         """What every rank has pickled, whose sizes in bytes all of them know."""
@@ -365,15 +385,16 @@ class Comm:
         self._held = {}
 
     @property
-    def unused_after(self) -> int:
-        """How many communicators nothing in this process uses, once this engine is closed."""
-        return sum(set(each.users) <= {self} for each in self.communicators)
+    def unused_after(self) -> list[str]:
+        """Names of the communicators that nothing in this process uses once this engine is closed."""
+        return [each.name for each in self.communicators if set(each.users) <= {self}]
 
-    def close(self, unused: list[int] | None) -> None:
-        """Destroy the groups that no other engine of this process uses. They are not used again.
+    def close(self, unused: dict[int, list[str]] | None) -> None:
+        """Destroy the groups that no other engine uses. They are not used again.
 
         Args:
-            unused: how many communicators each rank wants to destroy now; None if this rank is alone, and aborts them.
+            unused: names of the communicators that each global rank uses no more; None if this rank is alone, which
+                aborts them.
         """
         # Hops keep their groups, which are of no use from here on.
         self._groups = {}
@@ -381,10 +402,10 @@ class Comm:
         ended = release(self.communicators, self)
         if unused is None:
             abort_groups([each.group for each in ended if not each.aborted])
-        elif len(set(unused)) > 1:
-            # Another rank still has an engine that was dropped here, or the other way round. These end when a model is
-            # wrapped after that: see `destroy_unused`.
-            ended = []
+        else:
+            # Others end when a model is wrapped after that: a rank still has an engine that was dropped on this one, or
+            # the other way round. See `destroy_unused`.
+            ended = [e for e in ended if e.aborted or all(e.name in unused.get(rank, []) for rank in e.key.ranks)]
         forget(ended)
         # Sorted: ranks wait for each other, one group after another.
         free_groups([each.group for each in sorted(ended, key=lambda each: each.name, reverse=True)])

@@ -5,8 +5,9 @@ and then, puts the rank's account into the job's store once it has waited for lo
 
 [Note: one rank's exception] An exception may end a pass or a step on one rank alone, or on all ranks, which then go on:
 after a batch that does not fit, say. No rank can tell which. So a rank says in the store that it has stopped, and
-where; it takes that back when its next pass begins. A rank that has waited for some seconds asks the store. If another
-one has stopped where this one has not, that one will not come, and the ranks have lost each other.
+where; it takes that back when its next pass, step or exchange begins. A rank that has waited for some seconds asks the
+store. If another one has stopped where this one has not, and still has some seconds later, it will not come, and the
+ranks have lost each other. An evaluation that sends nothing is no pass in this sense.
 
 [Note: accounts in the store] One process answers for the store, and all ranks may ask it within the same two seconds.
 So an account that many ranks give is stored once, under a code, and a rank adds one line to a list: its number and the
@@ -47,6 +48,7 @@ _JOINING = 2.0  # seconds at the end of the program
 # Seconds for one answer of the store. It has no limit of its own where the process that keeps it stands still, and that
 # may be the rank that all others wait for.
 _ANSWER = 2.0
+_GOING_ON = 3.0  # seconds in which a rank that has stopped may go on
 _REMEMBERED = 16  # places at which this rank has stopped
 _FOR_GOOD = 1 << 40  # no place: a rank that goes on nowhere
 _PAGE = 1  # lines for each rank in one list of those that wait
@@ -104,6 +106,8 @@ class Watch:
         # Places where this rank has stopped, each with how often: a pass that has failed may be tried again.
         self._stops: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._has_stopped = False  # and not gone on
+        self._telling = threading.Lock()
+        self._suspected: dict[tuple[int, int, int], float] = {}  # (rank, place, times) -> when this was first read
         self._untold: tuple[Account, tuple[int, int]] | None = None
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
@@ -163,18 +167,25 @@ class Watch:
             self._start(self._after)
 
     def _tell_stop(self) -> None:
-        untold, self._untold = self._untold, None
-        if untold is not None:
-            # The store may be gone, and an exception is on its way.
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                within(_ANSWER, partial(self._write, default_store(), untold[0], self._stopped, *untold[1]), "telling")
+        # The other thread may be about to take it back.
+        with self._telling:
+            untold, self._untold = self._untold, None
+            if untold is not None:
+                self._write_stop(untold[0], *untold[1])
 
     def go_on(self) -> None:
         """Take back that this rank has stopped, if it has."""
         if self._has_stopped:
             self._has_stopped = False
-            with contextlib.suppress(RuntimeError, TimeoutError):
-                within(_ANSWER, partial(self._write, default_store(), None, self._stopped), "telling that it goes on")
+            with self._telling:
+                told, self._untold = self._untold is None, None
+                if told:
+                    self._write_stop(None)
+
+    def _write_stop(self, account: Account | None, *stop: int) -> None:
+        # The store may be gone, and an exception is on its way.
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            within(_ANSWER, partial(self._write, default_store(), account, self._stopped, *stop), "telling of an error")
 
     @property
     def _stopped(self) -> str:
@@ -198,8 +209,15 @@ class Watch:
             return False
         # A rank's last line counts: "rank code place times", or "rank -" when it goes on.
         last = {line[0]: line for line in map(str.split, store.get(self._stopped).decode().splitlines())}
-        stops = [(int(line[2]), int(line[3])) for line in last.values() if len(line) > 2]
-        return any(stop not in self._stops for stop in stops)
+        stops = {(int(line[0]), int(line[2]), int(line[3])) for line in last.values() if len(line) > 2}
+        now = time.monotonic()
+        # A rank that handles its error may yet go on.
+        self._suspected = {
+            stop: self._suspected.get(stop, now)
+            for stop in stops
+            if stop[1:] not in self._stops or stop[1] == _FOR_GOOD
+        }
+        return any(stop[1] == _FOR_GOOD or now - since >= _GOING_ON for stop, since in self._suspected.items())
 
     def _note(self, store: dist.Store, account: Account | None) -> None:
         """Add to the lists of ranks that wait for long that this one does, or does no more."""

@@ -364,7 +364,8 @@ class Engine(GuardHandler):
 
     def recover(self) -> None:
         """After an error in forward or backward: release everything, so that the next step can run."""
-        if self.phase is not Phase.IDLE:
+        # One rank alone may run an evaluation that sends nothing.
+        if self.phase is not Phase.IDLE and not (self.schedule.silent and self.schedule.key[-1] is False):
             self.agreement.stopped(sys.exc_info()[1])
         self.hooks.reset()
         self.hooks.forget_graphs()
@@ -443,12 +444,15 @@ class Engine(GuardHandler):
         self.hooks.remove()
         for action in reversed(self._closing):
             action()
-        for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
-            lanes.close()
-        # Before the watching ends: what never ends on a card is given up there.
-        unused = self.agreement.meet_to_close()
-        self.agreement.close()
-        self.comm.close(unused)
+        unused = None
+        try:
+            for lanes in (self.gather_lanes, self.refresh.lanes, self.reduce_lanes):
+                lanes.close()
+            # Before the watching ends: what never ends on a card is given up there.
+            unused = self.agreement.meet_to_close()
+        finally:
+            self.agreement.close()
+            self.comm.close(unused)
 
     @property
     def listener(self) -> Listener | None:

@@ -146,7 +146,7 @@ class GatherComm(AllGather):
         # On a device without async_op FSDP2 takes a work for a reason to let the next gather wait for this one's copy.
         # On CPU its events say nothing, and only a work lets the host go on.
         if async_op or not output_tensor.is_cuda:
-            return Arrival(event)
+            return Arrival(event, self.waiting)
         wait_for(event)
         return None
 

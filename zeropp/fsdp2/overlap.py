@@ -113,13 +113,15 @@ def wait_for(event: Event) -> None:
 class Arrival(dist.Work):
     """A gather under way, as FSDP2 waits for it."""
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Event, waiting: Waiting) -> None:
         super().__init__()
         self._event = event
+        self._waiting = waiting
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """See :func:`wait_for`. The timeout is that of the process groups, whatever is given."""
         wait_for(self._event)
+        self._waiting.require()
         return True
 
     def is_completed(self) -> bool:
@@ -145,6 +147,7 @@ class Reductions:
         # FSDP2 lets the next unit's backward wait for this stream, so the host cannot run ahead of it either.
         while len(self._under_way) >= _IN_FLIGHT:
             wait_for(self._under_way.popleft())
+        self._waiting.require()
 
     def queue(self, links: Sequence[str], part: Iterator[None], what: str) -> Event:
         """See :func:`queue`."""

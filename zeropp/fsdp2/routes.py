@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.collective import exchange
-from zeropp.comm.communicators import default_ctas
+from zeropp.comm.communicators import default_ctas, least
 from zeropp.comm.groups import OUTLASTS, free_groups, make_group
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
@@ -64,7 +64,10 @@ class Routes:
         self.groups: list[dist.ProcessGroup] = []  # made here; FSDP2's own are others
         self.waiting = Waiting(units[0].device, options.hang_timeout, self.groups)
         # That of the first rank; a count of calls could differ between ranks with different histories.
-        self.job = exchange(mesh, f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", WHAT, options.hang_timeout)[0]
+        own = f"zeropp-fsdp2-{uuid.uuid4().hex[:12]}", default_ctas(units[0].device)
+        rows = exchange(mesh, own, WHAT, options.hang_timeout)
+        # Cards may differ, and NCCL wants one number of channels.
+        self.job, self.ctas = rows[0][0], least([each for _, each in rows])
         device, codec = units[0].device, BlockCodec(8) if options.weights is not None else None
         # Gathers in backward share the lanes of those in forward, and have groups of their own.
         self.gathering = make_lanes("fsdp2 gather", device, sends=True, overlap=True)
@@ -141,8 +144,6 @@ class Routes:
         timeout = timedelta(seconds=self.options.hang_timeout)
         # At its timeout NCCL ends the process, and on CPU gloo raises the error.
         timeout += OUTLASTS if members.device.type in BLIND else timedelta()
-        group = make_group(
-            ranks, members.backend, timeout, name, members.device, default_ctas(members.device, spec.link)
-        )
+        group = make_group(ranks, members.backend, timeout, name, members.device, self.ctas.of(spec.link))
         self.groups.append(group)
         return Hop(spec, group, members.backend, rank, self.ledger, kind)

@@ -263,7 +263,9 @@ class Gradient:
         self.held, self._held_backwards = None, 0
         yield
         used_here(message)
-        yield from self._reduce_replicas(paths.from_held, message, held.numel(), scale / headroom)
+        onward = self._reduce_replicas(paths.from_held, message, held.numel(), scale / headroom)
+        del message, held  # as there
+        yield from onward
 
     def _reduce_replicas(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """The last hops, and back from pieces to the level of the states where there are replicas."""
@@ -294,6 +296,7 @@ class Gradient:
         else:
             total = self._empty_sum()
             last.decode_sum_([whole], total, scale=scale)
+            del piece, whole  # or this frame would keep them until the sum is stored
             yield from self._store(total)
 
     def _has_arrived(self) -> bool:

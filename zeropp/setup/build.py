@@ -152,7 +152,7 @@ def _partition(
     units = maker.make_units(model, specs)
     comm.end_of_wrap()
     if comm.device.type == "cuda":
-        require_room(comm.device)
+        require_room(comm.communicators, comm.device)
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.

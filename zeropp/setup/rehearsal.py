@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -19,7 +19,6 @@ from zeropp.comm.accounts import name_ranks
 from zeropp.comm.copies import issued_here
 from zeropp.comm.hops import Hop
 from zeropp.comm.ledger import Ledger
-from zeropp.comm.streams import Lanes
 from zeropp.engine.engine import Engine
 from zeropp.params.transfers import Transfer, transfers
 
@@ -29,7 +28,7 @@ _log = logging.getLogger("zeropp")
 
 
 def rehearse(engine: Engine) -> None:
-    """Run every collective of a training step once, with its largest message, over communicators.
+    """Run each kind of collective of each hop once with its largest message, and once with its smallest.
 
     Collective over the engine's ranks. Nothing is counted in the ledger, and nothing happens over gloo, which connects
     when a group is made.
@@ -37,49 +36,60 @@ def rehearse(engine: Engine) -> None:
     Raises:
         RuntimeError: a collective fails, or does not end within ``hang_timeout``: with its hop and ranks.
     """
-    comm = engine.comm
+    comm, device = engine.comm, engine.device
     if not comm.communicates:
         return
-    before = _outside(engine.device)
+    before = _outside(device)
     lanes = {"gather": engine.gather_lanes, "refresh": engine.refresh.lanes, "reduce": engine.reduce_lanes}
-    for transfer in _largest(engine):
+    for transfer in _transfers(engine):
         hop = transfer.hop
         members = name_ranks(comm.ranks[rank] for rank in hop.spec.ranks)
-        doing = f"connecting for {transfer.collective} of hop {hop.kind} {hop.spec.outer}->{hop.spec.inner}, {members}"
-        _run(engine, lanes[hop.kind], hop.spec.link, partial(_carry_out, transfer, engine.device), doing)
-    for group, numbers in _for_all(engine):
-        with engine.agreement.watching("connecting for all_reduce of all ranks"):
-            dist.all_reduce(numbers, group=group)
-            issued_here(engine.device).wait(engine.agreement.hang_timeout)
-    if engine.device.type == "cuda":
+        levels = f"{hop.spec.outer} to {hop.spec.inner}"
+        doing = f"the first {transfer.collective} of {members} ({hop.kind}, level {levels})"
+        stream = lanes[hop.kind].stream(hop.spec.link)
+        # From here on: NCCL connects in the launch, which may not return.
+        with engine.agreement.watching(doing), comm.launching(doing):
+            event = stream.run(partial(_carry_out, transfer, device))
+            engine.agreement.wait(event.wait, doing)
+        _finish(engine, doing)
+    for group, numbers, op in _for_all(engine):
+        doing = "the first all_reduce of all ranks"
+        with engine.agreement.watching(doing), comm.launching(doing):
+            dist.all_reduce(numbers, op, group=group)
+        _finish(engine, doing)
+    if device.type == "cuda":
+        # The lanes would keep memory of messages that training allocates elsewhere.
+        torch.cuda.empty_cache()
         _log.info(
             "rank %d: %d communicators have taken %s bytes outside of torch's allocator for their first collectives",
-            comm.rank, len(comm.communicators), f"{_outside(engine.device) - before:,}",
+            comm.rank, len(comm.communicators), f"{_outside(device) - before:,}",
         )  # fmt: skip
 
 
-def _run(engine: Engine, lanes: Lanes, link: str, work: Callable[[], object], doing: str) -> None:
-    """Do work on a lane, to its end."""
-    with engine.agreement.watching(doing):
-        event = lanes.stream(link).run(work)
-    engine.agreement.monitors(event, doing)
-    engine.agreement.wait(event.wait, doing)
-    # On a card that has let the stream wait, and not the host.
+def _finish(engine: Engine, doing: str) -> None:
+    """Let the host wait for the device, which has waited for the collective."""
     with engine.agreement.watching(doing):
         issued_here(engine.device).wait(engine.agreement.hang_timeout)
 
 
-def _largest(engine: Engine) -> Iterator[Transfer]:
-    """The largest transfer of each kind, in one order on all ranks."""
-    found: dict[tuple[str, int, int, str, torch.dtype], Transfer] = {}
+def _transfers(engine: Engine) -> Iterator[Transfer]:
+    """The largest transfer of each kind and the smallest, in one order on all ranks."""
+    found: dict[tuple[str, int, int, str, torch.dtype], tuple[Transfer, Transfer]] = {}
     for buffer in engine.buffers:
         gradient = buffer.gradient
         for each in transfers(buffer.paths, None if gradient is None else gradient.paths, buffer.layout.numel):
             spec = each.hop.spec
             key = (each.hop.kind, spec.outer, spec.inner, each.collective, each.dtype)
-            if key not in found or found[key].nbytes < each.nbytes:
-                found[key] = each
-    yield from found.values()
+            small, large = found.get(key, (each, each))
+            found[key] = min(small, each, key=_nbytes), max(large, each, key=_nbytes)
+    for small, large in found.values():
+        yield large
+        if small.nbytes < large.nbytes:
+            yield small
+
+
+def _nbytes(transfer: Transfer) -> int:
+    return transfer.nbytes
 
 
 def _carry_out(transfer: Transfer, device: torch.device) -> None:
@@ -101,11 +111,15 @@ def _uncounted(hop: Hop) -> Hop:
     return other
 
 
-def _for_all(engine: Engine) -> Iterator[tuple[dist.ProcessGroup | None, torch.Tensor]]:
-    """Sums and maxima of all ranks, which are of no hop: the group and small numbers."""
-    yield engine.comm.world_group, torch.zeros(2, dtype=torch.float64, device=engine.device)
+def _for_all(engine: Engine) -> Iterator[tuple[dist.ProcessGroup | None, torch.Tensor, dist.ReduceOp.RedOpType]]:
+    """Sums and maxima of all ranks, which are of no hop: the group, numbers, and the operation."""
+    # Of flags, and of a number for each parameter.
+    for count in (1, 2 * len(engine.unit_of)):
+        numbers = torch.zeros(count, dtype=torch.float64, device=engine.device)
+        yield engine.comm.world_group, numbers, dist.ReduceOp.SUM
     if any(buffer.paths.counts_escapes for buffer in engine.buffers):
-        yield engine.comm.all_ranks("refresh"), torch.zeros(2, dtype=torch.int64, device=engine.device)
+        rooms = torch.zeros(2, dtype=torch.int64, device=engine.device)
+        yield engine.comm.all_ranks("refresh"), rooms, dist.ReduceOp.MAX
 
 
 def _outside(device: torch.device) -> int:
