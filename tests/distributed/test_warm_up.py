@@ -142,6 +142,7 @@ def test_on_a_card_wrapping_warms_up_unless_it_is_told_not_to(chosen: bool) -> N
         model = Model()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         found = mock.patch.object(build, "_check_model", lambda *given, device=device: torch.device(device))
-        with found, mock.patch.object(build, "warm_up") as warmed, contextlib.suppress(Exception):
+        limits = mock.patch.object(build, "processors", lambda device: 132)
+        with found, limits, mock.patch.object(build, "warm_up") as warmed, contextlib.suppress(Exception):
             zeropp.ZeroOptimizer(inner, model, make_config(warm_up=chosen))
         assert warmed.called == expected

@@ -65,8 +65,12 @@ class TakesLosses:
         try:
             scaled.backward(retain_graph=retain_graph)
         except Exception as error:
-            self.engine.end_failed_pass()  # now, so that other ranks are told of the exception
+            reason = ""
             # Autograd's word for memory that was freed with its unit: somebody has kept a view of a weight.
             if isinstance(error, RuntimeError) and "modified by an inplace operation" in str(error):
-                raise RuntimeError(explain_freed(self.engine, str(error))) from error
+                reason = explain_freed(self.engine, str(error))
+            # Now, so that other ranks are told of the exception.
+            self.engine.end_failed_pass()
+            if reason:
+                raise RuntimeError(reason) from error
             raise
