@@ -332,16 +332,16 @@ class Engine(GuardHandler):
                 unit.hide()
 
     def end_failed_pass(self) -> None:
-        """Recover from a backward that has failed, and from a forward that Ctrl-C has ended."""
+        """Recover now from a pass that an exception has ended."""
+        self.running  # noqa: B018  # asking does it
+
+    @property
+    def running(self) -> bool:
+        """Whether a pass is running; a backward that failed is over, and so is a forward that Ctrl-C has ended."""
         # Autograd calls nothing that was queued for the end of a backward that failed; so it is noticed here.
         failed = self.phase is Phase.BACKWARD and (current_graph_task() == -1 or self._ending() is None)
         if failed or (self.phase is Phase.FORWARD and self.hooks.cut_off):
             self.recover()
-
-    @property
-    def running(self) -> bool:
-        """Whether a pass is running; one that has failed is over."""
-        self.end_failed_pass()
         return self.phase is not Phase.IDLE
 
     def require_idle(

@@ -76,6 +76,10 @@ class Gradient:
         self.row = homes.gradients.allocate(layout.numel // self.placement.mode.states, main_dtype)
         # Sums are made where they stay; else they are brought there, through staging buffers.
         self._ring = None if homes.gradients.serves(device) else homes.ring
+        # Classes of links to the shard, which may be in the host's memory.
+        back = [*(paths.replicas.links if paths.replicas is not None else ()), *([] if self._ring is None else [BUS])]
+        self._straight_links = [*paths.straight.links, *back]
+        self._from_held_links = [*paths.from_held.links, *back]
         # Of a sum on its way to the host.
         self._stored_nbytes = 0 if self._ring is None else self.row.nbytes
         self.arrived = False
@@ -187,13 +191,13 @@ class Gradient:
         scale /= self._scaled
         numel = self.layout.numel
         if not straight:
-            hops = [*self.paths.to_held.links, *([] if hold else self._links(self.paths.from_held))]
+            hops = [*self.paths.to_held.links, *([] if hold else self._from_held_links)]
             return Work(hops, [self._add_to_held(message, scale, hold=hold)], None if hold else self._arrive)
         path = self.paths.straight
         if self.paths.replicas is not None:
             # The sum is for several ranks' shards: it goes on to a piece for each rank, and back.
-            return Work(self._links(path), [self._reduce_replicas(path, message, numel, scale)], self._arrive)
-        return Work(self._links(path), [self._reduce(path, message, numel, scale)], self._arrive)
+            return Work(self._straight_links, [self._reduce_replicas(path, message, numel, scale)], self._arrive)
+        return Work(self._straight_links, [self._reduce(path, message, numel, scale)], self._arrive)
 
     def _reduce(self, path: ReducePath, message: Tensor, numel: int, scale: float) -> Iterator[None]:
         """To the shard, which the last sum measures, unless something is done to it after that."""
@@ -235,11 +239,6 @@ class Gradient:
                 issued_here(self.device).wait(threading.TIMEOUT_MAX)
                 self.row.write(start, staged).wait(threading.TIMEOUT_MAX)
         self.report.add_up()
-
-    def _links(self, path: ReducePath) -> list[str]:
-        """Classes of links from a path's beginning to the shard, which may be in the host's memory."""
-        back = self.paths.replicas.links if self.paths.replicas is not None else []
-        return [*path.links, *back, *([] if self._ring is None else [BUS])]
 
     def _add_to_held(self, message: Tensor, scale: float, *, hold: bool) -> Iterator[None]:
         """Sum messages as far as the level at which they are held; unless ``hold``, the sum then goes all the way."""
