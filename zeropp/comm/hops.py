@@ -86,7 +86,10 @@ class Hop:
             except RuntimeError as error:
                 raise CollectiveError.of(error) from error.__cause__
         else:
-            all_gather_single(out, own, group=self.group)
+            try:
+                all_gather_single(out, own, group=self.group)
+            except RuntimeError as error:
+                raise CollectiveError.of(error) from error.__cause__
 
     def all_to_all(self, message: Tensor, unit: str, codec: str, *, apart: bool = True) -> Tensor | list[Tensor]:
         """Part i of ``message`` goes to member i; returns the parts meant for this rank, in order of members.
@@ -103,7 +106,10 @@ class Hop:
         self._note(f"{self.spec.inner}->{self.spec.outer}", unit, codec, sent)
         if not self.pairwise:
             whole = torch.empty_like(message)
-            dist.all_to_all_single(whole, message, group=self.group)
+            try:
+                dist.all_to_all_single(whole, message, group=self.group)
+            except RuntimeError as error:
+                raise CollectiveError.of(error) from error.__cause__
             # Without a view of each part: a thousand of them take the host ten milliseconds.
             return whole.view(self.size, -1)
         parts = list(message.view(self.size, -1).unbind())
