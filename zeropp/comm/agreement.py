@@ -269,7 +269,8 @@ class Agreement:
             Names of the communicators that each global rank uses no more; None if a rank does not come.
         """
         comm = self.comm
-        if not comm.communicates:
+        # The user may have ended torch.distributed before, and all groups with it.
+        if not comm.communicates or not comm.has_groups:
             return {}
         if self.lost is not None:
             return None
@@ -287,9 +288,10 @@ class Agreement:
             "destroyed together with them",
             comm.rank, late,
         )  # fmt: skip
-        # For ranks that train on and would wait for this one.
+        account = Account("closing its optimizer", failure="it closed its optimizer before the others")
+        # For ranks that train on and would wait for this one. An exception that led here says more.
         with contextlib.suppress(RuntimeError, TimeoutError):
-            self.watch.publish(Account("closing its optimizer", failure="it closed its optimizer before the others"))
+            self.watch.publish(self.watch.stopped_by or account)
         return None
 
     def close(self) -> None:

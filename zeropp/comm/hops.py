@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeropp._compat import all_gather_single, reduce_scatter_single
+from zeropp._compat import all_gather_single, is_registered, reduce_scatter_single
 from zeropp.comm.accounts import CollectiveError
 from zeropp.comm.communicators import (
     WORLD,
@@ -385,6 +385,11 @@ class Comm:
         if group is not None:
             self._made.remove(group)
             free_groups([group])
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether torch still knows the groups."""
+        return dist.is_initialized() and is_registered(self.control_group)
 
     def end_of_wrap(self) -> None:
         """Share no communicator from here on that this engine does not use yet: other ranks may have closed it."""

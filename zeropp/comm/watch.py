@@ -86,6 +86,9 @@ class Watch:
         after: seconds, or None never to say anything.
         when_failed: called on the watching thread while this rank waits for others, one of which has failed.
         alone: there is nobody to wait for.
+
+    Attributes:
+        stopped_by: this rank's account of an exception that has ended its last pass or step, until it goes on.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Watch:
         # Places where this rank has stopped, each with how often: a pass that has failed may be tried again.
         self._stops: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._has_stopped = False  # and not gone on
+        self.stopped_by: Account | None = None
         self._telling = threading.Lock()
         self._suspected: dict[tuple[int, int, int], float] = {}  # (rank, place, times) -> when this was first read
         self._untold: tuple[Account, tuple[int, int]] | None = None
@@ -159,7 +163,7 @@ class Watch:
             stop = self._stops[-1]  # the same one, with more to say
         else:
             self._stops.append(stop)
-        self._has_stopped = True
+        self._has_stopped, self.stopped_by = True, account
         self._untold = account, stop
         if not later:
             self._tell_stop()
@@ -176,7 +180,7 @@ class Watch:
     def go_on(self) -> None:
         """Take back that this rank has stopped, if it has."""
         if self._has_stopped:
-            self._has_stopped = False
+            self._has_stopped, self.stopped_by = False, None
             with self._telling:
                 told, self._untold = self._untold is None, None
                 if told:

@@ -42,7 +42,8 @@ def _autos(given: Mapping[str, object], block: Block, prefix: str, path: tuple[s
     # Deprecated keys are no fields, and have warnings of their own.
     for key in (key for key in given if key in fields):
         value, chosen, here = given[key], getattr(block, fields[key]), (*path, fields[key])
-        if is_auto(value):
+        # Some fields have "auto" for a value of their own.
+        if is_auto(value) and chosen != value:
             yield _Auto(prefix + key, here, chosen)
         elif isinstance(value, Mapping) and isinstance(chosen, Block):
             yield from _autos(value, chosen, f"{prefix}{key}.", here)

@@ -169,10 +169,8 @@ class MemoryPlan:
         lines = [f"{name.replace('_', ' '):24}{value:>20,} bytes" for name, value in rows]
         # A CPU's have no buffers to speak of.
         if self.communicators and not self.on_host:
-            count = len(self.communicators)
-            lines.append(
-                f"{count} NCCL communicators take about {self.communicator_nbytes:,} bytes outside of torch's own"
-            )
+            count, nbytes = len(self.communicators), self.communicator_nbytes
+            lines.append(f"{count} NCCL communicators, outside of torch's own: about {nbytes:,} bytes (not measured)")
             lines += [f"  {each}: about {each.nbytes:,} bytes" for each in self.communicators]
         return "\n".join(lines)
 
