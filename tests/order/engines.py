@@ -33,7 +33,7 @@ _ROOM = 1024  # of lossless messages, where their size is agreed on by a lane's 
 
 @dataclass
 class Log:
-    """What one rank has called.
+    """The calls of one rank.
 
     Attributes:
         calls: on all communicators, in order.
@@ -66,7 +66,7 @@ class _Group:
 
 
 class _Ranks:
-    """What zeropp finds instead of torch.distributed."""
+    """The stand-in for torch.distributed that zeropp finds."""
 
     def __init__(self, world: World) -> None:
         self.world = world

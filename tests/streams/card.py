@@ -52,7 +52,7 @@ _plain_resize = torch.UntypedStorage.resize_
 
 
 class Card:
-    """Which storage is whose, and what every operation does to it.
+    """The storages of the card and of the host, and the effect of every operation on them.
 
     Attributes:
         clocks: of its streams and of the host's threads.
@@ -85,7 +85,7 @@ class Card:
             return self.memory(tensor.untyped_storage())
 
     def of_card(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the card's, seen from outside of operations."""
+        """Tell whether a tensor is the card's, seen from outside of operations."""
         if getattr(self.inside, "deep", False):
             return False
         with unguarded():
@@ -351,7 +351,7 @@ def _transfer(card: Card) -> Callable[..., Event]:
 
 
 def _cuda(card: Card) -> dict[str, Any]:
-    """What zeropp uses of ``torch.cuda``."""
+    """The names of ``torch.cuda`` that zeropp uses."""
     model = _Stream(card, timeline=card.clocks.model)
     streams_of = {card.clocks.model.number: model}
 
@@ -383,7 +383,7 @@ def _cuda(card: Card) -> dict[str, Any]:
 
 
 def _tensor_calls(card: Card) -> dict[str, Any]:
-    """What goes by where a tensor is."""
+    """Methods of tensors that depend on the device."""
 
     def to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         words = [*args, *kwargs.values()]

@@ -199,6 +199,6 @@ _known: dict[types.CodeType, str] = {}
 
 
 def _path(path: str) -> str:
-    """Where a file lies in the repository, if its lines say anything."""
+    """The path of a file in the repository; empty for files outside of it, and those whose lines explain no access."""
     inside = path.removeprefix(f"{_ROOT}/")
     return "" if inside == path or inside.startswith(("tests/streams/", "kernels/")) else inside

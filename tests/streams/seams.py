@@ -44,7 +44,7 @@ class Seam:
 
     @property
     def name(self) -> str:
-        """What tells it from others, whatever lines are added elsewhere."""
+        """A name that stays the same when lines are added elsewhere."""
         return f"{self.module.removeprefix('zeropp/')} {self.function} {self.number}"
 
 

@@ -1,4 +1,4 @@
-"""What the simulator calls a race, and what it does not."""
+"""The rules of the simulator, each by a small case that is a race and one that is none."""
 
 from __future__ import annotations
 
