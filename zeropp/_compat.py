@@ -305,7 +305,13 @@ def sends_from_host(group: dist.ProcessGroup) -> bool:
 
 
 def default_store() -> dist.Store:
-    """The key-value store behind the default process group."""
+    """The key-value store behind the default process group.
+
+    Raises:
+        RuntimeError: there is no process group any more.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed was ended, and the store of the job with it")
     return dist.distributed_c10d._get_default_store()
 
 

@@ -99,8 +99,17 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
         assert third.heard() == {}
     assert store.num_keys() < 10
     assert not third.some_rank_failed()
+    # A rank that has stopped and goes on, and then waits.
+    first.stop(account(2), 7)
+    assert third.heard() == {0: account(2)} and not third.some_rank_failed()  # it may yet go on
+    first.go_on()
+    first._note(store, account(0))  # type: ignore[arg-type]
+    assert third.heard() == {0: account(0)}
+    # One that is lost, for whatever reason, does not come any more.
     first.publish(account(2))
-    assert third.heard() == {0: account(2)} and not third.some_rank_failed()
+    assert third.heard() == {0: account(2)} and third.some_rank_failed()
+    first.go_on()
+    assert third.heard() == {0: account(2)} and third.some_rank_failed()
     second.publish(Account("stepping", failure="no space left"))
     assert third.some_rank_failed() and third.heard()[1].failure == "no space left"
 

@@ -25,6 +25,7 @@ class Account:
         where: the pass or step that it is in, "a backward", or "".
         until: what ended it, ", until ...", or "".
         failure: what went wrong on this rank itself, or "".
+        unsure: the failure may have kept weights from being stepped here.
         beyond: what it does that no rank has done before, so that nobody waits for it, or "".
     """
 
@@ -33,6 +34,7 @@ class Account:
     where: str = ""
     until: str = ""
     failure: str = ""
+    unsure: bool = False
     beyond: str = ""
 
     def __str__(self) -> str:

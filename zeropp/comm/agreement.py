@@ -40,6 +40,7 @@ MICRO_BATCHES, _CLOSING = 108, 109
 _FIRST_LOOK, _RARELY = 1.0, 5.0  # seconds between looks whether another rank has failed: the first, and the longest
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 _FEW = 64  # ranks that may ask the store at the same moment
+_NEARLY = 0.9  # of hang_timeout: gloo's clock is another one
 _STEP = -1  # place of all steps; those of passes are not negative
 _MEETING = 10.0  # seconds a rank that closes waits for the others to close
 
@@ -119,6 +120,7 @@ class Agreement:
         """
         if self.lost is not None:
             raise RuntimeError(self.lost)
+        began = time.monotonic()
         try:
             # Formed only when somebody asks: most waits are short, and this runs at every use of a unit.
             with self.watch.waiting(lambda: Account(" ".join(doing), call, where or self.where, beyond=self.beyond)):
@@ -139,10 +141,15 @@ class Agreement:
                 raise RuntimeError(self.lost) from None
             account = Account(" ".join(doing), call, where or self.where, beyond=self.beyond)
             if isinstance(error, OSError):
-                raise self._lose(replace(account, until=", until that failed", failure=str(error))) from error
+                raise self._lose(
+                    replace(account, until=", until that failed", failure=str(error), unsure=True)
+                ) from error
             ended = what_ended(error)
+            # Connections that the watching thread has closed, since another rank has failed, end with such words, too.
             if ended == "time ran out":
-                raise self._lose(account, waited=True) from None
+                if time.monotonic() - began >= _NEARLY * self.hang_timeout:
+                    raise self._lose(account, waited=True) from None
+                ended = "its connections were closed"
             if ended is not None:
                 raise self._lose(replace(account, until=f", until {ended}")) from None
             first = (str(error).splitlines() or [""])[0]
@@ -311,7 +318,7 @@ class Agreement:
         if self._alone or self.lost is not None:
             return
         words = "its backward failed" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
-        account = Account(self.where or "step()", failure=words)
+        account = Account(self.where or "step()", failure=words, unsure=step)
         self.watch.stop(account, _STEP if step else self._place, later=later)
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
@@ -322,14 +329,15 @@ class Agreement:
                 # Over the store: ranks that have lost each other can no longer meet in a collective.
                 accounts = self._ask_around(account)
             # The process that keeps the store is gone or stands still, perhaps the very one that failed.
-            except (RuntimeError, TimeoutError):
+            # And nothing that asking raises may keep the abort from coming.
+            except Exception:
                 store_is_gone = True
         parts = [explain(accounts, comm.world)]
         if store_is_gone:
             parts[0] += "; the others cannot be asked, since the job's store is gone or does not answer"
         # What has not been sent may be stepped on this rank and not on others: its refresh was queued behind the step,
         # and does not end without them. A disk that has failed may hold what was to be stepped.
-        failed = any(each.failure for each in accounts.values())
+        failed = any(each.unsure for each in accounts.values())
         parts.append(
             "This rank has stepped weights that others may not have: go on from a checkpoint"
             if self._stepped or (self.unconfirmed and comm.world > 1) or not self._has_sent()

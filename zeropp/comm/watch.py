@@ -11,9 +11,9 @@ ranks have lost each other. An evaluation that sends nothing is no pass in this 
 
 [Note: accounts in the store] One process answers for the store, and all ranks may ask it within the same two seconds.
 So an account that many ranks give is stored once, under a code, and a rank adds one line to a list: its number and the
-code. There is a list of ranks that have lost the others, one of those that have stopped, and lists of those that wait.
-A reading takes at most 4 lines of some 14 bytes for each rank, and the texts that this rank has not read: with 1024
-ranks 58 kB. After a loss each of them reads twice, so that the process gives out less than 130 MB.
+code. There is a list of ranks that have stopped or lost the others, and lists of those that wait. A reading takes at
+most 4 lines of some 14 bytes for each rank, and the texts that this rank has not read: with 1024 ranks 58 kB. After a
+loss each of them reads twice, so that the process gives out less than 100 MB.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import math
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +108,7 @@ class Watch:
         self._when_failed = when_failed
         # Places where this rank has stopped, each with how often: a pass that has failed may be tried again.
         self._stops: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
+        self._times = Counter[int]()  # by place
         self._has_stopped = False  # and not gone on
         self.stopped_by: Account | None = None
         self._telling = threading.Lock()
@@ -142,13 +143,14 @@ class Watch:
                 self._withdraw()
 
     def publish(self, account: Account) -> None:
-        """Put this rank's account into the store, for good: it fails."""
-        # First: ``look``, on the other thread, must not withdraw the account that follows.
+        """Put this rank's account into the store, for good: it is lost, whoever has failed."""
+        # First: the other thread must not withdraw the account that follows.
         self._failed = True
-        store = default_store()
-        within(_ANSWER, partial(self._write, store, account, f"{self._job}/lost"), "telling why this rank fails")
-        if account.failure:
-            within(_ANSWER, partial(self._write, store, account, self._stopped, _FOR_GOOD, 0), "telling of a failure")
+        within(
+            _ANSWER,
+            partial(self._write, default_store(), account, self._stopped, _FOR_GOOD, 0),
+            "telling why this rank fails",
+        )
 
     def stop(self, account: Account, place: int, *, later: bool = False) -> None:
         """Say that an exception has ended this rank's pass or step; see [Note: one rank's exception].
@@ -158,11 +160,12 @@ class Watch:
             place: of the pass or step, the same on all ranks.
             later: on the watching thread, within seconds.
         """
-        stop = place, 1 + sum(place == each for each, _ in self._stops)
+        stop = place, self._times[place] + 1
         if self._has_stopped and self._stops[-1][0] == place:
             stop = self._stops[-1]  # the same one, with more to say
         else:
             self._stops.append(stop)
+            self._times[place] += 1
         self._has_stopped, self.stopped_by = True, account
         self._untold = account, stop
         if not later:
@@ -174,12 +177,12 @@ class Watch:
         # The other thread may be about to take it back.
         with self._telling:
             untold, self._untold = self._untold, None
-            if untold is not None:
+            if untold is not None and not self._failed:
                 self._write_stop(untold[0], *untold[1])
 
     def go_on(self) -> None:
-        """Take back that this rank has stopped, if it has."""
-        if self._has_stopped:
+        """Take back that this rank has stopped, if it has, and is not lost."""
+        if self._has_stopped and not self._failed:
             self._has_stopped, self.stopped_by = False, None
             with self._telling:
                 told, self._untold = self._untold is None, None
@@ -209,10 +212,8 @@ class Watch:
         return within(_ANSWER, partial(self._find_failure, default_store()), "asking whether a rank has failed")
 
     def _find_failure(self, store: dist.Store) -> bool:
-        if not store.check([self._stopped]):
-            return False
-        # A rank's last line counts: "rank code place times", or "rank -" when it goes on.
-        last = {line[0]: line for line in map(str.split, store.get(self._stopped).decode().splitlines())}
+        # "rank code place times", or "rank -" when it goes on.
+        last = self._last(store, self._stopped)
         stops = {(int(line[0]), int(line[2]), int(line[3])) for line in last.values() if len(line) > 2}
         now = time.monotonic()
         # A rank that handles its error may yet go on.
@@ -229,7 +230,7 @@ class Watch:
         self._write(store, account, f"{self._job}/waiting/{page}")
         # Nobody reads those before the last one. A job that runs for months must not fill the store.
         if begins == 0:
-            store.delete_key(f"{self._job}/waiting/{page - 2}")
+            store.delete_key(f"{self._job}/waiting/{page - 4}")
 
     def _write(self, store: dist.Store, account: Account | None, key: str, *more: int) -> None:
         code = "-"
@@ -242,19 +243,23 @@ class Watch:
 
     def _read(self, store: dist.Store) -> dict[int, Account]:
         page = store.add(f"{self._job}/lines", 0) // (_PAGE * self._world)
-        # Later lines replace earlier ones, and what a rank says when it fails is its last word.
-        keys = [f"{self._job}/waiting/{page - 1}", f"{self._job}/waiting/{page}", self._stopped, f"{self._job}/lost"]
-        lines = [line.split() for key in keys if store.check([key]) for line in store.get(key).decode().splitlines()]
-        codes: dict[int, str] = {}
-        for rank, code, *_ in lines:
-            if code != "-" or int(rank) in codes:
-                codes[int(rank)] = code
-        found = {rank: code for rank, code in codes.items() if code != "-"}
+        # A rank's last line counts; one that has stopped says more by that than by where it waited before.
+        waiting = self._last(store, f"{self._job}/waiting/{page - 1}") | self._last(
+            store, f"{self._job}/waiting/{page}"
+        )
+        stopped = {rank: line for rank, line in self._last(store, self._stopped).items() if line[1] != "-"}
+        found = {int(rank): line[1] for rank, line in (waiting | stopped).items() if line[1] != "-"}
         missing = list(set(found.values()).difference(self._texts))
         if missing:
             texts = store.multi_get([self._text_key(code) for code in missing])
             self._texts.update(zip(missing, map(Account.unpacked, texts), strict=True))
         return {rank: self._texts[code] for rank, code in found.items()}
+
+    @staticmethod
+    def _last(store: dist.Store, key: str) -> dict[str, list[str]]:
+        """The last line of each rank in a list, in words."""
+        lines = store.get(key).decode().splitlines() if store.check([key]) else []
+        return {line[0]: line for line in map(str.split, lines)}
 
     def _text_key(self, code: str) -> str:
         return f"{self._job}/text/{code}"

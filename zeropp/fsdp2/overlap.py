@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.collective import naming_absence
-from zeropp.comm.events import Event
+from zeropp.comm.events import DONE, Event, Launch
 from zeropp.comm.groups import abort_groups
 from zeropp.comm.monitor import make_monitor
 from zeropp.comm.streams import Lanes, Work
@@ -50,6 +50,7 @@ class Waiting:
     def __init__(self, device: torch.device, hang_timeout: float, groups: list[dist.ProcessGroup]) -> None:
         self._hang_timeout = hang_timeout
         self._groups = groups
+        self._rank = dist.get_rank()
         self._lost: str | None = None
         self._monitor = make_monitor(device, hang_timeout, self._give_up)
 
@@ -74,7 +75,7 @@ class Waiting:
 
     def _give_up(self, doing: str, /, *, waited: bool) -> None:
         self._lost = (
-            f"rank {dist.get_rank()} has waited for {doing} for {self._hang_timeout:g} s: another rank has failed or "
+            f"rank {self._rank} has waited for {doing} for {self._hang_timeout:g} s: another rank has failed or "
             "ended, is late, or runs other modules. The process groups of zeropp.fsdp2 are aborted; go on from a "
             "checkpoint. If a rank was only late, give zeropp.fsdp2.apply a longer hang_timeout"
         )
@@ -94,8 +95,14 @@ def queue(lanes: Lanes, links: Sequence[str], part: Iterator[None], what: str, w
         waiting: watches them.
     """
     waiting.require()
-    event = lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
-    waiting.note(event, what)
+    # From the launch on: NCCL's first collective connects in it.
+    launch, event = Launch(), None
+    waiting.note(launch, what)
+    try:
+        event = lanes.run(Work(links, [_resumed(part, what, torch.is_inference_mode_enabled())]))[-1]
+    finally:
+        # After an error there is nothing to wait for.
+        launch.end = event or DONE
     return event
 
 

@@ -152,7 +152,7 @@ def _partition(
     units = maker.make_units(model, specs)
     comm.end_of_wrap()
     if comm.device.type == "cuda":
-        require_room(comm.communicators, comm.device)
+        _require_room(comm)
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
@@ -266,6 +266,18 @@ def _choose(
         world, local, device = len(members.ranks), members.local, members.device
         memory(model, config, world, local, device=device, states=states()).require(host_bytes=limit)
     return mode
+
+
+def _require_room(comm: Comm) -> None:
+    """:func:`require_room`, which raises on every rank if it does on one: cards and variables of nodes may differ."""
+    error: ValueError | None = None
+    try:
+        require_room(comm.communicators, comm.device)
+    except ValueError as caught:
+        error = caught
+    for rank, told in zip(comm.ranks, comm.all_gather_objects(error and str(error)), strict=True):
+        if told is not None:
+            raise error or ValueError(f"rank {rank}: {told}")
 
 
 def _ctas(config: Config, device: torch.device) -> Ctas:
