@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -508,6 +509,8 @@ def pretended_card(world: int, *, late: float = 0.0) -> Iterator[Card]:
         with _Operations(card):
             serve(_Late(tasks, late) if late else tasks)
 
+    # torch remembers its factories at the first ``with torch.device(...)``, and would remember those of the card.
+    _device_constructors()
     collectives = _collectives(world)
     patches = [
         *((torch.cuda, name, call) for name, call in _cuda(card).items()),
