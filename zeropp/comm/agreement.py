@@ -318,7 +318,7 @@ class Agreement:
         if self._alone or self.lost is not None:
             return
         words = "its backward failed" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
-        account = Account(self.where or "step()", failure=words, unsure=step)
+        account = Account(f"in {self.where or 'step()'}", failure=words, unsure=step)
         self.watch.stop(account, _STEP if step else self._place, later=later)
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:

@@ -62,11 +62,11 @@ class Ctas:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The communicators that an engine may have in common with others.
+    """The kinds of work, and the engines, that share communicators.
 
     Attributes:
-        kinds: different kinds of work may have one: see rule 2 in [Note: communicators].
-        engines: other engines of the process may have it, too.
+        kinds: gathers share with refreshes, and reductions with small sums: see rule 2 in [Note: communicators].
+        engines: the engines of a process share.
     """
 
     kinds: bool = False
@@ -284,7 +284,7 @@ def _least(limits: list[int | None]) -> int | None:
 def require_room(communicators: Collection[Communicator], device: torch.device) -> None:
     """Refuse communicators of an engine whose kernels do not fit on its card together: see [Note: communicators].
 
-    Engines run one after another, so that those of others do not count.
+    Communicators of other engines do not count, since engines run one after another.
 
     Raises:
         ValueError: they do not fit.

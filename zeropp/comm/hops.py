@@ -328,7 +328,7 @@ class Comm:
 
     @contextlib.contextmanager
     def launching(self, doing: str) -> Iterator[None]:
-        """Have the monitor watch the collectives inside from their launch on, which NCCL's first one connects in."""
+        """Have the monitor watch the collectives inside, from their launch on: NCCL connects the ranks in its first."""
         told = None if self._issued is None else self._issued()
         if told is None:
             yield

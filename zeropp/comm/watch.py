@@ -109,7 +109,6 @@ class Watch:
         # Places where this rank has stopped, each with how often: a pass that has failed may be tried again.
         self._stops: deque[tuple[int, int]] = deque(maxlen=_REMEMBERED)
         self._times = Counter[int]()  # by place
-        self._has_stopped = False  # and not gone on
         self.stopped_by: Account | None = None
         self._telling = threading.Lock()
         self._suspected: dict[tuple[int, int, int], float] = {}  # (rank, place, times) -> when this was first read
@@ -161,13 +160,12 @@ class Watch:
             later: on the watching thread, within seconds.
         """
         stop = place, self._times[place] + 1
-        if self._has_stopped and self._stops[-1][0] == place:
+        if self.stopped_by is not None and self._stops[-1][0] == place:
             stop = self._stops[-1]  # the same one, with more to say
         else:
             self._stops.append(stop)
             self._times[place] += 1
-        self._has_stopped, self.stopped_by = True, account
-        self._untold = account, stop
+        self.stopped_by, self._untold = account, (account, stop)
         if not later:
             self._tell_stop()
         elif self._thread is None and self._after is not None:
@@ -182,8 +180,8 @@ class Watch:
 
     def go_on(self) -> None:
         """Take back that this rank has stopped, if it has, and is not lost."""
-        if self._has_stopped and not self._failed:
-            self._has_stopped, self.stopped_by = False, None
+        if self.stopped_by is not None and not self._failed:
+            self.stopped_by = None
             with self._telling:
                 told, self._untold = self._untold is None, None
                 if told:
