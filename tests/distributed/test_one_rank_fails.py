@@ -43,6 +43,13 @@ class Fails(nn.Module):
         return x
 
 
+def await_word(begun: float) -> None:
+    """Live on until another rank has said in the store that it has heard."""
+    store = dist.distributed_c10d._get_default_store()
+    while not store.check(["heard"]) and time.monotonic() - begun < 2 * SOON:
+        time.sleep(0.2)
+
+
 def trained(
     where: str, ranks: list[int], settings: dict[str, Any], *, wrapper: bool, pause: float, common: bool = False
 ) -> tuple[list[str], float]:
@@ -72,12 +79,10 @@ def trained(
             errors.append(str(error))
             if "no longer in step" in str(error) or len(model.ranks) == 1:
                 seconds = time.monotonic() - begun
-                store = dist.distributed_c10d._get_default_store()
                 if dist.get_rank() in ranks:
                     # As a program that writes a report, or lets a tracker finish, before it ends.
-                    while not store.check(["heard"]) and time.monotonic() - begun < 2 * SOON:
-                        time.sleep(0.2)
-                store.set("heard", "")
+                    await_word(begun)
+                dist.distributed_c10d._get_default_store().set("heard", "")
                 return errors, seconds
             time.sleep(pause if dist.get_rank() == 0 else 0)
         optimizer.zero_grad()
@@ -105,7 +110,7 @@ def inside(hop: str) -> tuple[str, float]:
     model = Fails("", [])
     config = make_config(hang_timeout=120, prefetch=0, reuse=0)
     optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
-    store, original = dist.distributed_c10d._get_default_store(), getattr(Hop, hop)
+    original = getattr(Hop, hop)
 
     taken = 0
 
@@ -121,9 +126,9 @@ def inside(hop: str) -> tuple[str, float]:
             optimizer.step()
             optimizer.zero_grad()
     seconds = time.monotonic() - begun
-    while dist.get_rank() == 1 and not store.check(["heard"]) and time.monotonic() - begun < 2 * SOON:
-        time.sleep(0.2)
-    store.set("heard", "")
+    if dist.get_rank() == 1:
+        await_word(begun)
+    dist.distributed_c10d._get_default_store().set("heard", "")
     return str(caught.value), seconds
 
 
@@ -131,6 +136,64 @@ def inside(hop: str) -> tuple[str, float]:
 def test_memory_that_runs_out_in_a_collective(hop: str) -> None:
     for text, seconds in run_ranks(2, inside, hop):
         assert "rank 1 failed: OutOfMemoryError: CUDA out of memory" in text
+        assert seconds < SOON
+
+
+def in_another() -> tuple[str, float]:
+    """The error of a rank that waits in the critic where rank 0 has one in the actor, and lives on."""
+    torch.manual_seed(0)
+    actor, critic, optimizers = Fails("late forward", [0]), Fails("", []), []
+    for model in (actor, critic):
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=120))
+        optimizers.append(optimizer)
+        for _ in range(2):  # orders are learned
+            optimizer.backward(model(torch.ones(2, 64)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    begun = time.monotonic()
+    actor.armed = True
+    with pytest.raises(RuntimeError) as caught:
+        actor(torch.ones(2, 64))
+        critic(torch.ones(2, 64))
+    seconds = time.monotonic() - begun
+    if dist.get_rank() == 0:
+        await_word(begun)
+    dist.distributed_c10d._get_default_store().set("heard", "")
+    return str(caught.value), seconds
+
+
+def test_a_rank_that_waits_in_another_model_hears_of_it() -> None:
+    (own, _), (other, seconds) = run_ranks(2, in_another)
+    assert own.startswith("CUDA out of memory")
+    assert "rank 0 failed: OutOfMemoryError: CUDA out of memory" in other
+    assert "rank 0 was using another model, in a forward" in other
+    assert seconds < SOON
+
+
+def exchanging() -> tuple[str, float]:
+    """The error of ranks 0 and 2 in an exchange to which rank 1 does not come: it has lost them, and lives on."""
+    torch.manual_seed(0)
+    model = Fails("", [])
+    config = make_config(hang_timeout=120)
+    optimizer = zeropp.ZeroOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, config)
+    begun = time.monotonic()
+    if dist.get_rank() == 1:
+        error = optimizer.engine.agreement.failure("waiting for the gather of unit 'a'")
+        await_word(begun)
+        return str(error), 0.0
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.engine.agreement.require_same_call("state_dict()")
+    seconds = time.monotonic() - begun
+    dist.distributed_c10d._get_default_store().set("heard", "")
+    return str(caught.value), seconds
+
+
+def test_a_rank_that_has_lost_the_others_ends_their_exchanges() -> None:
+    """Without an error of its own that could be told."""
+    for number, (text, seconds) in enumerate(run_ranks(3, exchanging)):
+        assert "rank 1 was waiting for the gather of unit 'a'" in text
+        assert number == 1 or "until its connections were closed" in text
         assert seconds < SOON
 
 

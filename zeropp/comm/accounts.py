@@ -27,6 +27,7 @@ class Account:
         failure: what went wrong on this rank itself, or "".
         unsure: the failure may have kept weights from being stepped here.
         beyond: what it does that no rank has done before, so that nobody waits for it, or "".
+        other_model: it is in a pass or call of another model than the rank that reads this.
     """
 
     doing: str
@@ -36,11 +37,12 @@ class Account:
     failure: str = ""
     unsure: bool = False
     beyond: str = ""
+    other_model: bool = False
 
     def __str__(self) -> str:
         # What a rank does often names it already ("starting a forward").
         inside = f" in {self.where}" if self.where and self.where not in self.doing else ""
-        return f"{self.doing}{inside}{self.until}"
+        return f"{'using another model, ' if self.other_model else ''}{self.doing}{inside}{self.until}"
 
     def packed(self) -> str:
         """Its text for the job's store."""
@@ -123,6 +125,10 @@ def likely_cause(accounts: Mapping[int, Account], world: int) -> str:
             f"{name_ranks(silent)} {does} not wait for others: failed or ended, out of data, slow, or in code that "
             "only some ranks run"
         )
+    elsewhere = [rank for rank, account in accounts.items() if account.other_model]
+    if elsewhere:
+        verb = "uses" if len(elsewhere) == 1 else "use"
+        return f"{name_ranks(elsewhere)} {verb} another model; every rank uses its models in the same order"
     places = by_text({rank: account.where for rank, account in accounts.items()})
     if len(places) > 1:
         parts = ", ".join(f"{name_ranks(ranks)} in {where or 'no pass'}" for where, ranks in places.items())

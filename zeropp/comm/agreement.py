@@ -15,6 +15,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -25,6 +26,7 @@ from zeropp.comm.events import Event
 from zeropp.comm.hops import Comm
 from zeropp.comm.monitor import make_monitor
 from zeropp.comm.stalls import make_stalls
+from zeropp.comm.status import board_of, code_of
 from zeropp.comm.watch import Watch
 
 __all__ = ["ADDED", "AT_WORK", "LENT", "MICRO_BATCHES", "SAVED", "SETTINGS", "TRAINED", "Agreement"]
@@ -79,8 +81,11 @@ class Agreement:
         alone = comm.world == 1 or comm.backend == "fake"
         self._alone = alone
         # gloo's own waits end with their time or with a connection, so it is closed.
-        self.watch = Watch(comm.job, comm.rank, comm.world, warn_after, comm.hang_up, alone=alone)
-        failed = self.watch.some_rank_failed
+        self.board, self._code = board_of(comm.ranks, comm.rank), code_of(comm.job)
+        if not alone:
+            self.board.join()
+        self.watch = Watch(self.board, self._code, comm.rank, comm.world, warn_after, comm.hang_up, alone=alone)
+        failed = partial(self.board.some_rank_failed, self._code)
         self.monitor = None if alone else make_monitor(device, hang_timeout, self._give_up, failed)
         if self.monitor is not None:
             comm.tell_issued(self.monitors)
@@ -199,7 +204,7 @@ class Agreement:
     def enter(self, where: str, place: int) -> None:
         """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
         self.where, self._place, self.beyond = where, place, ""
-        self.watch.go_on()
+        self.board.go_on()
 
     def leave(self) -> None:
         """This rank is in no pass any more."""
@@ -219,13 +224,14 @@ class Agreement:
         """
         # In one number, so that a row is no wider for it: a place has 32 bits and a kind 8, of 64.
         head = self._place << 8 | kind
-        self.watch.go_on()
         # One width, or ranks at different kinds could not talk.
         row = [head, *values, *[0] * (_WIDTH - len(values))]
         with self.watching(doing, call=call):
             rows = self.comm.all_gather_ints(row)
         if any(row[0] != head for row in rows):
             raise self.failure(doing, call)
+        # The others have come.
+        self.board.go_on()
         return [row[1 : 1 + len(values)] for row in rows]
 
     def require_same_call(self, what: str) -> None:
@@ -296,9 +302,9 @@ class Agreement:
             comm.rank, late,
         )  # fmt: skip
         account = Account("closing its optimizer", failure="it closed its optimizer before the others")
-        # For ranks that train on and would wait for this one. An exception that led here says more.
+        # For ranks that train on and would wait for this one.
         with contextlib.suppress(RuntimeError, TimeoutError):
-            self.watch.publish(self.watch.stopped_by or account)
+            self.board.lose(self._code, account, closed=True)
         return None
 
     def close(self) -> None:
@@ -319,7 +325,9 @@ class Agreement:
             return
         words = "its backward failed" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         account = Account(f"in {self.where or 'step()'}", failure=words, unsure=step)
-        self.watch.stop(account, _STEP if step else self._place, later=later)
+        self.board.stop(self._code, _STEP if step else self._place, account, later=later)
+        if later:
+            self.watch.start()
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
         comm = self.comm
@@ -366,6 +374,9 @@ class Agreement:
             )
             self._end_work()
             self.comm.tell_sharers(reason)
+            # Whoever waits in this model is told what has stopped the rank in the other.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                self.board.lose(self._code, Account("using process groups that another model has lost"), closed=True)
 
     def _end_work(self) -> None:
         for action in self._when_lost:
@@ -387,11 +398,11 @@ class Agreement:
             return False
         # A store that is gone is the business of whoever waits for it.
         with contextlib.suppress(RuntimeError, TimeoutError):
-            return self.watch.some_rank_failed()
+            return self.board.some_rank_failed(self._code)
         return False
 
     def _ask_around(self, account: Account) -> dict[int, Account]:
-        self.watch.publish(account)
+        self.board.lose(self._code, account)
         if account.failure:
             # Ranks that wait for the device ask for this now and then, but not those in an exchange: gloo's own waits
             # end with their time or the connection.
@@ -407,7 +418,7 @@ class Agreement:
             time.sleep(min(pause, left))
             pause *= 2
             try:
-                accounts = self.watch.heard()
+                accounts = self.board.accounts(self._code)
             except (RuntimeError, TimeoutError):
                 if accounts is None:  # what was heard before is worth telling
                     raise

@@ -282,7 +282,7 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if not taken:
             self.outcome.pass_over()
             return loss
-        self.engine.agreement.watch.go_on()
+        self.engine.agreement.board.go_on()
         try:
             found = self._take_step(closure)
         except Exception as error:

@@ -1,0 +1,224 @@
+"""Statuses of ranks in the job's store, and how many bytes the process that keeps it gives and takes."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeropp.comm import agreement, status
+from zeropp.comm.accounts import Account
+from zeropp.comm.agreement import Agreement
+from zeropp.comm.status import StatusBoard, code_of
+
+WORLD = 1024
+
+
+class CountingStore:
+    """A store in this process that counts what requests and answers hold."""
+
+    def __init__(self) -> None:
+        self._store, self.nbytes, self.requests = dist.HashStore(), 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._store, name)
+
+        def counted(*args: object) -> object:
+            answer = call(*args)
+            self.requests += 1
+            self.nbytes += _size(args) + _size(answer)
+            return answer
+
+        return counted
+
+
+def _size(value: object) -> int:
+    if isinstance(value, (list, tuple)):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, (str, bytes)) else 8
+
+
+class Clock:
+    """Time that passes where somebody sleeps."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> CountingStore:
+    """In place of the job's."""
+    made = CountingStore()
+    monkeypatch.setattr(status, "default_store", lambda: made)
+    monkeypatch.setattr(agreement, "time", Clock())
+    return made
+
+
+ACTOR, CRITIC = code_of("the actor"), code_of("the critic")
+
+
+def boards_of(world: int) -> list[StatusBoard]:
+    """One for each rank, in this process."""
+    boards = [StatusBoard(tuple(range(world)), number) for number in range(world)]
+    for board in boards:
+        board.join()
+    return boards
+
+
+def rank_of(board: StatusBoard, number: int, world: int) -> Agreement:
+    comm: Any = SimpleNamespace(rank=number, world=world, job="the actor", backend="fake", hang_up=lambda: None)
+    comm.ranks = tuple(range(world))
+    comm.ledger, comm.on_lost_elsewhere = SimpleNamespace(add_wait=lambda *args: None), lambda action: None
+    made = Agreement(comm, 600.0, None, torch.device("cpu"), [], at_once=False)
+    made.board = board
+    return made
+
+
+def account(number: int) -> Account:
+    return Account(f"waiting for the gather of unit 'blocks.{number % 4}'", where="a forward")
+
+
+def test_after_a_loss_the_store_is_asked_for_less_than_100_megabytes(store: CountingStore) -> None:
+    """By 1024 ranks, of which one says nothing; all have been waiting for long before."""
+    boards = boards_of(WORLD)
+    for number, board in enumerate(boards):
+        board.wait(ACTOR, account(number))
+    boards[-1].wait(ACTOR, None)
+    for number, board in enumerate(boards[:-1]):
+        board.lose(ACTOR, account(number))
+    before = store.nbytes
+    for number in range(0, WORLD - 1, 16):
+        found = rank_of(boards[number], number, WORLD)._ask_around(account(number))
+        assert found == {other: account(other) for other in range(WORLD - 1)}
+    assert before + 16 * (store.nbytes - before) < 100e6
+
+
+def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
+    """Through many waits, which leave nothing in the store."""
+    first, second, third = boards_of(3)
+    for _ in range(50):
+        first.wait(ACTOR, account(0))
+        second.wait(ACTOR, account(1))
+        assert third.accounts(ACTOR) == {0: account(0), 1: account(1)}
+        first.wait(ACTOR, None)
+        assert third.accounts(ACTOR) == {1: account(1)}
+        second.wait(ACTOR, None)
+        assert third.accounts(ACTOR) == {}
+    assert store.num_keys() < 10
+    assert not third.some_rank_failed(ACTOR)
+    # A rank that has stopped and goes on, and then waits.
+    first.stop(ACTOR, 7, account(2))
+    assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # it may yet go on
+    first.go_on()
+    first.wait(ACTOR, account(0))
+    assert third.accounts(ACTOR) == {0: account(0)}
+    # One that is lost, for whatever reason, does not come any more.
+    first.lose(ACTOR, account(2))
+    assert third.accounts(ACTOR) == {0: account(2)} and third.some_rank_failed(ACTOR)
+    first.go_on()
+    assert third.accounts(ACTOR) == {0: account(2)} and third.some_rank_failed(ACTOR)
+    second.lose(ACTOR, Account("stepping", failure="no space left"))
+    assert third.some_rank_failed(ACTOR) and third.accounts(ACTOR)[1].failure == "no space left"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In place of the board's."""
+    made = Clock()
+    monkeypatch.setattr(status, "time", made)
+    return made
+
+
+def long_after(board: StatusBoard, engine: str, clock: Clock) -> bool:
+    """Whether a rank has failed in the eyes of one that asks several times."""
+    board.some_rank_failed(engine)
+    clock.sleep(10)
+    return board.some_rank_failed(engine)
+
+
+def test_a_rank_that_stops_in_one_engine_does_not_come_to_another(store: CountingStore, clock: Clock) -> None:
+    first, second, third = boards_of(3)
+    failed = Account("in a forward", failure="ValueError: no")
+    first.stop(ACTOR, 7, failed)
+    second.stop(ACTOR, 7, failed)
+    assert not long_after(second, CRITIC, clock)  # it has stopped there itself
+    assert long_after(third, CRITIC, clock)
+    assert str(third.accounts(CRITIC)[0]) == "using another model, in a forward"
+    # The next time it is one rank's alone.
+    for board in (first, second):
+        board.go_on()
+    assert not long_after(third, CRITIC, clock)
+    first.stop(ACTOR, 7, failed)
+    assert long_after(second, ACTOR, clock) and long_after(third, CRITIC, clock)
+
+
+def test_a_rank_that_has_lost_or_closed_one_engine_may_go_on_in_another(store: CountingStore, clock: Clock) -> None:
+    first, second = boards_of(2)
+    first.lose(ACTOR, Account("waiting", failure="OutOfMemoryError: 2 GiB"))
+    assert second.some_rank_failed(ACTOR) and long_after(second, CRITIC, clock)
+    assert second.accounts(CRITIC)[0].failure and second.accounts(CRITIC)[0].other_model
+    first.go_on()
+    assert second.some_rank_failed(ACTOR) and not long_after(second, CRITIC, clock)
+    assert second.accounts(CRITIC) == {}
+    first.lose(CRITIC, Account("closing", failure="it closed"), closed=True)
+    assert second.some_rank_failed(CRITIC) and not long_after(second, code_of("the reference"), clock)
+
+
+def test_closing_after_an_exception_tells_the_exception(store: CountingStore, clock: Clock) -> None:
+    first, second = boards_of(2)
+    first.stop(ACTOR, 7, Account("in a forward", failure="ValueError: no"))
+    first.lose(CRITIC, Account("closing", failure="it closed"), closed=True)
+    assert second.some_rank_failed(CRITIC) and second.accounts(CRITIC)[0].failure == "ValueError: no"
+
+
+def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, clock: Clock) -> None:
+    """A rank stops, and goes on while the store has not taken that yet."""
+    first, second = boards_of(2)
+    with mock.patch.object(status, "_ANSWER", 0.05):
+        first._writing.acquire()
+        first.stop(ACTOR, 7, account(0))
+        first.go_on()
+        first._writing.release()
+    for thread in [each for each in threading.enumerate() if each.name == "zeropp limited"]:
+        thread.join(timeout=5)
+    assert second.accounts(ACTOR) == {} and not long_after(second, ACTOR, clock)
+
+
+def test_a_stop_may_be_told_later(store: CountingStore, clock: Clock) -> None:
+    first, second = boards_of(2)
+    first.stop(ACTOR, 7, account(0), later=True)
+    assert second.accounts(ACTOR) == {}
+    first.write_late()
+    assert second.accounts(ACTOR) == {0: account(0)} and long_after(second, ACTOR, clock)
+
+
+def test_exceptions_by_the_thousand_leave_nothing_in_the_store(store: CountingStore) -> None:
+    """A program may leave each forward by an exception once it has what it wants."""
+    board = boards_of(2)[0]
+    for number in range(1000):
+        board.stop(ACTOR, number, account(0))
+        board.go_on()
+    assert store.num_keys() < 10
+    assert sum(_size(store.get(f"{board._name}/{key}")) for key in (0, 1, "changes")) < 30
+
+
+def test_asking_whether_a_rank_has_failed_is_one_small_request(store: CountingStore) -> None:
+    boards = boards_of(64)
+    for number, board in enumerate(boards):
+        board.wait(ACTOR, account(number))
+    asks = rank_of(boards[0], 0, 64)
+    asks.comm.backend = "gloo"
+    assert not asks._others_failed()
+    store.nbytes = store.requests = 0
+    assert not asks._others_failed()
+    assert store.requests == 1 and store.nbytes < 100
