@@ -9,6 +9,7 @@ import gc
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,10 +30,13 @@ from zeropp.comm.hops import Hop
 ORDERED: dict[str, Any] = {"overlap_comm": False, "hang_timeout": 20}
 
 
-def wrapped(seed: int, **settings: Any) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
-    """A small model and its optimizer."""
+def wrapped(
+    seed: int, change: Callable[[nn.Module], object] = lambda model: None, **settings: Any
+) -> tuple[nn.Module, zeropp.ZeroOptimizer]:
+    """A small model, changed before it is wrapped, and its optimizer."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    change(model)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-2)
     return model, zeropp.ZeroOptimizer(inner, model, make_config(**{**ORDERED, **settings}))
 
@@ -264,6 +268,30 @@ def test_everything_runs_once_while_wrapping(settings: dict[str, Any]) -> None:
         assert set(at_wrap) == set(seen), "a collective that training was the first to run"
         assert late == 0, "messages larger than those of the rehearsal"
         assert counted == 0, "the rehearsal is in the ledger"
+
+
+def unfrozen() -> list[str]:
+    """What happens from unfreezing a model, which was wrapped as a frozen one, to the end of a backward."""
+    seen: list[str] = []
+
+    def noted(self: Hop, *args: Any, **kwargs: Any) -> object:
+        seen.append(self.kind)
+        return original(self, *args, **kwargs)
+
+    original = Hop.all_to_all
+    with mock.patch.object(Hop, "all_to_all", noted):
+        model, optimizer = wrapped(1, change=lambda model: model.requires_grad_(False))
+        model.requires_grad_(True)
+        seen.append("wrapped")
+        loss = model(torch.ones(1, 64)).square().mean()
+        seen.append("backward")
+        optimizer.backward(loss)
+    return seen
+
+
+def test_unfreezing_rehearses_new_communicators() -> None:
+    for seen in run_ranks(2, over, unfrozen, init=False):
+        assert seen == ["wrapped", "reduce", "backward", "reduce", "reduce"]
 
 
 def broken() -> str:

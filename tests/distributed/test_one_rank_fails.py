@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zeropp
 from tests.distributed.harness import run_ranks
 from tests.distributed.shapes import make_config
-from zeropp.comm.hops import Hop
+from zeropp.comm.hops import Comm, Hop
 
 SOON = 20.0  # seconds; hang_timeout is far more
 
@@ -41,6 +41,36 @@ class Fails(nn.Module):
         if self.where == "late forward":
             self.error()
         return x
+
+
+def wrapping() -> tuple[str, float]:
+    """The error where memory runs out on rank 1 while it receives values, and seconds until it."""
+    original, taken = Comm.broadcast, 0
+
+    def short(self: Comm, *args: Any) -> None:
+        nonlocal taken
+        taken += 1
+        if taken == 3 and dist.get_rank() == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        original(self, *args)
+
+    begun = time.monotonic()
+    model = Fails("", [])
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mock.patch.object(Comm, "broadcast", short), pytest.raises(RuntimeError) as caught:
+        zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=120))
+    seconds = time.monotonic() - begun
+    if dist.get_rank() == 1:
+        await_word(begun)
+    dist.distributed_c10d._get_default_store().set("heard", "")
+    return str(caught.value), seconds
+
+
+def test_memory_that_runs_out_while_wrapping() -> None:
+    for text, seconds in run_ranks(2, wrapping):
+        assert "rank 1 failed: OutOfMemoryError: CUDA out of memory" in text
+        assert "receiving the values of rank 0" in text
+        assert seconds < SOON
 
 
 def await_word(begun: float) -> None:

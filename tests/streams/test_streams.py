@@ -132,7 +132,7 @@ APART = {
     "comm/groups.py": "numbers of the host between processes",
     "comm/members.py": "numbers of the host between processes",
     "comm/hops.py": "gloo, which has no streams",
-    "setup/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
+    "engine/rehearsal.py": "one collective at a time, over communicators, which a fake group has not",
     "comm/monitor.py": "a thread that touches no memory",
     "comm/watch.py": "a thread that touches no memory",
 }

@@ -79,7 +79,7 @@ def rank_of(board: StatusBoard, number: int, world: int) -> Agreement:
     comm: Any = SimpleNamespace(rank=number, world=world, job="the actor", backend="fake", hang_up=lambda: None)
     comm.ranks = tuple(range(world))
     comm.ledger, comm.on_lost_elsewhere = SimpleNamespace(add_wait=lambda *args: None), lambda action: None
-    made = Agreement(comm, 600.0, None, torch.device("cpu"), [], at_once=False)
+    made = Agreement(comm, 600.0, None, torch.device("cpu"), overlap=True)
     made.board = board
     return made
 

@@ -13,7 +13,7 @@ import logging
 import pickle
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -56,15 +56,16 @@ class Agreement:
         hang_timeout: float,
         warn_after: float | None,
         device: torch.device,
-        when_lost: Sequence[Callable[[], None]],
         *,
-        at_once: bool,
+        overlap: bool,
     ) -> None:
-        """Watch, if there is anybody to wait for; ``when_lost`` is done once, when the ranks have lost each other."""
-        self.comm = comm
+        """Watch, if there is anybody to wait for; with ``overlap`` the model's own order does not wait for lanes."""
+        # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
+        alone = comm.world == 1 or comm.backend == "fake"
+        self.comm, self._alone = comm, alone
         self.hang_timeout, self.warn_after = hang_timeout, warn_after
         # Without ``overlap_comm`` work on lanes is done in the model's own order, which stands still for it.
-        self.at_once = at_once
+        self.at_once = not alone and not overlap
         self.stalls = make_stalls(device, comm.ledger.add_wait)
         # The common error, once it was raised. Nothing is waited for after it.
         self.lost: str | None = None
@@ -76,10 +77,7 @@ class Agreement:
         self.edits = 0  # follows from this rank's edits of whole weights: see [Note: edits of frozen weights]
         self._sent: list[Event] = []  # ends of what was queued so
         self._under_way: list[Event] = []  # ends of what the host steps
-        self._when_lost = list(when_lost)
-        # A fake group answers at once, and a single rank waits for nobody: neither needs a thread that watches.
-        alone = comm.world == 1 or comm.backend == "fake"
-        self._alone = alone
+        self._when_lost: list[Callable[[], None]] = []
         # gloo's own waits end with their time or with a connection, so it is closed.
         self.board, self._code = board_of(comm.ranks, comm.rank), code_of(comm.job)
         if not alone:
@@ -111,7 +109,7 @@ class Agreement:
                 pause = min(2 * pause, _RARELY)
 
     def on_loss(self, action: Callable[[], None]) -> None:
-        """Do something, too, once the ranks have lost each other."""
+        """Do something once the ranks have lost each other, before communicators are aborted."""
         self._when_lost.append(action)
 
     @contextlib.contextmanager
@@ -379,7 +377,8 @@ class Agreement:
                 self.board.lose(self._code, Account("using process groups that another model has lost"), closed=True)
 
     def _end_work(self) -> None:
-        for action in self._when_lost:
+        # In this order: nothing waits any more for what may never end, and then that ends.
+        for action in (*self._when_lost, self.comm.abort):
             try:
                 action()
             except Exception as error:  # the others must still be done, and the error be raised

@@ -186,6 +186,7 @@ class Comm:
 
     Attributes:
         communicators: those that carry weights and gradients, where engines may share them.
+        rehearsed: how many of them have carried out each of their collectives.
         history: of the collectives of this engine, and of those that it shares communicators with.
     """
 
@@ -215,6 +216,7 @@ class Comm:
         self.lost_at: float | None = None  # when the ranks lost each other, by time.monotonic()
         self.world_group: dist.ProcessGroup | None = None
         self.communicators: list[Communicator] = []
+        self.rehearsed = 0
         self.history = History()
         self._sharing, self._ctas = sharing, ctas
         self._groups: dict[GroupKey, dist.ProcessGroup] = {}

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from zeropp._compat import current_graph_task, goes_on, queue_end_of_backward, uncompiled
 from zeropp.comm.agreement import Agreement
-from zeropp.comm.hops import Comm
 from zeropp.comm.streams import make_lanes
 from zeropp.engine.backward import TOLD_APART, BackwardUses, Kept, Touched
 from zeropp.engine.hooks import BackwardCall, HookedModule, ModuleHooks, Return
@@ -51,7 +50,7 @@ class Engine(GuardHandler):
     """Gathers before use, releases after, reduces in backward.
 
     Args:
-        comm: process groups.
+        agreement: between the ranks, over their process groups.
         maker: makes flat buffers for parameters that move.
         units: the model's, indexed in order.
         device: where the model lives.
@@ -59,7 +58,6 @@ class Engine(GuardHandler):
         listener: to tell what becomes of gradients, for as long as it lives.
         limits: bounds of the prefetch plan.
         loss_scale: and with it the factor on summed gradients.
-        hang_timeout, warn_after: seconds after which waiting for other ranks is an error, or is logged, if not None.
         input_dtype: floating inputs of the model are cast to it; None leaves them alone.
         static_graph: passes of one kind are promised to use the same units, on every rank and every time.
         log_relearning: warn when a known order is given up.
@@ -68,7 +66,7 @@ class Engine(GuardHandler):
 
     def __init__(
         self,
-        comm: Comm,
+        agreement: Agreement,
         maker: BufferMaker,
         units: Sequence[Unit],
         device: torch.device,
@@ -77,20 +75,18 @@ class Engine(GuardHandler):
         *,
         limits: Limits,
         loss_scale: LossScale,
-        hang_timeout: float,
-        warn_after: float | None,
         input_dtype: torch.dtype | None, static_graph: bool, log_relearning: bool, overlap: bool,
     ) -> None:  # fmt: skip
-        self.comm, self.maker, self.mode = comm, maker, maker.mode  # levels of parts of units, persistent ones aside
+        self.agreement, self.comm = agreement, (comm := agreement.comm)
+        self.maker, self.mode = maker, maker.mode  # levels of parts of units, persistent ones aside
         self.units, self.device, self.window = tuple(units), device, window
         self.persistent = [unit for unit in self.units if unit.persistent]
         sends = comm.world > 1 and comm.backend != "fake"
         make = partial(make_lanes, device=device, sends=sends, overlap=overlap, hosted=maker.config.offloads)
         lanes = [make(kind) for kind in ("gather", "refresh", "reduce")]
         self.gather_lanes, refresh_lanes, self.reduce_lanes = lanes
-        # Nothing waits any more for what may never end, and then that ends.
-        when_lost = [*(each.abandon for each in lanes), comm.abort]
-        self.agreement = Agreement(comm, hang_timeout, warn_after, device, when_lost, at_once=sends and not overlap)
+        for each in lanes:
+            agreement.on_loss(each.abandon)
         self.issued = IssueHash(comm.history)
         self.reductions = Reductions(self.units, self.reduce_lanes, self.agreement, self.issued, loss_scale)
         self.hooks = ModuleHooks(self)

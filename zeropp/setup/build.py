@@ -22,8 +22,9 @@ from zeropp.access.ownership import Former, former_engines, give_to_modules
 from zeropp.access.refusals import holding_tensors, refuse_changes
 from zeropp.access.state import install_state_hooks
 from zeropp.access.structure import watch_structure
+from zeropp.comm.agreement import Agreement
 from zeropp.comm.collective import exchange, naming_absence, on_all_ranks
-from zeropp.comm.communicators import Ctas, processors, require_room
+from zeropp.comm.communicators import Ctas, processors
 from zeropp.comm.hops import Comm, make_comm
 from zeropp.comm.members import Group, Members, find_members, whereabouts
 from zeropp.config import Config
@@ -31,6 +32,7 @@ from zeropp.config.base import notify_once
 from zeropp.engine.engine import Engine
 from zeropp.engine.hooks import HookedModule
 from zeropp.engine.listener import Listener
+from zeropp.engine.rehearsal import rehearse, require_room_on_all
 from zeropp.engine.window import Window
 from zeropp.offload.homes import Homes, open_homes
 from zeropp.order.prefetch import Limits
@@ -48,7 +50,6 @@ from zeropp.setup.autocast import autocast_forwards
 from zeropp.setup.built import built_for, check_built, complete
 from zeropp.setup.ineffective import warn_if_alone, warn_of_ineffective
 from zeropp.setup.placing import find_device, place, require_values
-from zeropp.setup.rehearsal import rehearse
 from zeropp.setup.warm_up import warm_up
 from zeropp.wire.encoding import require_base
 
@@ -115,6 +116,7 @@ def build_engine(
     patience = members.patience(extension.hang_timeout)
     with naming_absence("wrapping the model"):
         comm = make_comm(members, mode.chain, patience, job, choose_sharing(config, device), _ctas(config, device))
+        agreement = Agreement(comm, patience, extension.warn_after, device, overlap=bool(config.zero.overlap_comm))
         # Before the model is changed, and in words: a mismatch found later is a hang, or wrong numbers.
         _check_agreement([*_describe(model, parameters), f"configuration {config.model_dump_json()}", *others()], comm)
         # Asked by every rank, also where only some name a device: each waits for the others here.
@@ -126,8 +128,8 @@ def build_engine(
             "making room for what is offloaded", lambda: _make_room(model, specs, config, mode, comm, job, states)
         )
         maker = BufferMaker(config, mode, comm, homes)
-        make_engine = partial(_make_engine, listener, scale, patience)
-        return _partition(model, parameters, specs, config, comm, maker, make_engine)
+        make_engine = partial(_make_engine, config, listener, scale)
+        return _partition(model, parameters, specs, config, agreement, maker, make_engine)
 
 
 def _named_parameters(model: object) -> dict[str, nn.Parameter]:
@@ -143,24 +145,25 @@ def _partition(
     parameters: Mapping[str, nn.Parameter],
     specs: list[UnitSpec],
     config: Config,
-    comm: Comm,
+    agreement: Agreement,
     maker: BufferMaker,
-    make_engine: Callable[[Config, Comm, BufferMaker, Sequence[Unit], torch.device], Engine],
+    make_engine: Callable[[Agreement, BufferMaker, Sequence[Unit]], Engine],
 ) -> Engine:
     """Cut a model that all ranks have alike, and give it an engine."""
+    comm = agreement.comm
     _warn_of_unknown_names(model, parameters, config, first=comm.rank == 0)
     units = maker.make_units(model, specs)
     comm.end_of_wrap()
-    if comm.device.type == "cuda":
-        _require_room(comm)
+    require_room_on_all(comm)
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
     own = {id(parameter): own_dtype(parameter) for parameter in parameters.values()}
     awaited = awaited_names(parameters)
-    _adopt(model, parameters, units, comm)
-    _share_buffers(model, parameters, config, comm, comm.device)
-    engine = make_engine(config, comm, maker, units, comm.device)
+    with agreement.watching("receiving the values of rank 0"):
+        _adopt(model, parameters, units, comm)
+        _share_buffers(model, parameters, config, comm, comm.device)
+    engine = make_engine(agreement, maker, units)
     engine.on_close(maker.homes.close)
     engine.on_close(engine.reductions.loss_scale.forget)
     # Every question to a guarded parameter would go through Python, and none here is about values.
@@ -175,29 +178,25 @@ def _partition(
 
 
 def _make_engine(
+    config: Config,
     listener: Listener,
     scale: float | None,
-    patience: float,
-    config: Config,
-    comm: Comm,
+    agreement: Agreement,
     maker: BufferMaker,
     units: Sequence[Unit],
-    device: torch.device,
 ) -> Engine:
-    """An engine for units that have their values; ``patience`` is how many seconds it waits for other ranks."""
-    zero, extension = config.zero, config.zeropp
-    mean = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / comm.world
+    """An engine for units that have their values."""
+    zero, extension, world = config.zero, config.zeropp, agreement.comm.world
+    mean = 1.0 if config.gradient_allreduce_op == "sum" else 1.0 / world
     return Engine(
-        comm,
+        agreement,
         maker,
         units,
-        device,
-        Window(config.resolve_batch(comm.world)[2] or 1, managed=config.managed_gradient_accumulation),
+        agreement.comm.device,
+        Window(config.resolve_batch(world)[2] or 1, managed=config.managed_gradient_accumulation),
         listener,
         limits=Limits(prefetch=zero.prefetch_bucket_size, live=zero.max_live_parameters, reuse=zero.max_reuse_distance),
         loss_scale=LossScale(config.loss_scaling, mean if scale is None else scale),
-        hang_timeout=patience,
-        warn_after=extension.warn_after,
         input_dtype=compute_dtype(config) if extension.cast_inputs else None,
         static_graph=extension.static_graph,
         log_relearning=zero.log_trace_cache_warnings,
@@ -266,18 +265,6 @@ def _choose(
         world, local, device = len(members.ranks), members.local, members.device
         memory(model, config, world, local, device=device, states=states()).require(host_bytes=limit)
     return mode
-
-
-def _require_room(comm: Comm) -> None:
-    """:func:`require_room`, which raises on every rank if it does on one: cards and variables of nodes may differ."""
-    error: ValueError | None = None
-    try:
-        require_room(comm.communicators, comm.device)
-    except ValueError as caught:
-        error = caught
-    for rank, told in zip(comm.ranks, comm.all_gather_objects(error and str(error)), strict=True):
-        if told is not None:
-            raise error or ValueError(f"rank {rank}: {told}")
 
 
 def _ctas(config: Config, device: torch.device) -> Ctas:

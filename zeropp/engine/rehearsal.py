@@ -16,29 +16,48 @@ import torch
 import torch.distributed as dist
 
 from zeropp.comm.accounts import name_ranks
+from zeropp.comm.communicators import require_room
 from zeropp.comm.copies import issued_here
-from zeropp.comm.hops import Hop
+from zeropp.comm.hops import Comm, Hop
 from zeropp.comm.ledger import Ledger
 from zeropp.engine.engine import Engine
 from zeropp.params.transfers import Transfer, transfers
 
-__all__ = ["rehearse"]
+__all__ = ["rehearse", "require_room_on_all"]
 
 _log = logging.getLogger("zeropp")
+
+
+def require_room_on_all(comm: Comm) -> None:
+    """:func:`require_room`, which raises on every rank if it does on one: cards and variables of nodes may differ."""
+    if comm.device.type != "cuda":
+        return
+    error: ValueError | None = None
+    try:
+        require_room(comm.communicators, comm.device)
+    except ValueError as caught:
+        error = caught
+    for rank, told in zip(comm.ranks, comm.all_gather_objects(error and str(error)), strict=True):
+        if told is not None:
+            raise error or ValueError(f"rank {rank}: {told}")
 
 
 def rehearse(engine: Engine) -> None:
     """Run each kind of collective of each hop once with its largest message, and once with its smallest.
 
-    Collective over the engine's ranks. Nothing is counted in the ledger, and nothing happens over gloo, which connects
-    when a group is made.
+    Only if there are new communicators, after wrapping or unfreezing. Collective over the engine's ranks. Nothing is
+    counted in the ledger, and nothing happens over gloo, which connects when a group is made.
 
     Raises:
+        ValueError: the kernels of communicators do not fit on the card together.
         RuntimeError: a collective fails, or does not end within ``hang_timeout``: with its hop and ranks.
     """
     comm, device = engine.comm, engine.device
-    if not comm.communicates:
+    if len(comm.communicators) == comm.rehearsed:
         return
+    # While wrapping once more, and for the first time after unfreezing.
+    require_room_on_all(comm)
+    comm.rehearsed = len(comm.communicators)
     before = _outside(device)
     lanes = {"gather": engine.gather_lanes, "refresh": engine.refresh.lanes, "reduce": engine.reduce_lanes}
     for transfer in _transfers(engine):
