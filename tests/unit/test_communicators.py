@@ -55,6 +55,15 @@ def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     listed = r"97 thread blocks \(gather over 2 ranks, reduce over 2 ranks; limits \[33\]\), and cuda:0 has 64"
     with pytest.raises(ValueError, match=listed):
         require_room([held(kind, 33) for kind in ("gather", "reduce")], CARD)
+    # The user's own group carries sums.
+    few = [held("gather", 20), held("reduce", 32)]
+    require_room(few, CARD, sums_nbytes=12 << 12)
+    with pytest.raises(
+        ValueError, match=r"65 thread blocks \(gather over 2 ranks, reduce over 2 ranks, your own group;"
+    ):
+        require_room(few, CARD, sums_nbytes=(12 << 12) + 1)
+    with pytest.raises(ValueError, match="84 thread blocks"):
+        require_room(few, CARD, sums_nbytes=1 << 20)
 
 
 def test_cards_that_differ() -> None:

@@ -45,6 +45,9 @@ WORLD = "world"
 
 _MERGED = {"refresh": "gather", WORLD: "reduce"}
 _LOCAL, _CROSS = 16, 8  # thread blocks at most; NCCL's own choice on NVLink is 24 to 32 for each communicator
+# Of a group that the user has made, without our limit: NCCL gives a sum one thread block for every 4 KiB (enqueue.cc,
+# June 2026), and on NVLink not more than these.
+_BLOCK_NBYTES, _MOST = 2**12, 32
 _LOCAL_SHARE, _CROSS_SHARE = 8, 16  # and at most one SM in so many
 
 
@@ -281,17 +284,25 @@ def _least(limits: list[int | None]) -> int | None:
     return min(there) if len(there) == len(limits) else None
 
 
-def require_room(communicators: Collection[Communicator], device: torch.device) -> None:
+def require_room(communicators: Collection[Communicator], device: torch.device, *, sums_nbytes: int = 0) -> None:
     """Refuse communicators of an engine whose kernels do not fit on its card together: see [Note: communicators].
 
     Communicators of other engines do not count, since engines run one after another.
 
+    Args:
+        communicators: of the engine.
+        device: its card.
+        sums_nbytes: of the largest sum that goes over a group that the user has made.
+
     Raises:
         ValueError: they do not fit.
     """
-    total = most_ctas((each.key.max_ctas, each.key.kind == "reduce") for each in communicators)
+    users = min(-(-sums_nbytes // _BLOCK_NBYTES), _MOST)
+    limits_of = [(each.key.max_ctas, each.key.kind == "reduce") for each in communicators]
+    total = most_ctas([*limits_of, (users, False)] if users else limits_of)
     if total is not None and total > processors(device):
-        listed = ", ".join(f"{c.key.kind} over {len(c.key.ranks)} ranks" for c in communicators)
+        names = [f"{each.key.kind} over {len(each.key.ranks)} ranks" for each in communicators]
+        listed = ", ".join([*names, "your own group"] if users else names)
         limits = sorted({each.key.max_ctas for each in communicators if each.key.max_ctas is not None})
         raise ValueError(
             f"collectives that run at the same time may take {total} thread blocks ({listed}; limits {limits}), and "

@@ -255,6 +255,11 @@ class Comm:
         return self.chain.world
 
     @property
+    def uses_users_group(self) -> bool:
+        """Whether small sums go over a group that the user has made."""
+        return self.communicates and all(each.group is not self.world_group for each in self.communicators)
+
+    @property
     def _widest(self) -> str:
         """The class of links between all ranks."""
         return "local" if self.local >= self.world else "cross"

@@ -26,15 +26,16 @@ from zeropp.params.transfers import Transfer, transfers
 __all__ = ["rehearse", "require_room_on_all"]
 
 _log = logging.getLogger("zeropp")
+_ITEM = torch.float64.itemsize  # sums over all ranks are in this dtype
 
 
-def require_room_on_all(comm: Comm) -> None:
+def require_room_on_all(comm: Comm, parameters: int) -> None:
     """:func:`require_room`, which raises on every rank if it does on one: cards and variables of nodes may differ."""
     if comm.device.type != "cuda":
         return
     error: ValueError | None = None
     try:
-        require_room(comm.communicators, comm.device)
+        require_room(comm.communicators, comm.device, sums_nbytes=_sums(parameters) * comm.uses_users_group)
     except ValueError as caught:
         error = caught
     for rank, told in zip(comm.ranks, comm.all_gather_objects(error and str(error)), strict=True):
@@ -56,7 +57,7 @@ def rehearse(engine: Engine) -> None:
     if len(comm.communicators) == comm.rehearsed:
         return
     # While wrapping once more, and for the first time after unfreezing.
-    require_room_on_all(comm)
+    require_room_on_all(comm, len(engine.unit_of))
     comm.rehearsed = len(comm.communicators)
     before = _outside(device)
     lanes = {"gather": engine.gather_lanes, "refresh": engine.refresh.lanes, "reduce": engine.reduce_lanes}
@@ -133,12 +134,17 @@ def _uncounted(hop: Hop) -> Hop:
 def _for_all(engine: Engine) -> Iterator[tuple[dist.ProcessGroup | None, torch.Tensor, dist.ReduceOp.RedOpType]]:
     """Sums and maxima of all ranks, which are of no hop: the group, numbers, and the operation."""
     # Of flags, and of a number for each parameter.
-    for count in (1, 2 * len(engine.unit_of)):
-        numbers = torch.zeros(count, dtype=torch.float64, device=engine.device)
+    for nbytes in (_ITEM, _sums(len(engine.unit_of))):
+        numbers = torch.zeros(nbytes // _ITEM, dtype=torch.float64, device=engine.device)
         yield engine.comm.world_group, numbers, dist.ReduceOp.SUM
     if any(buffer.paths.counts_escapes for buffer in engine.buffers):
         rooms = torch.zeros(2, dtype=torch.int64, device=engine.device)
         yield engine.comm.all_ranks("refresh"), rooms, dist.ReduceOp.MAX
+
+
+def _sums(parameters: int) -> int:
+    """Bytes of a step's sum: about two numbers for each parameter."""
+    return 2 * parameters * _ITEM
 
 
 def _outside(device: torch.device) -> int:

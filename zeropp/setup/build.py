@@ -154,7 +154,7 @@ def _partition(
     _warn_of_unknown_names(model, parameters, config, first=comm.rank == 0)
     units = maker.make_units(model, specs)
     comm.end_of_wrap()
-    require_room_on_all(comm)
+    require_room_on_all(comm, len(parameters))
     # Before anything is partitioned: warnings may be errors.
     warn_of_ineffective(config, units, comm)
     # Before they are adopted, which gives parameters the compute dtype.
