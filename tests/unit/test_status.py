@@ -118,6 +118,7 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
     assert not third.some_rank_failed(ACTOR)
     # A rank that has stopped and goes on, and then waits.
     first.stop(ACTOR, 7, account(2))
+    first.tell()
     assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # it may yet go on
     first.go_on()
     first.wait(ACTOR, account(0))
@@ -150,6 +151,7 @@ def test_a_rank_that_stops_in_one_engine_does_not_come_to_another(store: Countin
     first, second, third = boards_of(3)
     failed = Account("in a forward", failure="ValueError: no")
     first.stop(ACTOR, 7, failed)
+    first.tell()
     second.stop(ACTOR, 7, failed)
     assert not long_after(second, CRITIC, clock)  # it has stopped there itself
     assert long_after(third, CRITIC, clock)
@@ -159,6 +161,7 @@ def test_a_rank_that_stops_in_one_engine_does_not_come_to_another(store: Countin
         board.go_on()
     assert not long_after(third, CRITIC, clock)
     first.stop(ACTOR, 7, failed)
+    first.tell()
     assert long_after(second, ACTOR, clock) and long_after(third, CRITIC, clock)
 
 
@@ -187,6 +190,7 @@ def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, 
     with mock.patch.object(status, "_ANSWER", 0.05):
         first._writing.acquire()
         first.stop(ACTOR, 7, account(0))
+        first.tell()
         first.go_on()
         first._writing.release()
     for thread in [each for each in threading.enumerate() if each.name == "zeropp limited"]:
@@ -194,22 +198,27 @@ def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, 
     assert second.accounts(ACTOR) == {} and not long_after(second, ACTOR, clock)
 
 
-def test_a_stop_may_be_told_later(store: CountingStore, clock: Clock) -> None:
+def test_a_stop_is_told_after_a_while(store: CountingStore, clock: Clock) -> None:
     first, second = boards_of(2)
-    first.stop(ACTOR, 7, account(0), later=True)
+    first.stop(ACTOR, 7, Account("in a forward"))
+    first.stop(ACTOR, 7, account(0))
     assert second.accounts(ACTOR) == {}
-    first.write_late()
+    first.tell_stop()
+    assert second.accounts(ACTOR) == {}
+    clock.sleep(2)
+    first.tell_stop()
     assert second.accounts(ACTOR) == {0: account(0)} and long_after(second, ACTOR, clock)
 
 
 def test_exceptions_by_the_thousand_leave_nothing_in_the_store(store: CountingStore) -> None:
     """A program may leave each forward by an exception once it has what it wants."""
     board = boards_of(2)[0]
+    before = store.requests
     for number in range(1000):
-        board.stop(ACTOR, number, account(0))
+        board.stop(ACTOR, number, Account("in a forward", failure=f"KeyError: {number}"))
         board.go_on()
-    assert store.num_keys() < 10
-    assert sum(_size(store.get(f"{board._name}/{key}")) for key in (0, 1, "changes")) < 30
+    assert store.requests == before
+    assert len(board._unwritten) < 10
 
 
 def test_asking_whether_a_rank_has_failed_is_one_small_request(store: CountingStore) -> None:

@@ -311,21 +311,18 @@ class Agreement:
         if self.monitor is not None:
             self.monitor.close()
 
-    def stopped(self, error: BaseException | None, *, step: bool = False, later: bool = False) -> None:
+    def stopped(self, error: BaseException | None, *, step: bool = False) -> None:
         """Tell ranks that wait for this one that an exception has ended its pass; see [Note: one rank's exception].
 
         Args:
             error: the exception, if it is known.
             step: it was a step, and not a pass.
-            later: a thread tells them; this call does not wait for the store.
         """
         if self._alone or self.lost is not None:
             return
         words = "its backward failed" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
         account = Account(f"in {self.where or 'step()'}", failure=words, unsure=step)
-        self.board.stop(self._code, _STEP if step else self._place, account, later=later)
-        if later:
-            self.watch.start()
+        self.board.stop(self._code, _STEP if step else self._place, account)
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
         comm = self.comm

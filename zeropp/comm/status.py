@@ -1,10 +1,11 @@
 """The status of each rank in the job's store: whether an exception has stopped it, and what it waits for.
 
 [Note: one rank's exception] An exception may end a pass or a step on one rank alone, or on all ranks, which then go on:
-after a batch that does not fit, say. No rank can tell which. So a rank says in the store that it has stopped, and
-where; it takes that back when its next pass, step or exchange begins. A rank that has waited for some seconds asks the
-store. If another one has stopped where this one has not, and still has some seconds later, it will not come, and the
-ranks have lost each other. An evaluation that sends nothing is no pass in this sense.
+after a batch that does not fit, say. No rank can tell which. So a rank that has stopped for a second says so in the
+store, and where; it takes that back when its next pass or step begins, or when others have come to an exchange with it.
+A rank that has waited for some seconds asks the store. If another one has stopped where this one has not, and still has
+some seconds later, it will not come, and the ranks have lost each other. An evaluation that sends nothing is no pass in
+this sense.
 
 A rank has one status for all engines over the same ranks: it may stop in the actor's forward while the others wait in
 the critic's.
@@ -18,13 +19,14 @@ that the process gives out less than 100 MB.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -39,6 +41,7 @@ __all__ = ["StatusBoard", "board_of", "code_of"]
 # Seconds for one answer of the store. It has no limit of its own where the process that keeps it stands still, and that
 # may be the rank that all others wait for.
 _ANSWER = 2.0
+_TELLING = 1.0  # seconds before a rank that has stopped says so
 _GOING_ON = 3.0  # seconds in which a rank that has stopped may go on
 _REMEMBERED = 16  # places at which this rank has stopped
 _STOP, _LOST, _WAITS = "!", "x", "~"  # marks in a status
@@ -100,9 +103,9 @@ class StatusBoard:
         self._name, self._rank, self._world = f"zeropp-{code_of(repr(ranks))}", rank, len(ranks)
         self.stopped_by: Account | None = None
         self._own = _Status()
-        # Places where this rank has stopped, each with how often: a pass that has failed may be tried again.
-        self._stops: deque[str] = deque(maxlen=_REMEMBERED)
-        self._times = Counter[tuple[str, int]]()
+        # Where this rank has stopped, and how often there: a pass that has failed may be tried again.
+        self._stops: deque[tuple[str, int, int]] = deque(maxlen=_REMEMBERED)
+        self._stopped_at = 0.0
         self._unwritten: dict[str, str] = {}  # texts of accounts, by code
         self._writing = threading.Lock()
         self._written: tuple[str, str] | None = None
@@ -117,30 +120,28 @@ class StatusBoard:
         self.stopped_by, self._own.stop, self._written, self._changes = None, None, None, -1
         within(_ANSWER, self._write, "saying that this rank begins")
 
-    def stop(self, engine: str, place: int, account: Account, *, later: bool = False) -> None:
-        """Say that an exception has ended this rank's pass or step; see [Note: one rank's exception].
+    def stop(self, engine: str, place: int, account: Account) -> None:
+        """An exception has ended this rank's pass or step; the others are told soon. See [Note: one rank's exception].
 
         Args:
             engine: whose.
             place: of the pass or step, the same on all ranks.
             account: with the exception as its ``failure``.
-            later: leave telling the others to :meth:`write_late`.
         """
-        which = self._place(engine, place)
+        before = max((stop[2] for stop in self._stops if stop[:2] == (engine, place)), default=0)
         # The same stop may be told twice, and then says more.
-        if self.stopped_by is None or not self._stops or which != self._stops[-1]:
-            self._times[engine, place] += 1
-            which = self._place(engine, place)
-            self._stops.append(which)
-        self.stopped_by, self._own.stop = account, (which, self._put(engine, account))
-        if not later:
-            self.write_late("telling of an error")
+        if self.stopped_by is None or not before or self._stops[-1] != (engine, place, before):
+            self._stops.append((engine, place, before + 1))
+        self._drop_text()
+        self.stopped_by, self._own.stop = account, (self._codes()[-1], self._put(engine, account))
+        self._stopped_at = time.monotonic()
 
     def go_on(self) -> None:
         """Take back that this rank has stopped, if it has."""
         if self.stopped_by is not None:
+            self._drop_text()
             self.stopped_by = self._own.stop = None
-            self.write_late("telling that this rank goes on")
+            self.tell()
 
     def lose(self, engine: str, account: Account, *, closed: bool = False) -> None:
         """Say that this rank does not come any more to what it did in an engine, whoever has failed.
@@ -163,17 +164,23 @@ class StatusBoard:
         """Say that this rank waits for long in an engine, or does no more."""
         if account is None:
             if self._own.waits.pop(engine, None) is not None:
-                self.write_late("telling that this rank waits no more")
+                self.tell()
         else:
             self._own.waits[engine] = self._put(engine, account)
             within(_ANSWER, self._write, "telling where this rank waits")
 
-    def write_late(self, doing: str = "telling what was not told yet") -> None:
-        """Bring this rank's status to the store, if it has changed and the store answers; ``doing`` this."""
+    def tell_stop(self) -> None:
+        """Bring to the store that this rank has stopped, if it has for a while; now and then, on another thread."""
+        # A program may leave each forward by an exception, and go on. Nor shall its thread wait for the store.
+        if self.stopped_by is not None and time.monotonic() - self._stopped_at >= _TELLING:
+            self.tell()
+
+    def tell(self) -> None:
+        """Bring this rank's status to the store, if it has changed and the store answers."""
         if self._own.packed() != self._written:
             # The store may be gone, and an exception be on its way.
             with contextlib.suppress(RuntimeError, TimeoutError):
-                within(_ANSWER, self._write, doing)
+                within(_ANSWER, self._write, "telling how this rank is")
 
     def _write(self) -> None:
         # Under the lock, and as it is now: a call that the store has kept for long writes nothing old.
@@ -184,7 +191,7 @@ class StatusBoard:
             store = default_store()
             for code, text in list(self._unwritten.items()):
                 store.set(self._key(code), text)
-                del self._unwritten[code]
+                self._unwritten.pop(code, None)
             store.set(self._key(self._rank), " ".join(status))
             if self._written is None or status[0] != self._written[0]:
                 store.add(self._key("changes"), 1)
@@ -207,14 +214,10 @@ class StatusBoard:
         others = [(rank, status) for rank, status in enumerate(self._statuses) if rank != self._rank]
         if any(status.has_lost(engine) for _, status in others):
             return True
-        now, before = time.monotonic(), self._suspected
+        now, before, own = time.monotonic(), self._suspected, {*self._codes(), *self._own.lost}
         stops = [(rank, status.stop[0]) for rank, status in others if status.stop is not None]
         # A rank that handles its error may yet go on.
-        self._suspected = {
-            (rank, which): before.get((rank, which), now)
-            for rank, which in stops
-            if which not in self._stops and which not in self._own.lost
-        }
+        self._suspected = {(rank, which): before.get((rank, which), now) for rank, which in stops if which not in own}
         return any(now - since >= _GOING_ON for since in self._suspected.values())
 
     def _find_accounts(self, engine: str) -> dict[int, Account]:
@@ -236,8 +239,14 @@ class StatusBoard:
         texts = store.multi_get([self._key(rank) for rank in range(self._world)])
         return [_Status.unpacked(text.decode()) for text in texts]
 
-    def _place(self, engine: str, place: int) -> str:
-        return code_of(f"{engine} {place} {self._times[engine, place]}")
+    def _drop_text(self) -> None:
+        """Write no account of a stop that is told no more; a loss has written it."""
+        if self._own.stop is not None:
+            self._unwritten.pop(self._own.stop[1], None)
+
+    def _codes(self) -> list[str]:
+        """Of the places where this rank has stopped."""
+        return [code_of(repr(stop)) for stop in list(self._stops)]
 
     def _put(self, engine: str, account: Account) -> str:
         text = json.dumps([engine, account.packed()])
@@ -258,6 +267,16 @@ def board_of(ranks: tuple[int, ...], rank: int) -> StatusBoard:
     if board is None:
         board = _boards[ranks, rank] = StatusBoard(ranks, rank)
     return board
+
+
+def _tell_all() -> None:
+    """Tell what was not told yet, before the program ends."""
+    for board in list(_boards.values()):
+        if board.stopped_by is not None:
+            board.tell()
+
+
+atexit.register(_tell_all)
 
 
 def code_of(text: str) -> str:

@@ -25,7 +25,8 @@ __all__ = ["Watch", "warn_of_waiting"]
 _log = logging.getLogger("zeropp")
 
 _LOOKS = 4  # before waiting is long
-_ASKING = 5.0  # seconds of waiting after which a rank asks now and then whether another one has failed
+_PERIOD = 1.0  # seconds between looks, at most
+_ASKING = 5.0  # seconds of waiting after which a rank asks whether another one has failed, and between two questions
 _GRACE = 1.0  # seconds, or the time to the next look: for accounts of ranks that began to wait a little later
 _JOINING = 2.0  # seconds at the end of the program
 
@@ -81,6 +82,7 @@ class Watch:
         self._when_failed = when_failed
         self._after = None if alone else math.inf if after is None else after
         self._current: _Wait | None = None
+        self._asked = 0.0  # when it was last asked whether a rank has failed
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # The thread holds the event and not the watch, so that a dropped watch ends it.
@@ -94,7 +96,7 @@ class Watch:
             return
         # At the first wait: a rank that never waits for others needs no thread.
         if self._thread is None:
-            self.start()
+            self._start(self._after)
         # Waits nest, as an exchange does inside a call of the user. The other thread reads ``_current`` without a
         # lock: one reference replaces another.
         before, wait = self._current, _Wait(account, time.monotonic())
@@ -111,13 +113,10 @@ class Watch:
         self._after = None
         self._stop.set()
 
-    def start(self) -> None:
-        """Start the thread that looks, if it does not run."""
-        if self._thread is not None or self._after is None:
-            return
+    def _start(self, after: float) -> None:
         self._thread = threading.Thread(
             target=_patrol,
-            args=(weakref.ref(self), self._stop, min(self._after / _LOOKS, _ASKING)),
+            args=(weakref.ref(self), self._stop, min(after / _LOOKS, _PERIOD)),
             name="zeropp watch",
             daemon=True,
         )
@@ -127,13 +126,15 @@ class Watch:
     def look(self) -> None:
         """Speak if the wait of this moment has become long; on the watching thread."""
         # Read once: the main thread may begin or end a wait at any moment.
-        wait = self._current
-        self._board.write_late()
+        wait, now = self._current, time.monotonic()
+        self._board.tell_stop()
         if wait is None or self._after is None:
             return
-        waited = time.monotonic() - wait.start
-        if waited >= _ASKING and self._board.some_rank_failed(self._engine) and self._current is wait:
-            self._when_failed()
+        waited = now - wait.start
+        if waited >= _ASKING and now - self._asked >= _ASKING:
+            self._asked = now
+            if self._board.some_rank_failed(self._engine) and self._current is wait:
+                self._when_failed()
         if wait.told or waited < self._after:
             return
         # Before the account goes out, so that a wait that ends meanwhile withdraws it.

@@ -287,7 +287,7 @@ class Engine(GuardHandler):
     def _backward_dropped(self) -> None:
         """Autograd has ended a backward; one that failed would tell nobody before the next call of the engine."""
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
-            self.agreement.stopped(None, later=True)
+            self.agreement.stopped(None)
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""
