@@ -46,9 +46,9 @@ def _in(module: str, **faults: tuple[str, str]) -> dict[str, Fault]:
 FAULTS: dict[str, Fault] = {
     **_in(
         "schedule",
-        no_word_after_a_failure=("if self._failed and not self.silent:", "if False:"),
+        no_word_after_a_failure=("        if self._failed:\n", "        if False:\n"),
         no_exchange_after_a_failure=(
-            'self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")',
+            'self.agreement.exchange(_AGAIN, [], f"starting {what} after an error")',
             "pass",
         ),
         a_failure_is_never_over=("            self._failed = False\n", ""),
@@ -56,8 +56,8 @@ FAULTS: dict[str, Fault] = {
             "        self.live_units.release_planned()\n        self.live_units.release_re",
             "        self.live_units.release_re",
         ),
-        phases_are_not_told_apart=("(self._ended, key)", "0"),
-        phases_of_a_kind_are_not_told_apart=("(self._ended, key)", "key"),
+        phases_are_not_told_apart=("(self._ended, of)", "0"),
+        phases_of_a_kind_are_not_told_apart=("(self._ended, of)", "of"),
         strays_are_left_to_the_boundary=(
             'strays = unit is None and self.key[0] == "backward" and self.reductions.has_stray()',
             "strays = False",

@@ -199,6 +199,9 @@ class Agreement:
         """A pass begins."""
         self.where, self.place = where, place
 
+    def go_on(self) -> None:
+        """Nothing."""
+
     def leave(self) -> None:
         """It is over."""
         self.where, self.place = "", 0

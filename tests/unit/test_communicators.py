@@ -38,10 +38,12 @@ def test_what_runs_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     gather, exchange = (13, False), (13, True)
     assert most_ctas([gather, exchange]) == 13 + 16
     assert most_ctas([gather, (None, True)]) is None
-    monkeypatch.setenv("NCCL_MIN_CTAS", "20")
+    monkeypatch.setenv("NCCL_MIN_NCHANNELS", "20")
     assert most_ctas([gather, exchange]) == 20 + 32
+    monkeypatch.setenv("NCCL_MIN_P2P_NCHANNELS", "33")
+    assert most_ctas([gather, exchange]) == 20 + 64
     monkeypatch.setenv("NCCL_MAX_CTAS", "24")
-    assert most_ctas([gather, (None, True)]) == 24 + 32
+    assert most_ctas([gather, (None, True)]) == 24 + 64
 
 
 def test_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

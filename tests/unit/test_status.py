@@ -117,19 +117,21 @@ def test_the_last_word_of_each_rank_counts(store: CountingStore) -> None:
     assert store.num_keys() < 10
     assert not third.some_rank_failed(ACTOR)
     # A rank that has stopped and goes on, and then waits.
-    first.stop(ACTOR, 7, account(2))
-    first.tell()
+    stop(first, 7, account(2))
     assert third.accounts(ACTOR) == {0: account(2)} and not third.some_rank_failed(ACTOR)  # it may yet go on
-    first.go_on()
+    first.go_on(ACTOR)
     first.wait(ACTOR, account(0))
     assert third.accounts(ACTOR) == {0: account(0)}
     # One that is lost, for whatever reason, does not come any more.
     first.lose(ACTOR, account(2))
     assert third.accounts(ACTOR) == {0: account(2)} and third.some_rank_failed(ACTOR)
-    first.go_on()
+    first.go_on(ACTOR)
     assert third.accounts(ACTOR) == {0: account(2)} and third.some_rank_failed(ACTOR)
     second.lose(ACTOR, Account("stepping", failure="no space left"))
     assert third.some_rank_failed(ACTOR) and third.accounts(ACTOR)[1].failure == "no space left"
+
+
+FAILED = Account("in a forward", failure="ValueError: no")
 
 
 @pytest.fixture
@@ -138,6 +140,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(status, "time", made)
     return made
+
+
+def stop(board: StatusBoard, place: int = 7, account: Account = FAILED, engine: str = ACTOR) -> None:
+    """Stop a rank, and tell it."""
+    board.stop(engine, place, account, at_once=False)
+    board.tell()
 
 
 def long_after(board: StatusBoard, engine: str, clock: Clock) -> bool:
@@ -149,20 +157,26 @@ def long_after(board: StatusBoard, engine: str, clock: Clock) -> bool:
 
 def test_a_rank_that_stops_in_one_engine_does_not_come_to_another(store: CountingStore, clock: Clock) -> None:
     first, second, third = boards_of(3)
-    failed = Account("in a forward", failure="ValueError: no")
-    first.stop(ACTOR, 7, failed)
-    first.tell()
-    second.stop(ACTOR, 7, failed)
+    stop(first)
+    stop(second)
     assert not long_after(second, CRITIC, clock)  # it has stopped there itself
     assert long_after(third, CRITIC, clock)
     assert str(third.accounts(CRITIC)[0]) == "using another model, in a forward"
     # The next time it is one rank's alone.
     for board in (first, second):
-        board.go_on()
+        board.go_on(ACTOR)
     assert not long_after(third, CRITIC, clock)
-    first.stop(ACTOR, 7, failed)
-    first.tell()
+    stop(first)
     assert long_after(second, ACTOR, clock) and long_after(third, CRITIC, clock)
+
+
+def test_a_rank_that_stops_in_one_engine_may_go_on_in_another(store: CountingStore, clock: Clock) -> None:
+    """Those that wait in the one still do so in vain."""
+    first, second = boards_of(2)
+    stop(first)
+    first.go_on(CRITIC)
+    assert not long_after(second, CRITIC, clock) and second.accounts(CRITIC) == {}
+    assert long_after(second, ACTOR, clock) and second.accounts(ACTOR) == {0: FAILED}
 
 
 def test_a_rank_that_has_lost_or_closed_one_engine_may_go_on_in_another(store: CountingStore, clock: Clock) -> None:
@@ -170,55 +184,113 @@ def test_a_rank_that_has_lost_or_closed_one_engine_may_go_on_in_another(store: C
     first.lose(ACTOR, Account("waiting", failure="OutOfMemoryError: 2 GiB"))
     assert second.some_rank_failed(ACTOR) and long_after(second, CRITIC, clock)
     assert second.accounts(CRITIC)[0].failure and second.accounts(CRITIC)[0].other_model
-    first.go_on()
+    first.go_on(CRITIC)
     assert second.some_rank_failed(ACTOR) and not long_after(second, CRITIC, clock)
     assert second.accounts(CRITIC) == {}
     first.lose(CRITIC, Account("closing", failure="it closed"), closed=True)
     assert second.some_rank_failed(CRITIC) and not long_after(second, code_of("the reference"), clock)
 
 
+def test_ranks_that_have_lost_the_same_engine_use_others(store: CountingStore, clock: Clock) -> None:
+    first, second = boards_of(2)
+    for board in (first, second):
+        board.lose(ACTOR, account(0))
+    assert not long_after(first, CRITIC, clock)
+
+
 def test_closing_after_an_exception_tells_the_exception(store: CountingStore, clock: Clock) -> None:
     first, second = boards_of(2)
-    first.stop(ACTOR, 7, Account("in a forward", failure="ValueError: no"))
+    first.stop(ACTOR, 7, FAILED, at_once=False)
     first.lose(CRITIC, Account("closing", failure="it closed"), closed=True)
-    assert second.some_rank_failed(CRITIC) and second.accounts(CRITIC)[0].failure == "ValueError: no"
+    first.lose(ACTOR, Account("closing", failure="it closed"), closed=True)
+    for engine in (CRITIC, ACTOR):
+        assert second.some_rank_failed(engine) and second.accounts(engine)[0].failure == FAILED.failure
+    assert long_after(second, code_of("the reference"), clock)
 
 
 def test_what_the_store_keeps_for_long_writes_nothing_old(store: CountingStore, clock: Clock) -> None:
     """A rank stops, and goes on while the store has not taken that yet."""
     first, second = boards_of(2)
+    until, begun = threading.Event(), threading.Event()
+    append = store._store.append
+
+    def slow(key: str, value: str) -> None:
+        begun.set()
+        until.wait(10)
+        append(key, value)
+
+    store.append = slow  # type: ignore[attr-defined]
     with mock.patch.object(status, "_ANSWER", 0.05):
-        first._writing.acquire()
-        first.stop(ACTOR, 7, account(0))
-        first.tell()
-        first.go_on()
-        first._writing.release()
+        stop(first)
+        assert begun.wait(10)
+        first.go_on(ACTOR)
+    until.set()
     for thread in [each for each in threading.enumerate() if each.name == "zeropp limited"]:
         thread.join(timeout=5)
     assert second.accounts(ACTOR) == {} and not long_after(second, ACTOR, clock)
 
 
-def test_a_stop_is_told_after_a_while(store: CountingStore, clock: Clock) -> None:
+def test_a_line_that_comes_late_says_nothing(store: CountingStore, clock: Clock) -> None:
     first, second = boards_of(2)
-    first.stop(ACTOR, 7, Account("in a forward"))
-    first.stop(ACTOR, 7, account(0))
-    assert second.accounts(ACTOR) == {}
+    stop(first)
+    key = f"{first._said_ends._name}/0"
+    line = store.get(key)
+    first.go_on(ACTOR)
+    store.append(key, line)
+    assert second.accounts(ACTOR) == {} and not long_after(second, ACTOR, clock)
+
+
+def test_a_stop_is_told_at_once_or_after_a_while(store: CountingStore, clock: Clock) -> None:
+    first, second = boards_of(2)
+    first.stop(ACTOR, 7, Account("in a forward"), at_once=False)
+    first.stop(ACTOR, 7, account(0), at_once=False)
     first.tell_stop()
     assert second.accounts(ACTOR) == {}
     clock.sleep(2)
     first.tell_stop()
     assert second.accounts(ACTOR) == {0: account(0)} and long_after(second, ACTOR, clock)
+    first.go_on(ACTOR)
+    first.stop(ACTOR, 8, account(0), at_once=True)
+    assert second.accounts(ACTOR) == {0: account(0)}
 
 
-def test_exceptions_by_the_thousand_leave_nothing_in_the_store(store: CountingStore) -> None:
+def test_exceptions_by_the_thousand_leave_little_in_the_store(store: CountingStore, clock: Clock) -> None:
     """A program may leave each forward by an exception once it has what it wants."""
     board = boards_of(2)[0]
     before = store.requests
     for number in range(1000):
-        board.stop(ACTOR, number, Account("in a forward", failure=f"KeyError: {number}"))
-        board.go_on()
-    assert store.requests == before
-    assert len(board._unwritten) < 10
+        board.stop(ACTOR, number, Account("in a forward", failure=f"KeyError: {number}"), at_once=True)
+        board.go_on(ACTOR)
+        clock.sleep(0.1)
+    assert store.requests - before < 100 and store.num_keys() < 20
+
+
+def test_what_is_said_outlasts_its_list(store: CountingStore, clock: Clock) -> None:
+    """For a rank that asks now and then."""
+    first, second = boards_of(2)
+    first.lose(ACTOR, account(0))
+    for number in range(50):
+        stop(second, number)
+        second.go_on(ACTOR)
+        first.some_rank_failed(CRITIC)
+    assert second.some_rank_failed(ACTOR) and store.num_keys() < 10
+
+
+def test_another_store_begins_anew(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
+    """torch.distributed may have been ended and begun again; with a launcher's store, which has kept what was said."""
+    stores = [CountingStore(), CountingStore()]
+    monkeypatch.setattr(status, "default_store", lambda: stores[0])
+    first, second = boards_of(2)
+    stop(first)
+    stores.reverse()
+    for board in (first, second):
+        board.join()
+    assert not long_after(second, ACTOR, clock) and second.accounts(ACTOR) == {}
+    stop(first)
+    assert long_after(second, ACTOR, clock)
+    stores.reverse()
+    _, another = boards_of(2)
+    assert not long_after(another, ACTOR, clock) and another.accounts(ACTOR) == {}
 
 
 def test_asking_whether_a_rank_has_failed_is_one_small_request(store: CountingStore) -> None:
@@ -227,7 +299,6 @@ def test_asking_whether_a_rank_has_failed_is_one_small_request(store: CountingSt
         board.wait(ACTOR, account(number))
     asks = rank_of(boards[0], 0, 64)
     asks.comm.backend = "gloo"
-    assert not asks._others_failed()
     store.nbytes = store.requests = 0
     assert not asks._others_failed()
     assert store.requests == 1 and store.nbytes < 100

@@ -18,7 +18,7 @@ from zeropp.access.state import gather_codes, gather_main
 from zeropp.comm.agreement import TRAINED
 from zeropp.engine.engine import Engine
 from zeropp.engine.parking import EVERYTHING
-from zeropp.engine.rehearsal import rehearse
+from zeropp.engine.rehearsal import rehearse, warn_of_no_room
 from zeropp.params.coded_buffer import CodedBuffer
 from zeropp.params.flat_buffer import FlatBuffer
 from zeropp.params.guard import own_dtype
@@ -120,6 +120,7 @@ class Trainability:
             engine.note_storages()
             engine.schedule.note_sizes()
             engine.pending.make_room()
+            warn_of_no_room(engine.comm, len(engine.unit_of))
             rehearse(engine)
             engine.refresh.start()
 

@@ -43,7 +43,6 @@ _FIRST_LOOK, _RARELY = 1.0, 5.0  # seconds between looks whether another rank ha
 _GRACE = 2.0  # seconds a failing rank waits for the others' accounts of the same failure
 _FEW = 64  # ranks that may ask the store at the same moment
 _NEARLY = 0.9  # of hang_timeout: gloo's clock is another one
-_STEP = -1  # place of all steps; those of passes are not negative
 _MEETING = 10.0  # seconds a rank that closes waits for the others to close
 
 
@@ -202,7 +201,10 @@ class Agreement:
     def enter(self, where: str, place: int) -> None:
         """This rank begins a pass; ``place`` tells it from others, on every rank alike."""
         self.where, self._place, self.beyond = where, place, ""
-        self.board.go_on()
+
+    def go_on(self) -> None:
+        """This rank does something with the others; see [Note: one rank's exception]."""
+        self.board.go_on(self._code)
 
     def leave(self) -> None:
         """This rank is in no pass any more."""
@@ -229,7 +231,7 @@ class Agreement:
         if any(row[0] != head for row in rows):
             raise self.failure(doing, call)
         # The others have come.
-        self.board.go_on()
+        self.go_on()
         return [row[1 : 1 + len(values)] for row in rows]
 
     def require_same_call(self, what: str) -> None:
@@ -311,18 +313,27 @@ class Agreement:
         if self.monitor is not None:
             self.monitor.close()
 
-    def stopped(self, error: BaseException | None, *, step: bool = False) -> None:
-        """Tell ranks that wait for this one that an exception has ended its pass; see [Note: one rank's exception].
+    def stopped(self, error: BaseException | None, where: str = "", *, step: int | None = None) -> None:
+        """Tell ranks that wait for this one that an exception has ended what they do together.
+
+        See [Note: one rank's exception].
 
         Args:
             error: the exception, if it is known.
-            step: it was a step, and not a pass.
+            where: it was raised, if the rank is in no pass.
+            step: the place of a step, if it was one; the same on all ranks, and of no pass.
         """
         if self._alone or self.lost is not None:
             return
-        words = "its backward failed" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
-        account = Account(f"in {self.where or 'step()'}", failure=words, unsure=step)
-        self.board.stop(self._code, _STEP if step else self._place, account)
+        failure = "an exception" if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
+        account = Account(f"in {self.where or where}", failure=failure, unsure=step is not None)
+        self.board.stop(self._code, self._place if step is None else step, account, at_once=True)
+
+    def backward_stopped(self) -> None:
+        """:meth:`stopped`, where the exception is not known, and nobody may wait for the store."""
+        if not self._alone and self.lost is None:
+            account = Account(f"in {self.where}", failure="its backward failed")
+            self.board.stop(self._code, self._place, account, at_once=False)
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
         comm = self.comm
@@ -398,16 +409,18 @@ class Agreement:
         return False
 
     def _ask_around(self, account: Account) -> dict[int, Account]:
-        self.board.lose(self._code, account)
-        if account.failure:
-            # Ranks that wait for the device ask for this now and then, but not those in an exchange: gloo's own waits
-            # end with their time or the connection.
-            self.comm.hang_up()
+        try:
+            self.board.lose(self._code, account)
+        finally:
+            if account.failure:
+                # Ranks that wait for the device ask for this now and then, but not those in an exchange: gloo's own
+                # waits end with their time or the connection.
+                self.comm.hang_up()
         rank, world = self.comm.rank, self.comm.world
         # Many ranks ask one store: the more there are, the less often, and not all at once. See
         # [Note: accounts in the store].
         late = rank / world if world > _FEW else 0.0
-        until, pause = time.monotonic() + _GRACE + late, 0.05 * max(world / _FEW, 1.0) + late
+        until, pause = time.monotonic() + _GRACE + late, 0.05 * max(world / _FEW, 1.0) ** 1.5 + late
         accounts: dict[int, Account] | None = None
         # Others run into the same failure at nearly the same time, and the message is better with what they say.
         while (left := until - time.monotonic()) > 0 and (accounts is None or len(accounts) < world):

@@ -239,9 +239,12 @@ def most_ctas(communicators: Iterable[tuple[int | None, bool]]) -> int | None:
         limit = _environment("NCCL_MAX_CTAS") or limit
         if limit is None:
             return None
-        limit = max(limit, _environment("NCCL_MIN_CTAS") or 0)
-        # Sends and receives take a power of two: NCCL rounds up.
-        total += 1 << (limit - 1).bit_length() if exchanges else limit
+        # These exceed every limit, and NCCL_MIN_CTAS does not (connect.cc and init.cc of June 2026).
+        limit = max(limit, _environment("NCCL_MIN_NCHANNELS") or _environment("NCCL_MIN_NRINGS") or 0)
+        if exchanges:
+            # Sends and receives take a power of two: NCCL rounds up.
+            limit = 1 << (max(limit, _environment("NCCL_MIN_P2P_NCHANNELS") or 0) - 1).bit_length()
+        total += limit
     return total
 
 
@@ -287,7 +290,8 @@ def _least(limits: list[int | None]) -> int | None:
 def require_room(communicators: Collection[Communicator], device: torch.device, *, sums_nbytes: int = 0) -> None:
     """Refuse communicators of an engine whose kernels do not fit on its card together: see [Note: communicators].
 
-    Communicators of other engines do not count, since engines run one after another.
+    Communicators of other engines do not count: those that share have the same ones, and others mostly run one after
+    another. Variables that stand in NCCL's configuration files are not seen.
 
     Args:
         communicators: of the engine.
@@ -307,6 +311,6 @@ def require_room(communicators: Collection[Communicator], device: torch.device, 
         raise ValueError(
             f"collectives that run at the same time may take {total} thread blocks ({listed}; limits {limits}), and "
             f"{device} has {processors(device)} multiprocessors, each of which holds one: ranks could wait for each "
-            'other for ever. Lower {"zeropp": {"max_ctas": {"local": ..., "cross": ...}}}, or NCCL_MIN_CTAS and '
-            "NCCL_MAX_CTAS if they are set"
+            'other for ever. Lower {"zeropp": {"max_ctas": {"local": ..., "cross": ...}}}, or NCCL_MAX_CTAS, '
+            "NCCL_MIN_NCHANNELS and NCCL_MIN_P2P_NCHANNELS if they are set"
         )

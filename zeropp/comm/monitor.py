@@ -65,7 +65,8 @@ class Monitor:
         self._device = device
         self._hang_timeout = hang_timeout
         self._give_up = weakref.WeakMethod(give_up)  # it is a method of what owns this
-        self._queued: deque[tuple[Event, str, float]] = deque()  # both ends are used, each by one thread
+        self._queued: deque[tuple[Event, str, float]] = deque()  # its own thread takes them out
+        self._starting = threading.Lock()
         self._failed = failed
         self._asked = 0.0  # when the others were last asked
         self._progress = 0.0  # when work was last seen to be finished
@@ -77,6 +78,13 @@ class Monitor:
     def note(self, event: Event, doing: str) -> None:
         """Work was queued that ends with ``event``; ``doing`` says what it is, after "waiting for"."""
         if self._thread is None:  # at the first: a rank that sends nothing needs no thread
+            self._start()
+        self._queued.append((event, doing, time.monotonic()))
+
+    def _start(self) -> None:
+        with self._starting:  # lanes have threads, too
+            if self._thread is not None:
+                return
             self._thread = threading.Thread(
                 target=_patrol,
                 args=(weakref.ref(self), self._stop, min(self._hang_timeout / _LOOKS, _PERIOD), self._device),
@@ -85,7 +93,6 @@ class Monitor:
             )
             _watching[self._thread] = self._stop
             self._thread.start()
-        self._queued.append((event, doing, time.monotonic()))
 
     def look(self, now: float) -> None:
         """Forget what is finished; give up if the oldest of the rest has been at the head for too long."""

@@ -108,6 +108,11 @@ class Watch:
             if wait.told:
                 self._board.wait(self._engine, None)
 
+    def end(self) -> None:
+        """Tell what was not told yet, before the program ends; on the watching thread."""
+        # Python starts no thread any more, which would limit the time of this.
+        self._board.tell(limit=False)
+
     def close(self) -> None:
         """Stop watching."""
         self._after = None
@@ -133,19 +138,26 @@ class Watch:
         waited = now - wait.start
         if waited >= _ASKING and now - self._asked >= _ASKING:
             self._asked = now
-            if self._board.some_rank_failed(self._engine) and self._current is wait:
-                self._when_failed()
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                if self._board.some_rank_failed(self._engine) and self._current is wait:
+                    self._when_failed()
         if wait.told or waited < self._after:
             return
         # Before the account goes out, so that a wait that ends meanwhile withdraws it.
         wait.told = True
         account = wait.account()
-        self._board.wait(self._engine, account)
-        # On the event and not in sleep, so that the end of the program need not wait for this.
-        self._stop.wait(min(_GRACE, self._after / _LOOKS))
-        accounts = {**self._board.accounts(self._engine), self._rank: account}
+        try:
+            self._board.wait(self._engine, account)
+            # On the event and not in sleep, so that the end of the program need not wait for this.
+            self._stop.wait(min(_GRACE, self._after / _LOOKS))
+            words = self._words({**self._board.accounts(self._engine), self._rank: account})
+        except (RuntimeError, TimeoutError) as error:
+            words = (
+                f"rank {self._rank} has been waiting for {self._after:g} s, {account}; the others cannot be asked, "
+                f"since the job's store, which rank 0 keeps, or the launcher, does not answer ({error})"
+            )
         if self._current is wait:
-            _log.warning("%s", self._words(accounts))
+            _log.warning("%s", words)
         else:
             # The wait ended meanwhile, perhaps before its account was there to be withdrawn.
             self._board.wait(self._engine, None)
@@ -167,9 +179,13 @@ _watching: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakre
 
 def _patrol(ref: weakref.ref[Watch], stop: threading.Event, period: float) -> None:
     """Holds the watch only while it looks, so that a dropped one ends this."""
-    while not stop.wait(period):
+    while True:
+        ends = stop.wait(period)
         watch = ref()
         if watch is None:
+            return
+        if ends:
+            watch.end()
             return
         try:
             watch.look()

@@ -146,7 +146,9 @@ class Engine(GuardHandler):
                 unit.entered += 1
                 if not self.kept.has(unit):
                     self.schedule.use(unit, hooked.path if unit.entered == 1 else None)
-        except BaseException:
+        except BaseException as error:
+            if not running and self.phase is Phase.IDLE:
+                self.agreement.stopped(error, "the beginning of a forward")
             if outermost:
                 self.recover()  # further in, the hooks after the modules around do that
             raise
@@ -287,7 +289,7 @@ class Engine(GuardHandler):
     def _backward_dropped(self) -> None:
         """Autograd has ended a backward; one that failed would tell nobody before the next call of the engine."""
         if self.phase is Phase.BACKWARD and current_graph_task() == -1:
-            self.agreement.stopped(None)
+            self.agreement.backward_stopped()
 
     def _expect_boundary(self) -> None:
         """Say whether the running or next backward is the last before a step, as far as one can know."""

@@ -23,7 +23,7 @@ from zeropp.comm.ledger import Ledger
 from zeropp.engine.engine import Engine
 from zeropp.params.transfers import Transfer, transfers
 
-__all__ = ["rehearse", "require_room_on_all"]
+__all__ = ["rehearse", "require_room_on_all", "warn_of_no_room"]
 
 _log = logging.getLogger("zeropp")
 _ITEM = torch.float64.itemsize  # sums over all ranks are in this dtype
@@ -43,6 +43,15 @@ def require_room_on_all(comm: Comm, parameters: int) -> None:
             raise error or ValueError(f"rank {rank}: {told}")
 
 
+def warn_of_no_room(comm: Comm, parameters: int) -> None:
+    """:func:`require_room_on_all` after unfreezing, when it is too late to refuse: it warns of new communicators."""
+    if len(comm.communicators) > comm.rehearsed:
+        try:
+            require_room_on_all(comm, parameters)
+        except ValueError as error:
+            _log.warning("parameters were unfrozen, and since then %s", error)
+
+
 def rehearse(engine: Engine) -> None:
     """Run each kind of collective of each hop once with its largest message, and once with its smallest.
 
@@ -50,14 +59,11 @@ def rehearse(engine: Engine) -> None:
     counted in the ledger, and nothing happens over gloo, which connects when a group is made.
 
     Raises:
-        ValueError: the kernels of communicators do not fit on the card together.
         RuntimeError: a collective fails, or does not end within ``hang_timeout``: with its hop and ranks.
     """
     comm, device = engine.comm, engine.device
     if len(comm.communicators) == comm.rehearsed:
         return
-    # While wrapping once more, and for the first time after unfreezing.
-    require_room_on_all(comm, len(engine.unit_of))
     comm.rehearsed = len(comm.communicators)
     before = _outside(device)
     lanes = {"gather": engine.gather_lanes, "refresh": engine.refresh.lanes, "reduce": engine.reduce_lanes}

@@ -282,11 +282,11 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
         if not taken:
             self.outcome.pass_over()
             return loss
-        self.engine.agreement.board.go_on()
+        place = self.engine.schedule.begin_step()
         try:
             found = self._take_step(closure)
         except Exception as error:
-            self.engine.agreement.stopped(error, step=True)
+            self.engine.agreement.stopped(error, "step()", step=place)
             raise
         return loss if found is None else found
 

@@ -136,16 +136,15 @@ class Schedule:
         self.key, self._then = key, then
         phase = describe_phase(key)
         # What ranks say in one phase must not be taken for what others say in another, which may look alike.
-        self.agreement.enter(phase, zlib.crc32(repr((self._ended, key)).encode()))
+        self.agreement.enter(phase, self._place(key))
         self.silent = self.known.note_silent(key)
         if then is not None and not self.silent:  # of all ranks: by it they order what they refresh
             self._forward = key
         self._learned, self._own, self._in_backward, self._new_fork = [], set(), set(), None
         self._calls, self._places, self._called, self._novel, self._partial = [], {}, Counter(), False, False
         self._before, self._nested = Counter(self.unrecorded) if self.unrecorded else Counter(), False
-        if self._failed and not self.silent:
-            self.agreement.exchange(_AGAIN, [], f"starting {phase} after an error")
-            self._failed = False
+        if not self.silent:
+            self._go_on(phase)
         expected = self.known.expected(key)
         self.reductions.begin(expected)
         if expected is None:
@@ -154,6 +153,22 @@ class Schedule:
         else:
             self._follow(expected, 0)
             self._forks = [] if self.static else self.known.forks(key, expected)
+
+    def begin_step(self) -> int:
+        """A step begins; returns its place, which no pass has, the same on every rank."""
+        self._go_on("a step")
+        return self._place("step")
+
+    def _go_on(self, what: str) -> None:
+        """Begin what ranks do together; with an exchange, if this rank has failed in what they did before."""
+        if self._failed:
+            self.agreement.exchange(_AGAIN, [], f"starting {what} after an error")
+            self._failed = False
+        else:
+            self.agreement.go_on()
+
+    def _place(self, of: object) -> int:
+        return zlib.crc32(repr((self._ended, of)).encode())
 
     def use(self, unit: Unit, call: str | None = None) -> None:
         """Gather the unit, and what the plan fetches with it. The caller has counted itself among its users.

@@ -129,7 +129,11 @@ def build_engine(
         )
         maker = BufferMaker(config, mode, comm, homes)
         make_engine = partial(_make_engine, config, listener, scale)
-        return _partition(model, parameters, specs, config, agreement, maker, make_engine)
+        try:
+            return _partition(model, parameters, specs, config, agreement, maker, make_engine)
+        except Exception as error:
+            agreement.stopped(error, "wrapping a model")
+            raise
 
 
 def _named_parameters(model: object) -> dict[str, nn.Parameter]:
