@@ -329,6 +329,15 @@ class Agreement:
         account = Account(f"in {self.where or where}", failure=failure, unsure=step is not None)
         self.board.stop(self._code, self._place if step is None else step, account, at_once=True)
 
+    @contextlib.contextmanager
+    def telling(self, where: str, *, step: int | None = None) -> Iterator[None]:
+        """Call :meth:`stopped` if what is inside raises an exception."""
+        try:
+            yield
+        except Exception as error:
+            self.stopped(error, where, step=step)
+            raise
+
     def backward_stopped(self) -> None:
         """:meth:`stopped`, where the exception is not known, and nobody may wait for the store."""
         if not self._alone and self.lost is None:

@@ -283,11 +283,8 @@ class ZeroOptimizer(TakesLosses, OffloadsStates, Optimizer):
             self.outcome.pass_over()
             return loss
         place = self.engine.schedule.begin_step()
-        try:
+        with self.engine.agreement.telling("step()", step=place):
             found = self._take_step(closure)
-        except Exception as error:
-            self.engine.agreement.stopped(error, "step()", step=place)
-            raise
         return loss if found is None else found
 
     step.hooked = True  # type: ignore[attr-defined]  # torch would let hooks run around steps that are not taken

@@ -129,11 +129,8 @@ def build_engine(
         )
         maker = BufferMaker(config, mode, comm, homes)
         make_engine = partial(_make_engine, config, listener, scale)
-        try:
+        with agreement.telling("wrapping a model"):
             return _partition(model, parameters, specs, config, agreement, maker, make_engine)
-        except Exception as error:
-            agreement.stopped(error, "wrapping a model")
-            raise
 
 
 def _named_parameters(model: object) -> dict[str, nn.Parameter]:
