@@ -202,6 +202,45 @@ def test_a_rank_that_waits_in_another_model_hears_of_it() -> None:
     assert seconds < SOON
 
 
+def going_on(how: str) -> tuple[str, float]:
+    """Errors of ranks of which rank 0 fails in the actor and goes on: with the critic, an evaluation, or a step."""
+    torch.manual_seed(0)
+    actor, critic = Fails("late forward", [0]), Fails("", [])
+    optimizers = []
+    for model in (actor, critic):
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizers.append(zeropp.ZeroOptimizer(inner, model, make_config(hang_timeout=120)))
+        for _ in range(2):
+            optimizers[-1].backward(model(torch.ones(2, 64)).square().mean())
+            optimizers[-1].step()
+            optimizers[-1].zero_grad()
+    begun = time.monotonic()
+    actor.armed = True
+    with pytest.raises(RuntimeError) as caught:
+        try:
+            loss = actor(torch.ones(2, 64)).square().mean()
+        except torch.OutOfMemoryError:
+            actor.armed = False
+            if how == "step":
+                optimizers[0].step()
+            else:
+                model = actor if how == "evaluation" else critic
+                with torch.no_grad():
+                    model(torch.ones(2, 64))
+                model(torch.ones(2, 64))
+        optimizers[0].backward(loss)
+    return str(caught.value), time.monotonic() - begun
+
+
+@pytest.mark.parametrize("how", ["critic", "evaluation", "step"])
+def test_a_rank_that_fails_alone_and_goes_on(how: str) -> None:
+    """The others wait for what it does not come to."""
+    (own, first), (other, second) = run_ranks(2, going_on, how)
+    assert "rank 0 failed: OutOfMemoryError: CUDA out of memory" in other
+    assert "no longer in step" in own
+    assert max(first, second) < 1.5 * SOON
+
+
 def exchanging() -> tuple[str, float]:
     """The error of ranks 0 and 2 in an exchange to which rank 1 does not come: it has lost them, and lives on."""
     torch.manual_seed(0)

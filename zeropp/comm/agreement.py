@@ -345,7 +345,10 @@ class Agreement:
             self.board.stop(self._code, self._place, account, at_once=False)
 
     def _lose(self, account: Account, *, waited: bool = False, log: bool = False) -> RuntimeError:
-        comm = self.comm
+        comm, stopped_by = self.comm, self.board.stopped_by
+        if stopped_by is not None and not account.failure:
+            # This rank went on after an exception that it had alone.
+            account = replace(account, failure=stopped_by.failure)
         accounts, store_is_gone = {comm.rank: account}, False
         if comm.world > 1 and comm.backend != "fake":
             try:
